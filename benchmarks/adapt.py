@@ -29,7 +29,7 @@ from perspectron.model.model import LanguageModel, build
 from perspectron.opening import Opened, open_model
 from perspectron.train.heldout import heldout
 
-TESTS = ("tests/adapt",)
+TESTS = ("tests/designs/perspective/adapt",)
 STEP = 500  # tokens between two records
 SGD = 0.1  # rate of dynamic evaluation
 OFTEN = 50  # tokens between two updates in the document, and of dynamic evaluation

@@ -19,7 +19,7 @@ from perspectron.model.state import LMState
 
 TESTS = (
     "tests/test_model.py::test_prefill_any_split_and_steps_agree_over_1000_tokens",
-    "tests/test_mixers.py::test_steps_equal_the_whole",
+    "tests/designs/test_mixers.py::test_steps_equal_the_whole",
 )
 BARS = {"perspective_longest_to_shortest": 1.05}
 CONTEXTS, READ, CHUNK = (1024, 8192, 65536, 262144), 8192, 1024

@@ -33,7 +33,11 @@ from perspectron.opening import open_model
 from perspectron.util.files import plain
 from perspectron.util.stats import interval
 
-TESTS = ("tests/eval/test_geometry.py", "tests/eval/test_depth.py", "tests/mixers/test_adr.py")
+TESTS = (
+    "tests/designs/drm/test_geometry.py",
+    "tests/designs/perspective/suites/test_depth.py",
+    "tests/designs/adr/test_mixer.py",
+)
 SMALL = ["d_model=64", "layers=4"]
 MODELS: dict[str, tuple[list[str], list[str], int]] = {  # sizes, options, updates
     "pdr": ([*SMALL, "hidden=128", "rank=16", "heads=4", "kv_heads=2", "window=64"],

@@ -34,7 +34,7 @@ from perspectron.eval.subject import Subject
 from perspectron.opening import Opened
 from perspectron.util.files import plain
 
-TESTS = ("tests/decode/test_perspectives.py",)
+TESTS = ("tests/designs/perspective/test_views.py",)
 FALSE_FLAGS = 0.1  # share of right answers that a detector may flag
 FULL_SIZE = {"shared": 2.02, "expert": 1.63, "state": 0.50}  # GB that a token of perspective-1t reads
 

@@ -22,7 +22,10 @@ from perspectron.train.heldout import heldout
 from perspectron.train.loop import Trainer
 from perspectron.train.prepare import prepare
 
-TESTS = ("tests/ops/test_pdr.py", "tests/test_mixers.py::test_under_autocast_the_state_is_not_rounded")
+TESTS = (
+    "tests/ops/test_pdr.py",
+    "tests/designs/test_mixers.py::test_under_autocast_the_state_is_not_rounded",
+)
 DTYPES = ("float32", "bfloat16")
 SIZES: dict[str, Any] = {"vocab_size": 1024, "d_model": 96, "hidden": 256, "rank": 16, "window": 64}
 QUICK: dict[str, Any] = SIZES | {"vocab_size": 300, "d_model": 32, "hidden": 32, "rank": 4, "window": 8}

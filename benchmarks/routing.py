@@ -40,7 +40,7 @@ from perspectron.train.prepare import prepare
 from perspectron.util.errors import DataError
 from perspectron.util.files import read_json, write_json
 
-TESTS = ("tests/eval/test_routes.py",)
+TESTS = ("tests/designs/perspective/suites/test_routes.py",)
 BARS = {"gini": 0.15, "reached": 1.0, "ternary": 1.10}
 LAST = 0.1
 ARMS: dict[str, dict[str, Any]] = {

@@ -22,7 +22,7 @@ from perspectron.designs.perspective.safety import Polytope, fit, of_tokens, sta
 from perspectron.opening import Opened
 from perspectron.util.files import plain
 
-TESTS = ("tests/decode/test_safety.py",)
+TESTS = ("tests/designs/perspective/test_safety.py",)
 ALPHA = 0.02
 DOCUMENT = {"half-spaces": 500, "sweeps": 5}
 

@@ -27,10 +27,10 @@ from perspectron.ops import attention
 from perspectron.train.optim import OptimConfig, optimizer_of
 
 TESTS = (
-    "tests/ops/test_gru.py",
-    "tests/ops/test_lens.py",
-    "tests/ops/test_drm.py",
-    "tests/test_mixers.py::test_steps_equal_the_whole",
+    "tests/designs/adr/test_gru.py",
+    "tests/designs/lens/test_op.py",
+    "tests/designs/drm/test_op.py",
+    "tests/designs/test_mixers.py::test_steps_equal_the_whole",
 )
 BARS = {
     "gru_to_loop": 20.0,

@@ -26,7 +26,7 @@ from perspectron.model.model import LanguageModel, build
 from perspectron.train.estimate import autocast
 from perspectron.train.optim import OptimConfig, optimizer_of
 
-TESTS = ("tests/ops/test_pdr.py", "tests/test_mixers.py::test_gradients_flow_through_the_state")
+TESTS = ("tests/ops/test_pdr.py", "tests/designs/test_mixers.py::test_gradients_flow_through_the_state")
 BARS = {"perspective_to_twin": {"512": 0.8, "4096": 1.0}}
 PERSPECTIVE, TWIN = "perspective-20m-dense", "transformer-20m"
 

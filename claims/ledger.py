@@ -7,7 +7,7 @@ from typing import NamedTuple
 from claims import adr, drm, lens, pdr, topology
 from claims.claim import ABOUT, ROUNDED, VERDICTS, Claim, Row, judge
 from claims.results import Results, command
-from perspectron.model.config import one_of
+from perspectron.util.config import one_of
 from perspectron.util.stats import LEVEL
 
 

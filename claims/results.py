@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from perspectron.model.config import require
+from perspectron.util.config import require
 from perspectron.util.errors import DataError
 from perspectron.util.files import read_json
 

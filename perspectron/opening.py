@@ -12,7 +12,7 @@ import torch
 
 from perspectron.data import Shards, Tokenizer, encode, open_corpus, open_shards
 from perspectron.data.template import Template
-from perspectron.model.config import ModelConfig, require
+from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.stream.artifact import ExpertFiles, Trained, is_artifact, read_header
 from perspectron.stream.engine import load_artifact
@@ -20,6 +20,7 @@ from perspectron.train import checkpoint
 from perspectron.train.checkpoint import Checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.prepare import prepare
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, DataError
 
 

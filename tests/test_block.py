@@ -27,7 +27,6 @@ from perspectron.model.config import (
     Law5Config,
     ModelConfig,
     NoResidualConfig,
-    ResidualConfig,
     RouteGatedConfig,
     SequentialConfig,
 )
@@ -39,6 +38,7 @@ from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import Trainer
 from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig, optimizer_of
+from perspectron.util.config import ResidualConfig
 from perspectron.util.errors import ConfigError
 from perspectron.util.terms import Term
 

@@ -11,9 +11,10 @@ from perspectron import presets
 from perspectron.cli import catalogue
 from perspectron.designs.perspective.pdr import PDRConfig
 from perspectron.experts.router import RoutedConfig
-from perspectron.model.config import BlockConfig, ModelConfig, dump, load
+from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import mixers
+from perspectron.util.config import dump, load
 from perspectron.util.errors import ConfigError
 
 
@@ -238,7 +239,7 @@ def test_a_torus_of_anything_but_whole_numbers_is_named(torus):
 
 def test_an_unknown_preset_is_named_with_those_there_are():
     known = ", ".join([*presets.names(), *presets.DESIGNS])
-    with pytest.raises(ConfigError, match="preset = 'gpt-5', must be one of adr-demo, ") as caught:
+    with pytest.raises(ConfigError, match="preset = 'gpt-5', must be one of gdn-tiny, ") as caught:
         presets.get("gpt-5")
     begins, _, ends = str(caught.value).partition("one of ")[2].partition(" … ")
     assert known.startswith(begins) and known.endswith(ends) and len(begins) > 300

@@ -96,7 +96,7 @@ def test_every_block_of_the_guides_runs(folder, monkeypatch, capsys):
 def test_blocks_elsewhere_are_equations_or_run_by_a_test_of_their_own():
     for page in DOCS.rglob("*.md"):
         name = page.relative_to(DOCS).as_posix()
-        if name not in (*RUN, "add-a-mixer.md"):  # tests/test_add_a_mixer.py
+        if name not in (*RUN, "add-a-mixer.md"):  # tests/designs/test_add_a_mixer.py
             assert {language for language, *_ in blocks(page)} <= {"text"}, name
 
 
@@ -113,7 +113,7 @@ def test_what_contributors_are_told_to_run_is_what_has_to_pass():
 
 
 def test_citations_name_a_page_and_a_heading_that_exist():
-    sources = [*pages(), ROOT / "perspectron" / "catalogue.json"]
+    sources = [*pages(), ROOT / "perspectron" / "cli" / "catalogue.json"]
     for part in ("perspectron", "claims", "benchmarks", "tests"):
         sources += (ROOT / part).rglob("*.py")
     cited = {

@@ -178,7 +178,18 @@ def test_other_pipes(tmp_path, capsys):
         pipe(tmp_path / name)
     assert main(["train", "--config", str(tmp_path / "config.toml"), "--out", str(tmp_path / "out")]) == 2
     assert (
-        main(["routes", str(RUN), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]) == 2
+        main(
+            [
+                "perspective",
+                "routes",
+                str(RUN),
+                "--text",
+                str(tmp_path / "text.txt"),
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 2
     )
     said = capsys.readouterr().err
     assert said.count("not a regular file") == 2 and said.count("perspectron: error") == 2

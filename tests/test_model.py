@@ -23,12 +23,13 @@ from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
 from perspectron.model.block import NoState
-from perspectron.model.config import BlockConfig, FFNConfig, MixerConfig, ModelConfig
+from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig, TiedConfig
 from perspectron.model.mixer import Mixer, mixers
 from perspectron.model.model import LanguageModel, build, init
 from perspectron.ops import pdr
 from perspectron.util import registry
+from perspectron.util.config import FFNConfig, MixerConfig
 from perspectron.util.errors import ConfigError, StateError
 
 V, D = 64, 32

@@ -62,7 +62,7 @@ def test_the_demo_and_the_geometry(tmp_path):
     from perspectron.designs.adr import demo
     from perspectron.designs.drm import geometry_command as geometry
     from perspectron.designs.drm.geometry import Options, measure
-    from tests.eval.test_geometry import FEW, TINY
+    from tests.designs.drm.test_geometry import FEW, TINY
 
     model = {"parameters": 1000, "likeliest": [[" Rome", 0.8]] + [[" ,", 0.1]] * 4,
              "asked": {"told": 3, "unseen": 2, "unknown": 1},

@@ -8,12 +8,13 @@ import torch
 from perspectron import presets
 from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.model.census import active_parameters, census
-from perspectron.model.config import BlockConfig, ModelConfig, between_commas
+from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.model import build
 from perspectron.presets import fit, table
 from perspectron.presets.frame import stack
 from perspectron.util import registry
+from perspectron.util.config import between_commas
 from perspectron.util.errors import ConfigError
 
 DESIGNS = list(presets.DESIGNS)

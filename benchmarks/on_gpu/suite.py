@@ -24,11 +24,13 @@ ABOUT = "the suite's tests of mixers, models, states and decoding, on the device
 LIMIT = 240
 CONTRACT = "table or split_anywhere or rows_do_not or saved_and or resets_and or follows_float64"
 CONTRACT += " or autocast or bytes_are" """Of the contract's 2,600 tests of mixers, those that come first."""
-MODELS = "tests/test_state.py tests/test_block.py tests/test_model.py tests/test_mixers.py tests/decode"
+MODELS = (
+    "tests/test_state.py tests/test_block.py tests/test_model.py tests/designs/test_mixers.py tests/decode"
+)
 UNITS = {  # in order of worth: the paths, which of their tests, and the seconds that they may take
     "states, models, decoding and the mixers' contract": (MODELS, f"not test_mixers or {CONTRACT}", 120),
-    "mixers and operations": ("tests/mixers tests/ops", "", 80),
-    "the mixers' contract, the rest": ("tests/test_mixers.py", f"not ({CONTRACT})", 80),
+    "mixers and operations": ("tests/designs tests/ops", "", 80),
+    "the mixers' contract, the rest": ("tests/designs/test_mixers.py", f"not ({CONTRACT})", 80),
 }
 REHEARSED = {"states": ("tests/test_state.py", "extra_is_empty", 60)}
 WORKERS, TEST_SECONDS = 6, 40

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from perspectron import presets
 from perspectron.designs.perspective.pdr import PDRConfig
 from perspectron.model.census import Census, FlopCounter, census
-from perspectron.model.config import BlockConfig, MixerConfig, RouteGatedConfig, SequentialConfig
+from perspectron.model.config import BlockConfig, RouteGatedConfig, SequentialConfig
 from perspectron.model.mixer import mixers
 from perspectron.model.model import LanguageModel
 from perspectron.ops import pdr
 from perspectron.stream.plan import Needs, needs
+from perspectron.util.config import MixerConfig
 from perspectron.util.hooks import hooked
 
 FULL = "perspective-1t"

@@ -16,10 +16,11 @@ from perspectron.compare.plan import Models, Settings, plan, threads_for
 from perspectron.data import absolute
 from perspectron.eval.suites import OF_TEXT
 from perspectron.model.census import active_parameters
-from perspectron.model.config import ModelConfig, between_commas, one_of, require
+from perspectron.model.config import ModelConfig
 from perspectron.opening import describe
 from perspectron.presets import DESIGNS, design_of
 from perspectron.train.config import RunConfig
+from perspectron.util.config import between_commas, one_of, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import locked
 

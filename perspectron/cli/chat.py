@@ -17,9 +17,9 @@ from perspectron.decode.conversation import Conversation
 from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.opening import Refused
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError
 from perspectron.util.machine import pick_device, signals
 

@@ -31,7 +31,7 @@ from perspectron.compare.pool import Ended
 from perspectron.compare.run import Cell, Rate
 from perspectron.data import Tokenizer, absolute, with_encoding
 from perspectron.eval.suites import BESIDE_LOSS
-from perspectron.model.config import between_commas, require
+from perspectron.util.config import between_commas, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import locked
 

@@ -1,12 +1,12 @@
 """`perspectron completion`."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, make_dataclass
+from typing import Annotated, Any, Literal, Union
 
 import tyro
 
-from perspectron.cli.main import COMMANDS, about, command_of
+from perspectron.cli.main import GROUPS, about, command_of, of_design
+from perspectron.util.registry import designs
 
 
 @dataclass(frozen=True)
@@ -24,28 +24,35 @@ class Completion:
     """The shell to complete in."""
 
     def __call__(self) -> int:
-        found = {name: command_of(name) for name in COMMANDS}
-        classes: dict[str, Callable[..., Any]] = {
-            name: made if isinstance(made, type) else _other(name) for name, made in found.items()
-        }
+        classes = {name: _class(name) for group in GROUPS.values() for name in group}
+        for design in designs():
+            if names := of_design(design):
+                kinds: list[Any] = [
+                    Annotated[_class(f"{design} {name}"), tyro.conf.subcommand(name)] for name in names
+                ]
+                padded = [*kinds, Annotated[None, tyro.conf.Suppress]]  # a Union needs two
+                classes[design] = make_dataclass(design, [("command", Union[tuple(padded)])])  # noqa: UP007
         try:
             tyro.extras.subcommand_cli_from_dict(
                 classes,
                 prog="perspectron",
                 args=["--tyro-print-completion", self.shell],
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+                config=(
+                    tyro.conf.OmitArgPrefixes,
+                    tyro.conf.OmitSubcommandPrefixes,
+                    tyro.conf.FlagCreatePairsOff,
+                ),
             )
         except SystemExit as stop:
             return int(stop.code or 0)
         return 0
 
 
-def _other(name: str) -> type:
-    """A command that reads its arguments itself."""
-
-    @dataclass(frozen=True)
-    class Other:
-        pass
-
-    Other.__doc__ = about(name)
-    return Other
+def _class(name: str) -> Any:
+    """A command's class; of one that reads its arguments itself, one without options."""
+    command = command_of(name)
+    if isinstance(command, type):
+        return command
+    other = make_dataclass("Other", [])
+    other.__doc__ = about(name)
+    return other

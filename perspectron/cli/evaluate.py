@@ -13,8 +13,8 @@ from perspectron.data import Split, encode, open_corpus, with_encoding
 from perspectron.data.template import Template
 from perspectron.eval.subject import Subject
 from perspectron.eval.suites import SUITES, Suite
-from perspectron.model.config import load, one_of, require
 from perspectron.opening import Opened
+from perspectron.util.config import load, one_of, require
 from perspectron.util.files import plain
 from perspectron.util.machine import pick_device
 

@@ -18,18 +18,18 @@ from perspectron.cli.progress import Work, duration
 from perspectron.data import Shards, Tokenizer
 from perspectron.eval import perplexity
 from perspectron.eval.subject import Subject
-from perspectron.model.config import require
 from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import Layout, RunConfig, launched
 from perspectron.train.estimate import Estimate, require_room
 from perspectron.train.loggers import Kind, logger
-from perspectron.train.loop import CURVE, Trainer, training_batches
+from perspectron.train.loop import CURVE, Trainer
 from perspectron.train.metrics import HELDOUT, Metrics, measured, read_metrics
 from perspectron.train.pace import Pace
-from perspectron.train.prepare import prepare
+from perspectron.train.prepare import prepare, training_batches
 from perspectron.train.resume import how_to_go_on
 from perspectron.util import registry
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError, StorageError
 from perspectron.util.files import locked, plain, remove, write_json
 from perspectron.util.machine import memory_kept, pick_device

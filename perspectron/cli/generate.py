@@ -22,12 +22,12 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.designs.perspective.adapt import AdaptConfig, Adapter, Learner
 from perspectron.designs.perspective.safety import Action, Polytope, Safety
 from perspectron.eval.timing import Bench, bench
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.model.narrow import Dtype
 from perspectron.opening import Opened
 from perspectron.stream.engine import StreamedModel
 from perspectron.stream.usage import FIRST, Usage
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, DataError
 from perspectron.util.machine import pick_device
 
@@ -71,7 +71,7 @@ class Generate:
     state_dtype: Dtype = "full"
     """Precision of the saved conversation: full resumes bit for bit; the others are smaller and approximate."""
     adapt: bool = False
-    """Learn from each prompt while reading it, as `perspectron adapt` does, and generate with the result."""
+    """Learn from each prompt while reading it, as `perspective adapt` does, and generate with the result."""
     adapter: Path | None = None
     """Generate with this saved adapter; with --adapt, continue learning from it."""
     save_adapter: Path | None = None
@@ -92,9 +92,9 @@ class Generate:
     """Ask several views of the experts where the model is unsure; tokens they disagree on are underlined, and rates are
     printed at the end."""
     calibration: Path | None = None
-    """File that `perspectives calibrate` wrote for this model (default: fixed thresholds)."""
+    """File that `perspective views` wrote for this model (default: fixed thresholds)."""
     safety: Path | None = None
-    """Safe set that `safety fit` wrote for this model."""
+    """Safe set that `perspective safety fit` wrote for this model."""
     action: Action = "project"
     """With --safety: project states into the set, flag tokens, stop, or mask the tokens that the set names."""
     bench: bool = False

@@ -14,7 +14,7 @@ import torch
 
 from perspectron.cli.options import open_model
 from perspectron.eval.harness import Answers
-from perspectron.model.config import one_of, require
+from perspectron.util.config import one_of, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.machine import pick_device
 

@@ -7,7 +7,7 @@ import tyro
 
 from perspectron.cli.options import answer
 from perspectron.cli.progress import Work
-from perspectron.model.config import require
+from perspectron.util.config import require
 
 
 @dataclass(frozen=True)

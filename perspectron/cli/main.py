@@ -14,48 +14,52 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import perspectron
-from perspectron.model.config import require
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, PerspectronError, escaped
+from perspectron.util.registry import Table, at, designs
 
-COMMANDS = {
-    "quickstart": "cli.quickstart:Quickstart",
-    "demo": "designs.adr.demo:Demo",
-    "train": "cli.train:Train",
-    "generate": "cli.generate:Generate",
-    "serve": "cli.serve:Serve",
-    "chat": "cli.chat:Chat",
-    "verify": "cli.verify:Verify",
-    "selftest": "cli.selftest:Selftest",
-    "eval": "cli.evaluate:Eval",
-    "adapt": "designs.perspective.commands.adapt:Adapt",
-    "perspectives": "designs.perspective.commands.views:PerspectivesOf",
-    "safety": "designs.perspective.commands.safety:SafetyOf",
-    "geometry": "designs.drm.geometry_command:GeometryOf",
-    "gate": "designs.perspective.commands.gate:Gate",
-    "inspect": "cli.inspect:Inspect",
-    "list": "cli.list:List",
-    "plan": "cli.plan:Plan",
-    "prune-attention": "designs.lens.prune_command:PruneAttention",
-    "routes": "designs.perspective.commands.routes:ShowRoutes",
-    "quantize": "cli.quantize:Quantize",
-    "export": "cli.export:Export",
-    "import": "cli.import_:Import",
-    "synthesize": "cli.synthesize:Synthesize",
-    "tokenize": "cli.tokenize:Tokenize",
-    "ablate": "cli.ablate:Ablate",
-    "compare": "cli.compare:Compare",
-    "search": "cli.search:Search",
-    "trace": "designs.perspective.commands.trace:TraceRoutes",
-    "lm-eval": "cli.harness:run",
-    "completion": "cli.completion:Completion",
+GROUPS: dict[str, dict[str, str]] = {
+    "Start": {
+        "quickstart": "quickstart:Quickstart",
+        "list": "list:List",
+        "selftest": "selftest:Selftest",
+        "completion": "completion:Completion",
+    },
+    "Use a model": {
+        "generate": "generate:Generate",
+        "chat": "chat:Chat",
+        "serve": "serve:Serve",
+    },
+    "Train and compare": {
+        "train": "train:Train",
+        "compare": "compare:Compare",
+        "search": "search:Search",
+        "ablate": "ablate:Ablate",
+    },
+    "Look inside": {
+        "eval": "evaluate:Eval",
+        "lm-eval": "harness:run",
+        "inspect": "inspect:Inspect",
+        "verify": "verify:Verify",
+        "plan": "plan:Plan",
+    },
+    "Files": {
+        "tokenize": "tokenize:Tokenize",
+        "quantize": "quantize:Quantize",
+        "export": "export:Export",
+        "import": "import_:Import",
+        "synthesize": "synthesize:Synthesize",
+    },
 }
-"""The commands, and where in `perspectron` each is defined. A class is parsed from the arguments, and its
-instance called for the exit code; a function takes the arguments as they are."""
+"""The commands by what they are for, and where in `perspectron.cli` each is defined. A class is parsed from the
+arguments, and its instance called for the exit code; a function takes the arguments as they are."""
+RENAMED = {"perspectives": "views"}
+"""Commands of designs that had another name while they stood beside the others."""
 
 MOST = 10**9
 """The largest whole number that an option but a seed may be."""
@@ -142,13 +146,12 @@ def _run(arguments: list[str], prepare: Callable[[], object]) -> int:
     if arguments == ["--version"]:
         print(perspectron.__version__)
         return 0
-    if arguments in (["-h"], ["--help"]):
-        _overview()
-        return 0
-    if not arguments:
-        with contextlib.redirect_stdout(sys.stderr):
-            _overview()
-        return ConfigError.exit_code
+    design = arguments[0] if arguments and of_design(arguments[0]) else ""
+    rest = arguments[1:] if design else arguments
+    if rest in ([], ["-h"], ["--help"]):
+        with contextlib.nullcontext() if rest else contextlib.redirect_stdout(sys.stderr):
+            _overview(design)
+        return 0 if rest else ConfigError.exit_code
     command = _parse(arguments, time.monotonic())
     prepare()
     return command()
@@ -176,10 +179,16 @@ def _warn(message: Warning | str, *_: object, **__: object) -> None:
 
 def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
     """The command that the arguments ask for, ready to be called. began: when, by the monotonic clock, it was asked."""
-    if arguments[0] not in COMMANDS:
-        known = ", ".join(COMMANDS)
-        raise ConfigError(f"command = {arguments[0]!r}, must be one of {known} (see perspectron --help)")
     name, *rest = arguments
+    if of_design(name):
+        name, rest = f"{name} {rest[0]}", rest[1:]
+    known = commands()
+    if name not in known:
+        asked = RENAMED.get(name, name)
+        if moved := [full for full in known if full.endswith(f" {asked}")]:
+            raise ConfigError(f"command = {name!r}, is now: perspectron {moved[0]}")
+        names = ", ".join(of_design(arguments[0]) or known)
+        raise ConfigError(f"command = {name!r}, must be one of {names} (see perspectron --help)")
     rest = _one_source(rest)
     command = command_of(name)
     if not isinstance(command, type):
@@ -242,29 +251,50 @@ def _one_source(arguments: list[str]) -> list[str]:
     return ["--data", joined(sources), *rest]
 
 
+def of_design(name: str) -> Table:
+    """The commands of a design; none for what is not the name of one."""
+    design = designs().get(name)
+    return {} if design is None else design.commands
+
+
+def commands() -> dict[str, str]:
+    """Every command and its place "module:attribute": those of GROUPS, then the designs', as "DESIGN NAME"."""
+    ours = {name: f"perspectron.cli.{place}" for group in GROUPS.values() for name, place in group.items()}
+    return ours | {
+        f"{name} {command}": f"{design.package}.{place}"
+        for name, design in designs().items()
+        for command, place in design.commands.items()
+    }
+
+
 def command_of(name: str) -> Any:
-    """The command of a name in COMMANDS, imported."""
-    module, _, attribute = COMMANDS[name].partition(":")
-    return getattr(import_module(f"perspectron.{module}"), attribute)
+    """The command of a name, imported."""
+    return at(commands()[name])
 
 
-def _overview() -> None:
-    print(f"usage: perspectron COMMAND [OPTIONS]\n\n{perspectron.__doc__}\n\ncommands:")
-    for name in COMMANDS:
-        print(f"  {name:<16} {about(name)}")
-    print("\nExample: perspectron quickstart\nEach command explains itself: perspectron COMMAND --help")
+def _overview(design: str = "") -> None:
+    """All commands, or those of a design, each with a line."""
+    start = f"perspectron {design}".rstrip()
+    if design:
+        print(f"usage: {start} COMMAND [OPTIONS]\n\n{sys.modules[designs()[design].package].__doc__}")
+        groups = {"Commands": [f"{design} {name}" for name in of_design(design)]}
+    else:
+        print(f"usage: perspectron COMMAND [OPTIONS]\n\n{perspectron.__doc__}")
+        groups = {title: list(group) for title, group in GROUPS.items()}
+        groups["Of one design"] = [name for name in commands() if " " in name]
+    for title, names in groups.items():
+        print(f"\n{title}")
+        for name in names:
+            print(f"  {name:<20} {about(name)}")
+    example = "" if design else "Example: perspectron quickstart\n"
+    print(f"\n{example}Each command explains itself: {start} COMMAND --help")
 
 
 def about(name: str) -> str:
     """The first line of a command's docstring, read from its source, since importing it takes torch."""
-    module, _, attribute = COMMANDS[name].partition(":")
-    source = (
-        Path(perspectron.__file__)
-        .parent.joinpath(*module.split("."))
-        .with_suffix(".py")
-        .read_text(encoding="utf-8")
-    )
-    tree = ast.parse(source).body
+    module, _, attribute = commands()[name].partition(":")
+    spec = find_spec(module)
+    tree = ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8")).body
     (found,) = (n for n in tree if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == attribute)
     return str(ast.get_docstring(found)).partition("\n")[0]
 

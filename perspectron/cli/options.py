@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from perspectron.cli.progress import Work
-from perspectron.model.config import assignment, require
+from perspectron.util.config import assignment, require
 from perspectron.util.errors import ConfigError, escaped
 
 if TYPE_CHECKING:

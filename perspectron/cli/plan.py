@@ -10,7 +10,6 @@ from rich.table import Table
 
 from perspectron.cli.options import Sets, answer, describe, rate, size, table
 from perspectron.cli.plan_training import plan_training
-from perspectron.model.config import require
 from perspectron.opening import Folder
 from perspectron.stream import speed
 from perspectron.stream.artifact import layer_file
@@ -18,6 +17,7 @@ from perspectron.stream.plan import Case, Needs, Placement, Rates, bounds, case,
 from perspectron.stream.trace import Trace, missed, stack_distances
 from perspectron.stream.trace import load as load_trace
 from perspectron.train.config import Layout
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import safe_join
 
@@ -56,7 +56,7 @@ class Plan:
     shared: str | None = None
     """Format of the dense layers of a preset or a run: 2bit (default), 4bit or int8."""
     trace: Path | None = None
-    """File written by `perspectron trace`; its cache misses become one of the cases."""
+    """File written by `perspectron perspective trace`; its cache misses become one of the cases."""
     set: Sets = ()
     """Sizes of the preset to replace, as KEY=VALUE."""
     json: bool = False

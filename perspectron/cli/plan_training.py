@@ -5,9 +5,10 @@ from dataclasses import asdict
 
 from perspectron.cli.options import answer, table
 from perspectron.experts.router import RoutedConfig
-from perspectron.model.config import ModelConfig, require
+from perspectron.model.config import ModelConfig
 from perspectron.train.config import Layout
 from perspectron.train.footprint import Memory, memory, shape_of
+from perspectron.util.config import require
 
 MOST_ROWS = 1 << 20
 NAMES = {

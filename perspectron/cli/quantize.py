@@ -13,13 +13,13 @@ from perspectron.cli.options import answer, table
 from perspectron.cli.progress import Work
 from perspectron.data import Shards, Split, Tokenizer, encode, open_corpus
 from perspectron.data.template import copy
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.opening import Opened, describe, load, open_model
 from perspectron.quant.convert import Report, convert
 from perspectron.stream.artifact import expert_files, save_artifact
 from perspectron.train.config import TrainConfig
 from perspectron.train.heldout import heldout
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, DataError
 
 

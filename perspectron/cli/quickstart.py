@@ -20,12 +20,12 @@ from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval.perplexity import compressors, text_of
 from perspectron.model.census import census
-from perspectron.model.config import require
 from perspectron.presets import rates
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import CURVE
 from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig
+from perspectron.util.config import require
 
 PROMPT = "def read_lines(path):\n"
 STATE = "conversation.state"

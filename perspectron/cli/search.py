@@ -13,7 +13,7 @@ from perspectron.cli.progress import Work
 from perspectron.compare import pool, search
 from perspectron.compare.plan import Settings, plan, threads_for
 from perspectron.data import absolute, with_encoding
-from perspectron.model.config import between_commas, require
+from perspectron.util.config import between_commas, require
 from perspectron.util.files import locked
 
 SHOWN = 10  # candidates of a rung

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import tyro
 
 from perspectron.cli.options import needs, open_model, perspectives_of, say, size
-from perspectron.model.config import require
 from perspectron.ops.experts import FEW
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Serve:
     """Ask several views of the experts where a model is unsure; each choice of an answer then carries their verdict on
     each token. Prompt prefixes are not shared."""
     calibration: Path | None = None
-    """File that `perspectives calibrate` wrote for the model (default: fixed thresholds)."""
+    """File that `perspective views` wrote for the model (default: fixed thresholds)."""
     cache: str | None = None
     """Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."""
 
@@ -165,8 +165,8 @@ class Serve:
         from perspectron.decode.store import PrefixStore
         from perspectron.opening import Refused
         from perspectron.serve.engine import Engine
-        from perspectron.serve.states import States
         from perspectron.serve.served import Served
+        from perspectron.serve.states import States
 
         name = run.resolve().name
         looks = perspectives_of(self.perspectives, self.calibration, opened)

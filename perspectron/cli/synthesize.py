@@ -11,8 +11,8 @@ from perspectron import presets
 from perspectron.cli.options import Sets, answer, assignments
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer, open_corpus, with_encoding
-from perspectron.model.config import one_of, require
 from perspectron.stream.synthetic import synthesize
+from perspectron.util.config import one_of, require
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from perspectron.data import Shards, Tokenizer, open_shards
-from perspectron.model.config import dump, load
 from perspectron.train.config import Layout, RunConfig
 from perspectron.train.pace import Pace
 from perspectron.train.parallel import ParallelTrainer
 from perspectron.train.team import Team
+from perspectron.util.config import dump, load
 from perspectron.util.files import sha256
 
 NEVER = 1e9  # seconds: rank 0's clock decides

@@ -8,7 +8,7 @@ import tyro
 from perspectron.cli.options import answer
 from perspectron.cli.progress import Work
 from perspectron.data import encode, made_in, open_corpus, with_encoding
-from perspectron.model.config import require
+from perspectron.util.config import require
 from perspectron.util.errors import StorageError
 from perspectron.util.files import locked
 

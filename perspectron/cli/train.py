@@ -29,12 +29,13 @@ from perspectron.data.corpus import RULE
 from perspectron.data.template import PLAIN, Template
 from perspectron.data.vocabulary import KINDS, made
 from perspectron.eval.budget import BYTES_PER_TOKEN, Budget, largest_vocabulary, settled, size_of, sized
-from perspectron.model.config import ModelConfig, load, one_of, require
+from perspectron.model.config import ModelConfig
 from perspectron.opening import describe
 from perspectron.train import checkpoint
 from perspectron.train.config import Layout, RunConfig, StagedConfig, TrainConfig, launched, processes
 from perspectron.train.loggers import Kind
 from perspectron.train.resume import extend
+from perspectron.util.config import load, one_of, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import read_text
 from perspectron.util.machine import memory_kept

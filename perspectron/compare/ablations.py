@@ -12,17 +12,10 @@ from typing import Any, NamedTuple
 
 from perspectron.experts.router import RoutedConfig
 from perspectron.model.census import active_parameters
-from perspectron.model.config import (
-    BlockConfig,
-    MixerConfig,
-    ModelConfig,
-    ParallelConfig,
-    SequentialConfig,
-    one_of,
-    require,
-)
+from perspectron.model.config import BlockConfig, ModelConfig, ParallelConfig, SequentialConfig
 from perspectron.presets import TOLERANCE, design_of
 from perspectron.util import registry
+from perspectron.util.config import MixerConfig, one_of, require
 from perspectron.util.errors import ConfigError
 
 STEP = 4  # of a hidden width

@@ -20,11 +20,12 @@ from perspectron.data import Loader, Shards, Tokenizer, encode, made_in, open_co
 from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.eval.timing import Setting, seconds_per_step
 from perspectron.model.census import census, state_bytes
-from perspectron.model.config import ModelConfig, at_least, dump, load, one_of, require
+from perspectron.model.config import ModelConfig
 from perspectron.model.model import build
 from perspectron.train.config import TrainConfig
 from perspectron.train.estimate import faster
 from perspectron.train.optim import OptimConfig
+from perspectron.util.config import at_least, dump, load, one_of, require
 from perspectron.util.errors import ConfigError, DataError, escaped
 from perspectron.util.files import read_json, remove, safe_join, write_json
 from perspectron.util.machine import pick_device

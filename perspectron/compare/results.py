@@ -16,8 +16,8 @@ from perspectron.compare.report.page import VERSION
 from perspectron.compare.run import Cell
 from perspectron.data import NAMED, Shards
 from perspectron.model.census import census
-from perspectron.model.config import dump, require
 from perspectron.util import machine
+from perspectron.util.config import dump, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import plain, read_json, write_json, write_text
 

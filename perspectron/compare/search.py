@@ -19,7 +19,7 @@ from perspectron.compare import run
 from perspectron.compare.plan import Models, Plan, Settings, models_of_designs, warm_up
 from perspectron.compare.run import Cell, Rate
 from perspectron.model.census import census
-from perspectron.model.config import require
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import read_json, safe_join, write_json
 

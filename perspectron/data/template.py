@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perspectron.model.config import require
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import read_text, write_text
 

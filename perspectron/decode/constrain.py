@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perspectron.decode.reading import END_OF_TEXT_ID
-from perspectron.model.config import require
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 
 if TYPE_CHECKING:

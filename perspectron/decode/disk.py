@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from perspectron.model.config import require
 from perspectron.model.state import LMState, Stateful, read_state, write_state
+from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError, StorageError
 from perspectron.util.files import locked, remove, sweep, temporary_beside
 

@@ -13,8 +13,8 @@ from perspectron.decode.rows import Rows, Vocabulary
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.designs.perspective.safety import Safety
 from perspectron.designs.perspective.views import PerspectivesConfig, Verdict
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, NonFiniteError
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.experts.router import Views
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.ops.attention import places
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 
 END_OF_TEXT_ID = 0

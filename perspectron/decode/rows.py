@@ -25,9 +25,9 @@ from perspectron.decode.text import TextStream
 from perspectron.decode.watch import Mark, Read, Watch
 from perspectron.designs.perspective.safety import Safety
 from perspectron.designs.perspective.views import PerspectivesConfig
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import MOST_TOKENS, LMState
+from perspectron.util.config import require
 from perspectron.util.errors import StateError
 
 

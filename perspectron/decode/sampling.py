@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perspectron.model.config import require
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, NonFiniteError
 from perspectron.util.streams import gumbel
 

@@ -17,9 +17,9 @@ from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, lengths
 from perspectron.decode.rows import Rows, Vocabulary
 from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite
 from perspectron.decode.store import PrefixStore
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState, Stateful, read_state, save_state
+from perspectron.util.config import require
 from perspectron.util.errors import NonFiniteError, StateError
 
 Likely = tuple[float, tuple[tuple[int, float], ...]]

@@ -21,9 +21,9 @@ from torch import Tensor
 from perspectron import native
 from perspectron.decode.disk import Counters, Disk, Prefix, saved
 from perspectron.decode.reading import CHUNK
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
+from perspectron.util.config import require
 from perspectron.util.errors import StateError
 
 FORMAT = "perspectron-prefix-1"

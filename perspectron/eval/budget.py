@@ -11,9 +11,10 @@ from perspectron.data import Corpus, Shards
 from perspectron.data.vocabulary import BYTES
 from perspectron.eval.timing import Dtype, Setting, seconds_per_step
 from perspectron.model.census import active_parameters
-from perspectron.model.config import ModelConfig, require
+from perspectron.model.config import ModelConfig
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER, room
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 from perspectron.util.machine import pick_device
 

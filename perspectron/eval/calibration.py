@@ -17,7 +17,7 @@ from torch import Tensor
 from perspectron.data.loader import IGNORE, windows
 from perspectron.eval.reading import LEAST, ROWS
 from perspectron.eval.subject import Subject
-from perspectron.model.config import require
+from perspectron.util.config import require
 from perspectron.util.stats import Floats, bootstrap, middle
 
 SIMULATIONS = 100

@@ -18,8 +18,9 @@ from perspectron.eval import timing
 from perspectron.eval.subject import Subject
 from perspectron.eval.timing import FREE_SHARE, Decoded, Dtype, Setting, Spread
 from perspectron.model import census
-from perspectron.model.config import ModelConfig, one_of, require
+from perspectron.model.config import ModelConfig
 from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER, parameters, room
+from perspectron.util.config import one_of, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.machine import Peak, pick_device, return_memory, trim
 

@@ -18,8 +18,8 @@ from perspectron.data.tokenizer import Tokenizer
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval.reading import CHUNK
-from perspectron.model.config import one_of, require
 from perspectron.model.model import LanguageModel
+from perspectron.util.config import one_of, require
 from perspectron.util.errors import NonFiniteError
 
 MAX_TOKENS = 256

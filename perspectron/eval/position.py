@@ -25,7 +25,7 @@ from perspectron.eval.reading import (
     stretches,
 )
 from perspectron.eval.subject import Subject
-from perspectron.model.config import require
+from perspectron.util.config import require
 
 
 @dataclass(frozen=True)

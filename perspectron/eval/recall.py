@@ -25,8 +25,9 @@ from perspectron.eval.subject import Subject
 from perspectron.eval.tasks import MQAR, Induction, Needle, SelectiveCopy, Task
 from perspectron.eval.tracking import Brackets, Parity, Permutations
 from perspectron.model.census import active_parameters
-from perspectron.model.config import BlockConfig, ModelConfig, dump, one_of, require
+from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.model import LanguageModel, build
+from perspectron.util.config import dump, one_of, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import read_json, write_json
 

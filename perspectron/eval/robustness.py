@@ -25,8 +25,8 @@ from perspectron.eval.reading import (
     stretches,
 )
 from perspectron.eval.subject import Subject
-from perspectron.model.config import require
 from perspectron.model.state import LMState, load_state, save_state
+from perspectron.util.config import require
 
 
 @dataclass(frozen=True)

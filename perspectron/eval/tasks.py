@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perspectron.data.loader import IGNORE
-from perspectron.model.config import one_of, require
+from perspectron.util.config import one_of, require
 
 Ids = NDArray[np.int64]
 

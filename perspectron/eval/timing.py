@@ -22,12 +22,13 @@ from perspectron.decode.reading import END_OF_TEXT_ID, prefill
 from perspectron.decode.sampling import SamplingConfig, sample
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.model.census import Touched, is_cache, touched
-from perspectron.model.config import ModelConfig, require
+from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel, build
 from perspectron.model.state import LMState
 from perspectron.stream.speed import reading
 from perspectron.train.estimate import room
 from perspectron.train.optim import OptimConfig, optimizer_of
+from perspectron.util.config import require
 from perspectron.util.machine import pick_device
 
 Key = TypeVar("Key", bound=Hashable)

@@ -16,7 +16,7 @@ import numpy as np
 
 from perspectron.data.loader import IGNORE
 from perspectron.eval.tasks import Ids, Task, empty
-from perspectron.model.config import require
+from perspectron.util.config import require
 
 
 @dataclass(frozen=True)

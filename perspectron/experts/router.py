@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from perspectron import native
 from perspectron.experts.ternary import Rule, Schedule
 from perspectron.experts.torus import distance2, lattice
-from perspectron.model.config import FFNConfig, at_least, one_of, positive, require
 from perspectron.ops.dispatch import affine, full_precision, watched
+from perspectron.util.config import FFNConfig, at_least, one_of, positive, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.streams import gumbel
 

@@ -22,9 +22,9 @@ import perspectron
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.router import RoutedConfig
 from perspectron.model.block import Block
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
+from perspectron.util.config import require
 from perspectron.util.errors import ArtifactError
 from perspectron.util.files import atomic
 

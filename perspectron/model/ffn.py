@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.experts.layer import RoutedSwiGLU
-from perspectron.model.config import FFNConfig, require
 from perspectron.ops import fused
 from perspectron.ops.fused import evenly, gated
+from perspectron.util.config import FFNConfig, require
 from perspectron.util.terms import Term
 
 Activation = Literal["gelu", "gelu_tanh"]

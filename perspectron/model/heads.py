@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.config import HeadConfig
 from perspectron.util import registry
+from perspectron.util.config import HeadConfig
 
 
 class TokenEmbedding(nn.Embedding):

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from perspectron.model.config import MixerConfig, require
 from perspectron.util import registry
+from perspectron.util.config import MixerConfig, require
 
 
 class Mixer(nn.Module, abc.ABC):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from perspectron.experts.router import Views
 from perspectron.model import heads
 from perspectron.model.block import NORMS, Block
-from perspectron.model.config import ModelConfig, one_of, require
+from perspectron.model.config import ModelConfig
 from perspectron.model.ffn import TiedConfig
 from perspectron.model.heads import TokenEmbedding, tied
 from perspectron.model.parts import Dropout, SameZeros, Shared, ValueResidual
@@ -26,6 +26,7 @@ from perspectron.ops import fused
 from perspectron.ops.attention import places
 from perspectron.ops.dispatch import captured, check_consumed, gradients_off, recorder
 from perspectron.util import ranks
+from perspectron.util.config import one_of, require
 from perspectron.util.errors import ConfigError, StateError
 from perspectron.util.machine import memory
 from perspectron.util.streams import stream

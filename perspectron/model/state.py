@@ -14,7 +14,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from perspectron.model import narrow
-from perspectron.model.config import ModelConfig, dump
+from perspectron.model.config import ModelConfig
+from perspectron.util.config import dump
 from perspectron.util.errors import StateError
 from perspectron.util.files import atomic, parse_json
 from perspectron.util.tensors import JSON_ROOM, check_header, load_tensors, save_tensors

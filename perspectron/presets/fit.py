@@ -9,8 +9,9 @@ import math
 from types import MappingProxyType
 
 from perspectron.model.census import active_parameters, state_bytes
-from perspectron.model.config import ModelConfig, require
+from perspectron.model.config import ModelConfig
 from perspectron.presets.table import DESIGNS, HEAD_WIDTH, Design, Shape, Sizes, made, sizes_of, variant
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 
 TOLERANCE = 0.02  # of the parameters

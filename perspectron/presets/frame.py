@@ -3,11 +3,12 @@
 from functools import partial
 from typing import Any
 
-from perspectron.model.config import BlockConfig, MixerConfig, ModelConfig, require
+from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import mixers, numbered
 from perspectron.presets.table import DESIGNS, PRESETS, Design, Make, Preset, as_it_is
 from perspectron.util import registry
+from perspectron.util.config import MixerConfig, require
 
 GPT2_NORM: dict[str, Any] = {"norm": "layer", "norm_eps": 1e-5}
 FRAMES: dict[str, Make] = {}

@@ -8,9 +8,10 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_type_hi
 
 import torch
 
-from perspectron.model.config import ModelConfig, assignment, between_commas, load, one_of, require
+from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.util import registry
+from perspectron.util.config import assignment, between_commas, load, one_of, require
 
 Sizes = Mapping[str, Any]
 OF_EVERY_MODEL: Sizes = {"dropout": 0.0, "shift": False, "first_values": False}

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.ternary import converted
 from perspectron.model.block import Block
-from perspectron.model.config import one_of, require
 from perspectron.model.mixer import Mixer
 from perspectron.model.model import LanguageModel
 from perspectron.ops.packing import Packed, dequantise
 from perspectron.quant.formats import quantise
 from perspectron.quant.gptq import FORMATS, Hessian, gptq
 from perspectron.quant.linear import QuantEmbedding, QuantLinear, bytes_of
+from perspectron.util.config import one_of, require
 from perspectron.util.hooks import hooked
 
 SMALL = 32  # rows or columns: less is not worth its bits

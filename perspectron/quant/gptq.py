@@ -9,9 +9,9 @@ Shapes: N rows (outputs), K columns (inputs), C columns of a block, T tokens, G 
 import torch
 from torch import Tensor
 
-from perspectron.model.config import one_of, require
 from perspectron.ops.packing import GROUP, LAYOUTS, Packed, pack
 from perspectron.quant.formats import check, decode, encode, grid, rows_scale
+from perspectron.util.config import one_of, require
 from perspectron.util.errors import DataError
 
 FORMATS = ("2bit", "4bit", "int8")

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.config import require
 from perspectron.ops import packed
 from perspectron.ops.packing import LAYOUTS, Packed, dequantise, sizes
+from perspectron.util.config import require
 
 
 class _Matrix(nn.Module):

@@ -22,8 +22,8 @@ from perspectron.decode.session import Session
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.decode.store import PrefixStore
 from perspectron.designs.perspective.views import PerspectivesConfig
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
+from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError
 
 T = TypeVar("T")

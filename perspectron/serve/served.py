@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from perspectron.data import Tokenizer
 from perspectron.data.template import Template
 from perspectron.decode.session import Session
-from perspectron.model.config import require
 from perspectron.serve.engine import Engine
 from perspectron.serve.states import States
+from perspectron.util.config import require
 
 SHORT = 1 << 13  # characters of a text that is encoded at once
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from perspectron.decode.session import Session
-from perspectron.model.config import require
+from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError, StateError
 from perspectron.util.files import opened, parse_json, remove, safe_join, sweep, temporary_beside
 from perspectron.util.tensors import JSON_ROOM, parse_header, read_header

@@ -22,7 +22,7 @@ from perspectron.experts.layer import EXPERTS, RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
 from perspectron.experts.ternary import converted
 from perspectron.model.block import Block
-from perspectron.model.config import MOST_SIZE, ModelConfig, dump, load, require
+from perspectron.model.config import MOST_SIZE, ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.ops.packing import LAYOUTS
 from perspectron.quant.convert import pack_expert
@@ -30,6 +30,7 @@ from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.stream import tensors
 from perspectron.stream.expert_file import ExpertLayout, Shard, planned, write_layer
 from perspectron.stream.tensors import Spec
+from perspectron.util.config import dump, load, require
 from perspectron.util.errors import ArtifactError, ConfigError
 from perspectron.util.files import atomic, opened, read_json, safe_join, sha256
 

@@ -15,7 +15,6 @@ from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig, Views
 from perspectron.model.block import Block
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.ops import packing
@@ -31,6 +30,7 @@ from perspectron.stream.reader import Method, ShardFile
 from perspectron.stream.speed import METHODS, Disk, probe
 from perspectron.stream.step import Step, step_of
 from perspectron.stream.usage import Usage
+from perspectron.util.config import require
 from perspectron.util.errors import ArtifactError, ConfigError, DataError
 from perspectron.util.files import cache_folder
 from perspectron.util.machine import free_memory, return_memory

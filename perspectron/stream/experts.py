@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.experts.router import Distances, FixedRouter, Routed, RoutedConfig, Views
-from perspectron.model.config import require
 from perspectron.ops import packed
 from perspectron.stream.cache import ExpertSource
 from perspectron.stream.expert_file import Shard
+from perspectron.util.config import require
 from perspectron.util.terms import Term
 
 

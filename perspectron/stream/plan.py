@@ -13,12 +13,13 @@ from torch import nn
 
 from perspectron.experts.router import RoutedConfig
 from perspectron.model.census import Part, footprint, packed_expert
-from perspectron.model.config import ModelConfig, one_of
+from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.quant.gptq import FORMATS
 from perspectron.stream.device import BUFFERS
 from perspectron.stream.expert_file import ExpertLayout
 from perspectron.stream.trace import missed, stack_distances
+from perspectron.util.config import one_of
 
 USES = 1 << 17  # of random experts
 

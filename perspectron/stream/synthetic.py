@@ -20,7 +20,7 @@ from torch import Tensor
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.designs.perspective.pdr import GATE_BIAS
 from perspectron.experts.router import RoutedConfig
-from perspectron.model.config import ModelConfig, require
+from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.ops import packing
 from perspectron.ops.packing import LAYOUTS, Packed
@@ -31,6 +31,7 @@ from perspectron.stream.engine import StreamedModel
 from perspectron.stream.expert_file import ExpertLayout, Shard, write_layer
 from perspectron.stream.plan import everywhere
 from perspectron.stream.tensors import Spec
+from perspectron.util.config import require
 from perspectron.util.errors import StorageError
 
 PIECE = 1 << 24  # bytes drawn at once

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from perspectron.experts.router import MOST_EXPERTS
-from perspectron.model.config import require
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, DataError
 from perspectron.util.files import read_json, write_json
 

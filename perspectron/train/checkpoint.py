@@ -20,11 +20,11 @@ from torch import Tensor
 
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.ternary import SHARE
-from perspectron.model.config import dump, load, unlike
 from perspectron.model.model import LanguageModel, require_memory
 from perspectron.train import lora, moments
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import falls_at
+from perspectron.util.config import dump, load, unlike
 from perspectron.util.errors import CheckpointError, ConfigError
 from perspectron.util.files import (
     atomic,

@@ -6,9 +6,10 @@ from typing import Literal
 
 from perspectron.data.corpus import RULE
 from perspectron.data.shuffle import ORDER
-from perspectron.model.config import ModelConfig, at_least, one_of, positive, require
+from perspectron.model.config import ModelConfig
 from perspectron.train.lora import LoraConfig
 from perspectron.train.optim import OptimConfig
+from perspectron.util.config import at_least, one_of, positive, require
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from perspectron.data import Tokenizer
 from perspectron.data.loader import IGNORE
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.train import checkpoint
 from perspectron.util import ranks
+from perspectron.util.config import require
 from perspectron.util.terms import Term
 
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from perspectron.data.loader import Batch
-from perspectron.model.config import ModelConfig, require
+from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.train.config import RunConfig
 from perspectron.util import ranks
+from perspectron.util.config import require
 from perspectron.util.machine import Peak, free_memory, memory, resident
 
 PER_PARAMETER = 16  # bytes in training: weight, gradient and two moments, float32
@@ -63,14 +64,18 @@ def require_room(config: RunConfig, device: torch.device, held: float = 1.0) -> 
     require(needs <= there, what, f"{needs / 1e9:,.1f} GB or more", bound)
 
 
-def own(x: Tensor) -> Tensor:
+def local_part(x: Tensor) -> Tensor:
     """This rank's part of a tensor that ranks share; else all of it."""
     return cast(Tensor, x.to_local()) if hasattr(x, "to_local") else x
 
 
 def estimate(model: LanguageModel, batch: Batch, config: RunConfig, device: torch.device) -> Estimate:
     """Measured on two passes over `batch`, which leave no trace."""
-    size, before, cuda = sum(own(p).numel() for p in model.parameters()), resident(), device.type == "cuda"
+    size, before, cuda = (
+        sum(local_part(p).numel() for p in model.parameters()),
+        resident(),
+        device.type == "cuda",
+    )
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     with without_trace(model), Peak() as peak:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from perspectron.data import Split
-from perspectron.model.config import dump
 from perspectron.train.config import RunConfig
+from perspectron.util.config import dump
 
 Kind = Literal["", "tensorboard", "wandb", "trackio"]
 PROJECT = "perspectron"

@@ -17,7 +17,6 @@ from perspectron.experts import ternary
 from perspectron.experts.router import RoutedConfig
 from perspectron.experts.stats import matrices, means
 from perspectron.model.block import Block
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel, build
 from perspectron.model.parts import Dropout
 from perspectron.train import checkpoint, lora
@@ -29,9 +28,11 @@ from perspectron.train.heldout import Heldout, heldout
 from perspectron.train.metrics import Metrics, draw, draw_terms, forget, noting, read_metrics
 from perspectron.train.optim import falls_at, freeze, learning_rate, optimizer_of
 from perspectron.train.pace import Pace
+from perspectron.train.prepare import training_batches
 from perspectron.train.resume import resume, set_aside
 from perspectron.util import ranks
-from perspectron.util.errors import CheckpointError, DataError, NonFiniteError
+from perspectron.util.config import require
+from perspectron.util.errors import CheckpointError, NonFiniteError
 from perspectron.util.files import locked, sweep, write_json
 from perspectron.util.hooks import first_non_finite
 from perspectron.util.machine import in_large_pages, pick_device, signals
@@ -362,28 +363,6 @@ class Trainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def training_batches(config: RunConfig, shards: Shards, rank: int = 0, world_size: int = 1) -> Loader:
-    """A loader of a rank's rows, at the run's first batch. DataError when the text is too short for one window."""
-    train, split = config.train, shards.split("train")
-    if split.tokens <= train.seq_len:
-        more = f"about {-(-(train.seq_len + 1) * split.text_bytes // max(1, split.tokens)):,} bytes of text"
-        bytes_do = f", --set vocab_size=257 (a token for each of its {split.text_bytes} bytes)"
-        smaller = bytes_do if split.text_bytes > train.seq_len else ""
-        raise DataError(
-            f"{train.data}: {split.tokens} tokens, need at least {train.seq_len + 1} (seq_len + 1): "
-            f"{more}{smaller}, or --seq-len {max(1, split.tokens // 2)}"
-        )
-    return Loader(
-        split,
-        rank=rank,
-        world_size=world_size,
-        batch_size=train.batch_size,
-        seq_len=train.seq_len,
-        seed=train.seed,
-        order=config.order,
-    )
 
 
 def compiled(model: LanguageModel) -> Callable[..., Any]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.data.loader import Batch
-from perspectron.model.config import assignment, at_least, load, require
 from perspectron.model.model import LanguageModel
+from perspectron.util.config import assignment, at_least, load, require
 from perspectron.util.errors import CheckpointError, ConfigError
 from perspectron.util.hooks import hooked
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from perspectron.model.config import at_least, one_of, positive, require
+from perspectron.util.config import at_least, one_of, positive, require
 
 
 @dataclass(frozen=True)

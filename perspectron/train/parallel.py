@@ -27,19 +27,20 @@ from perspectron.data import Loader
 from perspectron.experts.spread import Spread
 from perspectron.experts.stats import experts_of, matrices
 from perspectron.model.block import Block
-from perspectron.model.config import require
 from perspectron.model.ffn import TiedConfig
 from perspectron.model.model import LanguageModel, init
 from perspectron.train import checkpoint, moments, sharded
 from perspectron.train.checkpoint import Checkpoint, Progress
 from perspectron.train.config import Layout, RunConfig
 from perspectron.train.context import split_sequence
-from perspectron.train.estimate import Estimate, own
-from perspectron.train.loop import Trainer, training_batches
+from perspectron.train.estimate import Estimate, local_part
+from perspectron.train.loop import Trainer
 from perspectron.train.metrics import Metrics
 from perspectron.train.optim import optimizer_of
+from perspectron.train.prepare import training_batches
 from perspectron.train.team import Team
 from perspectron.util import registry
+from perspectron.util.config import require
 from perspectron.util.errors import NonFiniteError, StorageError
 from perspectron.util.files import atomic
 from perspectron.util.ranks import Ranks, together
@@ -187,24 +188,26 @@ class ParallelTrainer(Trainer):
         """Bound the norm of all ranks' gradients, and return what it was."""
         for parameter in self._experts:
             if parameter.grad is not None:
-                dist.all_reduce(own(parameter.grad), group=self._spread.get_group("copy"))
-                own(parameter.grad).div_(self.team.size)
+                dist.all_reduce(local_part(parameter.grad), group=self._spread.get_group("copy"))
+                local_part(parameter.grad).div_(self.team.size)
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         if self.ranks.columns > 1:
             for gradient in gradients.values():
-                dist.all_reduce(own(gradient), group=self._columns.get_group())
-                own(gradient).div_(self.ranks.columns)
-        squares = [own(g).square().sum() / copies(g) for g in gradients.values()]
+                dist.all_reduce(local_part(gradient), group=self._columns.get_group())
+                local_part(gradient).div_(self.ranks.columns)
+        squares = [local_part(g).square().sum() / copies(g) for g in gradients.values()]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.device)
         dist.all_reduce(total)
         norm, clip = math.sqrt(total.item()) if total >= 0 else math.nan, self.config.train.optim.clip
         if not math.isfinite(norm):
-            here = [name for name, gradient in gradients.items() if not own(gradient).isfinite().all()]
+            here = [name for name, gradient in gradients.items() if not local_part(gradient).isfinite().all()]
             where = [name for names in self.team.gather(here) for name in names]
             first = f"{where[0]} and {len(set(where)) - 1} more" if where else "the sum of squares"
             raise NonFiniteError(f"step {self.progress.step + 1}: gradient is not finite in {first}")
         if clip > 0 and norm + 1e-6 > clip:
-            torch._foreach_mul_([own(gradient) for gradient in gradients.values()], clip / (norm + 1e-6))
+            torch._foreach_mul_(
+                [local_part(gradient) for gradient in gradients.values()], clip / (norm + 1e-6)
+            )
         return norm
 
     @torch.no_grad()

@@ -2,12 +2,22 @@
 
 from pathlib import Path
 
-from perspectron.data import Corpus, Shards, Tokenizer, encode, is_encoded, made_in, open_corpus, open_shards
+from perspectron.data import (
+    Corpus,
+    Loader,
+    Shards,
+    Tokenizer,
+    encode,
+    is_encoded,
+    made_in,
+    open_corpus,
+    open_shards,
+)
 from perspectron.data.encoding import Tell
 from perspectron.data.template import FILE, Template
-from perspectron.model.config import require
 from perspectron.train.checkpoint import run_of
 from perspectron.train.config import RunConfig
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, DataError
 from perspectron.util.files import remove, safe_join
 
@@ -18,8 +28,9 @@ def prepare(
     """(tokenizer, shards, a line that says what was read) for a run that is new or goes on.
 
     `config.train.data` is a corpus, or a folder that `tokenize` wrote (a manifest.json with its tokenizer.json
-    beside it). A run that starts from another, or learns from one, has its tokenizer. tell: as `encode` has it. The tokenizer is kept as RUN/tokenizer.json, and once the run has a config.json it is only compared; a corpus
-    is encoded into RUN/data, and an encoding that was interrupted goes on. DataError as the data room raises it, and
+    beside it). A run that starts from another, or learns from one, has its tokenizer. tell: as `encode` has it. The
+    tokenizer is kept as RUN/tokenizer.json, and once the run has a config.json it is only compared; a corpus is encoded
+    into RUN/data, and an encoding that was interrupted goes on. DataError as the data room raises it, and
     when shards and tokenizer do not belong together; ConfigError when the model has fewer ids than the tokenizer, for a
     corpus to be measured on dev, which only `tokenize` takes from it, and for a kind of tokenizer where there is one.
     """
@@ -101,3 +112,25 @@ def _summary(corpus: Corpus, shards: Shards) -> str:
     read += f"{train.text_bytes / 1e6:.1f} MB to train on, {rest.text_bytes / 1e6:.2f} MB held out "
     read += f"({rest.text_bytes / max(1, train.text_bytes + rest.text_bytes):.1%})"
     return "\n".join([read, *corpus.notes()])
+
+
+def training_batches(config: RunConfig, shards: Shards, rank: int = 0, world_size: int = 1) -> Loader:
+    """A loader of a rank's rows, at the run's first batch. DataError when the text is too short for one window."""
+    train, split = config.train, shards.split("train")
+    if split.tokens <= train.seq_len:
+        more = f"about {-(-(train.seq_len + 1) * split.text_bytes // max(1, split.tokens)):,} bytes of text"
+        bytes_do = f", --set vocab_size=257 (a token for each of its {split.text_bytes} bytes)"
+        smaller = bytes_do if split.text_bytes > train.seq_len else ""
+        raise DataError(
+            f"{train.data}: {split.tokens} tokens, need at least {train.seq_len + 1} (seq_len + 1): "
+            f"{more}{smaller}, or --seq-len {max(1, split.tokens // 2)}"
+        )
+    return Loader(
+        split,
+        rank=rank,
+        world_size=world_size,
+        batch_size=train.batch_size,
+        seq_len=train.seq_len,
+        seed=train.seed,
+        order=config.order,
+    )

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from perspectron.model.config import dump, unlike
 from perspectron.train import checkpoint
 from perspectron.train.checkpoint import Checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.optim import falls_at
+from perspectron.util.config import dump, unlike
 from perspectron.util.errors import CheckpointError, ConfigError, StorageError
 from perspectron.util.files import remove
 

@@ -17,3 +17,5 @@ def checked(value: Any, kind: Any, error: type[PerspectronError], where: object)
         field = place.strip("`").removeprefix("$").removeprefix(".")
         what = what[:1].lower() + what[1:]
         raise error(f"{where}: {f'{field}: ' if field else ''}{what}") from None
+    except UnicodeEncodeError:
+        raise error(f"{where}: a string has half of a surrogate pair, which is no text") from None

@@ -13,7 +13,7 @@ from claims.__main__ import main as ask
 from claims.claim import AS_BUILT, MISSING, Row, judge
 from claims.results import COMMANDS, COMPARISONS, Results, command
 from perspectron.cli import main
-from perspectron.model.config import between_commas
+from perspectron.util.config import between_commas
 from tests.claims.conftest import ARMS
 
 ROOT = Path(__file__).resolve().parents[2]

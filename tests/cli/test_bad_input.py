@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from perspectron.cli import options
-from perspectron.cli.main import COMMANDS, command_of, main
+from perspectron.cli.main import command_of, commands, main
 from perspectron.train.config import TrainConfig
 
 
@@ -98,7 +98,7 @@ def test_a_logger_that_is_not_installed_comes_with_its_command(
 def numbers() -> list[tuple[str, str]]:
     """Every option of every command that is a whole number."""
     found = []
-    for name in COMMANDS:
+    for name in commands():
         command = command_of(name)
         if isinstance(command, type):
             kinds = {f.name: str(f.type) for f in fields(command)} | (
@@ -117,7 +117,7 @@ def test_a_number_without_bounds_is_refused_by_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [name]
+    words = name.split()
     for item in fields(command_of(name)):
         if item.default is MISSING and item.default_factory is MISSING and item.name != option:
             flag = (

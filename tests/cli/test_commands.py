@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import perspectron
-from perspectron.cli.main import COMMANDS, _parse, main
+from perspectron.cli.main import GROUPS, RENAMED, _parse, commands, main
 from perspectron.cli.options import assignments
 from perspectron.cli.quickstart import Quickstart
 from perspectron.data import open_shards
@@ -205,7 +205,7 @@ MISTAKES = [
     (["train", "--steps", "x"], "invalid literal"),
     (["train", "--out", "{tmp}/o", "--steps", "0"], "steps = 0, must be ≥ 1"),
     (["train", "--out", "{tmp}/o", "--lr", "nan"], "lr = nan, must be > 0"),
-    (["train", "--out", "{tmp}/o", "--preset", "gpt5"], "preset = 'gpt5', must be one of perspective-tiny"),
+    (["train", "--out", "{tmp}/o", "--preset", "gpt5"], "preset = 'gpt5', must be one of "),
     (["train", "--out", "{tmp}/o", "--set", "rank=0"], "rank = 0, must be ≥ 1"),
     (["train", "--out", "{tmp}/o", "--set", "window=0"], "window = 0, must be ≥ 1"),
     (["train", "--out", "{tmp}/o", "--set", "rnak=1"], "key = 'rnak', must be one of"),
@@ -254,7 +254,28 @@ def test_without_arguments_it_says_what_there_is_and_fails(capsys):
     assert main([]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "usage: perspectron COMMAND" in captured.err
-    assert all(f"\n  {name} " in captured.err for name in COMMANDS)
+    assert all(f"\n  {name} " in captured.err for name in commands())
+    assert all(f"\n\n{title}\n" in captured.err for title in GROUPS)
+
+
+def test_a_design_says_what_its_commands_are(capsys):
+    assert main(["perspective", "--help"]) == 0
+    assert "\n  perspective routes " in capsys.readouterr().out
+    assert main(["perspective"]) == 2
+    assert "\n  perspective routes " in capsys.readouterr().err
+    assert main(["perspective", "nope"]) == 2
+    assert "command = 'perspective nope', must be one of routes, " in capsys.readouterr().err
+
+
+OLD = {name.split()[1]: name for name in commands() if " " in name}
+OLD |= {old: OLD[new] for old, new in RENAMED.items()}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_where_a_command_of_a_design_stood_a_line_says_where_it_stands(name, capsys):
+    assert main([name, "RUN", "--json"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"perspectron: error: command = {name!r}, is now: perspectron {OLD[name]}\n"
 
 
 SETS = {

@@ -7,12 +7,12 @@ import json
 import os
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from perspectron.cli.main import COMMANDS, about
+from perspectron.cli.main import about, command_of, of_design
+from perspectron.cli.main import commands as commands_there
 
 SILENT = (
     "train",
@@ -92,11 +92,11 @@ def test_every_command_from_an_empty_folder(tmp_path, environment):
         ("generate", "packed", "--bench", "--max-tokens", "3"),
         *(("eval", folder) for folder in ("routed", "packed")),
         ("eval", "routed", *cost),
-        ("adapt", "routed", "--text", "text/0.txt", "--tokens", "100", "--every", "50"),
-        ("trace", "routed", *trace),
+        ("perspective", "adapt", "routed", "--text", "text/0.txt", "--tokens", "100", "--every", "50"),
+        ("perspective", "trace", "routed", *trace),
         ("plan", "packed", "--ram", "1G", "--trace", "routed/trace.json", *speeds),
-        ("routes", "packed", *trace),
-        ("prune-attention", "lens", "--blocks", "1", "--context", "64"),
+        ("perspective", "routes", "packed", *trace),
+        ("lens", "prune-attention", "lens", "--blocks", "1", "--context", "64"),
         *(("inspect", model) for model in ("perspective-1t", "lens-gpt2-124m", "routed", "packed")),
         ("list",),
         ("compare", "--designs", "ssd", "--params", "120k", "--data", "text", "--out", "compared",
@@ -106,17 +106,18 @@ def test_every_command_from_an_empty_folder(tmp_path, environment):
         ("serve", "--help"),
         ("verify", "packed", "--here"),
         ("selftest", "--device", "cpu"),
-        ("perspectives", "--help"),
-        ("safety", "--help"),
-        ("demo", "--help"),
-        ("geometry", "--help"),
-        ("gate", "routed"),
+        ("perspective", "views", "--help"),
+        ("perspective", "safety", "--help"),
+        ("adr", "demo", "--help"),
+        ("drm", "geometry", "--help"),
+        ("perspective", "gate", "routed"),
         ("lm-eval", "--help"),
         ("chat", "routed"),
         ("completion", "bash"),
     ]  # fmt: skip
     said = run(environment, tmp_path, commands)
-    assert {name for name, *_ in commands} == set(COMMANDS)
+    asked = {f"{name} {more[0]}" if of_design(name) else name for name, *more in commands}
+    assert asked == set(commands_there())
     assert all(text for text, (name, *_) in zip(said, commands, strict=True) if name not in SILENT)
 
 
@@ -134,11 +135,9 @@ def test_answers_that_do_not_wait_for_torch(arguments, tmp_path, environment):
     assert done.stdout
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", commands_there())
 def test_the_overview_says_what_a_command_says_of_itself(name):
-    module, _, attribute = COMMANDS[name].partition(":")
-    command = getattr(import_module(f"perspectron.{module}"), attribute)
-    assert about(name) == command.__doc__.splitlines()[0]
+    assert about(name) == command_of(name).__doc__.splitlines()[0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`perspectron plan` and `perspectron trace` as a user types them."""
+"""`perspectron plan` and `perspectron perspective trace` as a user types them."""
 
 import json
 from pathlib import Path
@@ -169,7 +169,18 @@ def test_an_artifact_by_its_own_formats(tmp_path, capsys, monkeypatch):
 def test_a_trace_is_the_models_own_routing(run, text, tmp_path, capsys):
     out = tmp_path / "t.json"
     found = asked(
-        capsys, "trace", str(run), "--text", str(text), "--tokens", "50", "--out", str(out), "--disk", "1G/s"
+        capsys,
+        "perspective",
+        "trace",
+        str(run),
+        "--text",
+        str(text),
+        "--tokens",
+        "50",
+        "--out",
+        str(out),
+        "--disk",
+        "1G/s",
     )
     model, tokenizer = perspectron.load(run)
     ids = tokenizer.encode(text.read_text())[:50]
@@ -200,7 +211,7 @@ def test_guesses_are_the_next_router_on_what_this_layer_read(run):
 
 
 def test_a_plan_with_what_was_traced(run, text, capsys):
-    assert main(["trace", str(run), "--text", str(text), "--tokens", "60"]) == 0
+    assert main(["perspective", "trace", str(run), "--text", str(text), "--tokens", "60"]) == 0
     out = capsys.readouterr().out
     assert "guessed" in out and "distinct experts in 180 uses" in out and "trace.json" in out
     model = perspectron.load(run)[0].config
@@ -230,11 +241,13 @@ MISTAKES = [
     (["plan", "perspective-tiny", "--ram", "1G", "--trace", "{tmp}/none"], "none: no such file"),
     (["plan", "perspective-tiny", "--ram", "1G", "--trace", "{text}"], "unreadable JSON"),
     (["plan", "{tmp}/artifact", "--ram", "1G"], "artifact/config.json"),
-    (["trace", "{dense}", "--text", "{text}"], "model = 'perspective-tiny-dense', must be one with routed layers"),
-    (["trace", "{run}", "--text", "{tmp}/none"], "none: no such file"),
-    (["trace", "{run}", "--text", "{tmp}/empty"], "empty: 0 tokens, need at least 2"),
-    (["trace", "{run}", "--text", "{text}", "--tokens", "-1"], "tokens = -1, must be ≥ 0"),
-    (["trace", "{run}", "--text", "{text}", "--disk", "fast"], "disk = 'fast', must be a rate"),
+    (["perspective", "trace", "{dense}", "--text", "{text}"],
+     "model = 'perspective-tiny-dense', must be one with routed layers"),
+    (["perspective", "trace", "{run}", "--text", "{tmp}/none"], "none: no such file"),
+    (["perspective", "trace", "{run}", "--text", "{tmp}/empty"], "empty: 0 tokens, need at least 2"),
+    (["perspective", "trace", "{run}", "--text", "{text}", "--tokens", "-1"], "tokens = -1, must be ≥ 0"),
+    (["perspective", "trace", "{run}", "--text", "{text}", "--disk", "fast"],
+     "disk = 'fast', must be a rate"),
 ]  # fmt: skip
 
 
@@ -252,7 +265,9 @@ def test_a_mistake_is_one_line(command, message, run, dense, text, tmp_path, cap
 
 def test_a_trace_of_another_model(run, text, tmp_path, capsys):
     out = tmp_path / "t.json"
-    assert main(["trace", str(run), "--text", str(text), "--tokens", "9", "--out", str(out)]) == 0
+    assert (
+        main(["perspective", "trace", str(run), "--text", str(text), "--tokens", "9", "--out", str(out)]) == 0
+    )
     capsys.readouterr()
     assert main(["plan", "perspective-166m", "--ram", "1G", "--trace", str(out), *FAST]) == 2
     assert "must have the routed layers of 'perspective-166m'" in capsys.readouterr().err

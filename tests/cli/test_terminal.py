@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from perspectron import presets
-from perspectron.cli.main import COMMANDS, main
-from perspectron.model.config import dump
+from perspectron.cli.main import commands, main
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.util.config import dump
 from perspectron.util.errors import escaped
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = (
-    {f"{name} helps": [name, "--help"] for name in COMMANDS}
-    | {f"{name} refuses": [name, "--nosuch"] for name in COMMANDS if name != "lm-eval"}
+    {f"{name} helps": [*name.split(), "--help"] for name in commands()}
+    | {f"{name} refuses": [*name.split(), "--nosuch"] for name in commands() if name != "lm-eval"}
     | {
         "overview": ["--help"],
         "nothing": [],
@@ -34,7 +34,7 @@ ARGUMENTS = (
 )
 DRIVER = """
 import contextlib, io, json, os, sys
-from perspectron.cli.main import COMMANDS, command_of, console
+from perspectron.cli.main import command_of, commands, console
 arguments, results = json.load(open(sys.argv[1])), open(sys.argv[2], "w")
 fresh = sys.stdin, sys.stdout, sys.stderr
 saved = [os.dup(number) for number in range(3)]
@@ -102,7 +102,7 @@ def tell(way, name, ends):
 
 for way in WAYS:
     tell(way, "overview", True)  # before torch is loaded, without which a fork is quick
-for name in COMMANDS:
+for name in commands():
     command_of(name)
 with contextlib.suppress(ImportError):
     import lm_eval.__main__

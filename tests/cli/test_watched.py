@@ -47,9 +47,7 @@ def asked(capsys, *words) -> tuple[int, str, str]:
 
 def test_calibrate_and_generate(run, capsys):
     file = run / "calibration.json"
-    code, out, _ = asked(
-        capsys, "perspectives", "calibrate", run / "run", "--out", file, "--tokens", 64, "--json"
-    )
+    code, out, _ = asked(capsys, "perspective", "views", run / "run", "--out", file, "--tokens", 64, "--json")
     rates = json.loads(out)
     assert code == 0 and 0 < rates["triggered"] <= 1 and json.loads(file.read_text())["config"]
     words = ("generate", run / "run", "the", "--max-tokens", 6, "--temperature", 0)
@@ -57,7 +55,7 @@ def test_calibrate_and_generate(run, capsys):
     code, out, err = asked(capsys, *words, "--perspectives", "--calibration", file)
     assert code == 0 and "views asked at" in err and "tokens a second" in err
     probe = ("--trigger", 0, "--probe", 0.5, "--tokens", 96)
-    code, out, err = asked(capsys, "perspectives", "calibrate", run / "run", "--out", file, *probe)
+    code, out, err = asked(capsys, "perspective", "views", run / "run", "--out", file, *probe)
     assert code == 0, err
     fitted = json.loads(file.read_text())["config"]
     assert code == 0 and "AUROC for wrong tokens" in out and fitted["trigger_p"] == 0 and fitted["probe"]
@@ -69,9 +67,9 @@ def test_calibrate_and_generate(run, capsys):
 
 def test_fit_test_and_generate(run, capsys):
     file, texts = run / "set.safe", ("--allowed", run / "fine.txt", "--blocked", f"keys={run / 'keys.txt'}")
-    code, out, _ = asked(capsys, "safety", "fit", run / "run", file, *texts, "--json")
+    code, out, _ = asked(capsys, "perspective", "safety", "fit", run / "run", file, *texts, "--json")
     assert code == 0 and json.loads(out)["half_spaces"] > 0
-    code, out, _ = asked(capsys, "safety", "test", run / "run", file, *texts, "--json")
+    code, out, _ = asked(capsys, "perspective", "safety", "test", run / "run", file, *texts, "--json")
     outside = json.loads(out)["outside"]
     assert code == 0 and outside["allowed"] < 0.1 < outside["keys"]
     words = ("generate", run / "run", "The key of", "--max-tokens", 5, "--temperature", 0, "--safety", file)
@@ -90,23 +88,24 @@ def test_mistakes_are_a_line(run, capsys):
         (("generate", run / "run", "x", "--safety", run / "fine.txt"), "fine.txt"),
         (("generate", run / "run", "x", "--bench", "--perspectives"), "left out with --bench"),
         (
-            ("perspectives", "calibrate", run / "run", "--out", "c", "--tokens", 10**7),
+            ("perspective", "views", run / "run", "--out", "c", "--tokens", 10**7),
             "ask for as many or fewer",
         ),
         (
-            ("perspectives", "calibrate", run / "run", "--out", "c", "--probe", 1),
+            ("perspective", "views", run / "run", "--out", "c", "--probe", 1),
             "probe = 1.0, must be in (0, 1)",
         ),
         (
-            ("perspectives", "calibrate", run / "run", "--out", "c", "--flag", 2),
+            ("perspective", "views", run / "run", "--out", "c", "--flag", 2),
             "flag = 2.0, must be in (0, 1)",
         ),
         (
-            ("safety", "fit", run / "run", "s", "--allowed", "none.txt", "--blocked", "b.txt"),
+            ("perspective", "safety", "fit", run / "run", "s", "--allowed", "none.txt", "--blocked", "b.txt"),
             "none.txt: no such",
         ),
         (
             (
+                "perspective",
                 "safety",
                 "fit",
                 run / "run",

@@ -204,6 +204,7 @@ FOREIGN: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda v: v["model"]["vocab"].update({"!": "1"}), r"model.vocab\[...\]: expected `int`, got `str`"),
     (lambda v: v["model"]["vocab"].update({"!": 2}), "ids are not 0 to 299"),
     (lambda v: v["model"]["vocab"].update({"": v["model"]["vocab"].pop("def")}), "token '' is not spelled"),
+    (lambda v: v["model"].update(type="\ud800"), "half of a surrogate pair"),
     (lambda v: v["model"].update(vocab=[]), "model.vocab: expected `object`, got `array`"),
     (lambda v: v["model"].update(merges={}), "model.merges: expected `array`, got `object`"),
     (lambda v: v["model"]["merges"].append(["q", "q"]), r"merges\[43\] is \['q', 'q'\], must be of two tokens"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from perspectron.decode.sampling import SamplingConfig, filtered, sample
-from perspectron.model.config import dump, load
+from perspectron.util.config import dump, load
 from perspectron.util.errors import ConfigError, NonFiniteError
 
 PLAIN = SamplingConfig(temperature=1.0)

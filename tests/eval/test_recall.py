@@ -15,9 +15,10 @@ from perspectron.eval.recall import SOLVED, Options, Profile, Setting, Solved, c
 from perspectron.eval.subject import Subject
 from perspectron.eval.tasks import MQAR, Needle, SelectiveCopy
 from perspectron.eval.tracking import Parity
-from perspectron.model.config import BlockConfig, ModelConfig, dump, load
+from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.opening import Folder, Opened
+from perspectron.util.config import dump, load
 from perspectron.util.errors import ConfigError
 
 EASY = SelectiveCopy(8, letters=1, kinds=4)

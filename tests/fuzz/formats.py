@@ -31,7 +31,7 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.designs.perspective import safety
 from perspectron.designs.perspective.adapt.adapter import Adapter, AdapterConfig
-from perspectron.model.config import BlockConfig, ModelConfig, dump
+from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import mixers
 from perspectron.model.state import digest_of as state_digest
@@ -46,6 +46,7 @@ from perspectron.stream.trace import load as load_trace
 from perspectron.stream.trace import stack_distances
 from perspectron.train import checkpoint, loop, metrics
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.util.config import dump
 from perspectron.util.errors import ArtifactError, ConfigError, PerspectronError
 from perspectron.util.files import write_json
 from tests.compare.report.conftest import made_up
@@ -456,6 +457,7 @@ class Samples:
         assert (
             main(
                 [
+                    "perspective",
                     "trace",
                     str(self.run),
                     "--text",

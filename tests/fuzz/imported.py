@@ -7,7 +7,7 @@ import torch
 from perspectron import presets
 from perspectron.data import Tokenizer
 from perspectron.interop import foreign
-from perspectron.model.config import dump
+from perspectron.util.config import dump
 from tests.fuzz.formats import IMPORTED, SIZES, Format, digest
 
 

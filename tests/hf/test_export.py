@@ -18,11 +18,11 @@ from perspectron.data.template import Template
 from perspectron.interop.hf import PerspectronConfig, PerspectronForCausalLM, fast_tokenizer
 from perspectron.interop.hf.card import card
 from perspectron.interop.hf.modeling import _share
-from perspectron.model.config import dump
 from perspectron.model.model import build
 from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.util.config import dump
 from tests.hf.subject import small
 
 TEXT = "the fox <|endoftext|> counts\n"

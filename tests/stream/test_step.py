@@ -9,12 +9,13 @@ import torch.utils._pytree as pytree
 from perspectron import native, presets
 from perspectron.data import Tokenizer
 from perspectron.decode.reading import prefill
-from perspectron.model.config import BlockConfig, Law5Config, MixerConfig
+from perspectron.model.config import BlockConfig, Law5Config
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.stream.engine import load_artifact
 from perspectron.stream.step import SUITED, Step, Unsuited, check
 from perspectron.stream.synthetic import synthesize
+from perspectron.util.config import MixerConfig
 from perspectron.util.errors import StateError
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no native library")

@@ -15,9 +15,9 @@ import torch
 from killing import calls_in, dies_in
 
 from perspectron.data import Tokenizer, open_shards
-from perspectron.model.config import load
 from perspectron.train.config import RunConfig
 from perspectron.train.loop import Trainer
+from perspectron.util.config import load
 
 torch.set_num_threads(1)
 KINDS = ("resume", "step", "save")

@@ -170,7 +170,7 @@ def test_bad_values(wrong):
 
 
 def test_configs_of_before_still_load(runs):
-    from perspectron.model.config import dump, load
+    from perspectron.util.config import dump, load
 
     config = runs.config()
     plain = dump(config)

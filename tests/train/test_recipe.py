@@ -19,12 +19,12 @@ from perspectron.designs.perspective.recipe import clone, plan, routed_in, seed_
 from perspectron.designs.perspective.stats import delta, loads, numbers
 from perspectron.experts.stats import experts_of, matrices
 from perspectron.experts.ternary import trits
-from perspectron.model.config import dump
 from perspectron.model.ffn import SwiGLUConfig, TiedConfig
 from perspectron.model.model import build
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
 from perspectron.train.metrics import read_metrics
+from perspectron.util.config import dump
 from perspectron.util.errors import ConfigError
 from tests.waiting import PATIENCE
 
@@ -158,7 +158,7 @@ KILLER = """
 import json, os, random, sys, traceback
 from pathlib import Path
 import torch
-from perspectron.model.config import load
+from perspectron.util.config import load
 from perspectron.data import Tokenizer, open_shards
 from perspectron.train.config import RunConfig
 from perspectron.train.loop import Trainer

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 import perspectron
 from perspectron import presets
-from perspectron.model.config import dump
 from perspectron.train import checkpoint, resume
 from perspectron.train.loop import Trainer
 from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig
 from perspectron.train.resume import extend, how_to_go_on
+from perspectron.util.config import dump
 from perspectron.util.errors import CheckpointError, ConfigError
 from tests.waiting import PATIENCE
 

@@ -17,7 +17,6 @@ from perspectron.data import IGNORE, Batch, Loader, Tokenizer, encode, open_corp
 from perspectron.data.template import FILE, Template
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.model.config import load
 from perspectron.model.ffn import SwiGLU
 from perspectron.model.model import build
 from perspectron.opening import open_model
@@ -25,6 +24,7 @@ from perspectron.train import checkpoint, lora
 from perspectron.train.config import TrainConfig
 from perspectron.train.loop import read_metrics
 from perspectron.train.lora import LoraConfig
+from perspectron.util.config import load
 from perspectron.util.errors import ConfigError, DataError
 
 PAIRS = [(f"What is {a} and {b}?", f"It is {a + b}.") for a in range(9) for b in range(9)]

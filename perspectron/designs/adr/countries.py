@@ -1,4 +1,4 @@
-"""Countries and their capitals as sentences, of which some are kept from training: what `perspectron demo adr` learns.
+"""Countries and their capitals as sentences, of which some are kept from training: what `perspectron adr demo` learns.
 
 Each country's capital is told in `PHRASINGS`. Of most countries one phrasing is kept back, and asked later; of
 `UNKNOWN` countries all but one are.

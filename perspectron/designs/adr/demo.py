@@ -1,14 +1,13 @@
-"""`perspectron demo`."""
+"""`perspectron adr demo`."""
 
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-import tyro
 
 import perspectron
 from perspectron import presets
@@ -26,10 +25,11 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.designs.adr.countries import ASKED, PHRASINGS, Fact, Sentences, facts
 from perspectron.designs.adr.literal import tried
 from perspectron.model.census import census
-from perspectron.model.config import ModelConfig, require
+from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import OptimConfig
+from perspectron.util.config import require
 from perspectron.util.files import locked, write_json, write_text
 
 if TYPE_CHECKING:
@@ -49,12 +49,10 @@ GROUPS = {
 class Demo:
     """Train the ADR document's demo from scratch on countries and their capitals, beside GPT-2, and ask for Italy's.
 
-    Example: perspectron demo adr
+    Example: perspectron adr demo
     First it says what the demo as printed does. If you run it again, it resumes where it stopped.
     """
 
-    design: tyro.conf.Positional[Literal["adr"]]
-    """The document whose demo it is."""
     out: Path = Path("runs/demo-adr")
     """Output folder."""
     steps: int = 400
@@ -86,7 +84,7 @@ class Demo:
         console.print(
             f"done in {results['seconds']:.0f} s; the same as a page: {self.out / PAGE}", markup=False
         )
-        longer = f"perspectron demo adr --steps {4 * self.steps} --out {self.out}-longer"
+        longer = f"perspectron adr demo --steps {4 * self.steps} --out {self.out}-longer"
         console.print(f"train longer: {longer}", markup=False)
         return 0
 

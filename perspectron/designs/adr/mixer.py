@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from perspectron.designs.adr import gru
 from perspectron.model import cache
 from perspectron.model.cache import Cache
-from perspectron.model.config import MixerConfig, divides, one_of, require
 from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction
 from perspectron.model.state import register
 from perspectron.ops import attention
+from perspectron.util.config import MixerConfig, divides, one_of, require
 from perspectron.util.terms import Term
 
 

@@ -3,17 +3,12 @@
 from typing import Literal
 
 from perspectron.designs.adr.mixer import ADRConfig
-from perspectron.model.config import (
-    BlockConfig,
-    Law5Config,
-    ModelConfig,
-    SequentialConfig,
-    require,
-)
+from perspectron.model.config import BlockConfig, Law5Config, ModelConfig, SequentialConfig
 from perspectron.model.ffn import MLPConfig, SwiGLUConfig
 from perspectron.model.heads import LinearHeadConfig
 from perspectron.presets.frame import GPT2_NORM
 from perspectron.presets.table import design, preset
+from perspectron.util.config import require
 
 
 def _gammas(layers: int, halflife: tuple[float, ...]) -> list[float]:

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.designs.delta.common import Delta
-from perspectron.model.config import MixerConfig, at_least, require
 from perspectron.model.parts import sigmoid
 from perspectron.ops.fused import evenly
+from perspectron.util.config import MixerConfig, at_least, require
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.designs.delta.common import Delta
-from perspectron.model.config import MixerConfig, at_least, divides
 from perspectron.ops.fused import evenly
+from perspectron.util.config import MixerConfig, at_least, divides
 
 
 @dataclass(frozen=True)

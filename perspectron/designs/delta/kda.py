@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.designs.delta.common import Delta
-from perspectron.model.config import MixerConfig, at_least, divides
 from perspectron.model.parts import sigmoid
 from perspectron.ops.fused import evenly
+from perspectron.util.config import MixerConfig, at_least, divides
 
 
 @dataclass(frozen=True)

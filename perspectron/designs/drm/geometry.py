@@ -18,8 +18,8 @@ from torch import Tensor
 from perspectron.designs.drm import op as drm
 from perspectron.designs.drm.law import Geometry, Law, State, Weights
 from perspectron.designs.drm.mixer import DRM
-from perspectron.model.config import at_least, require
 from perspectron.model.model import LanguageModel
+from perspectron.util.config import at_least, require
 from perspectron.util.errors import DataError
 from perspectron.util.stats import Floats, bootstrap, middle
 from perspectron.util.streams import stream

@@ -1,4 +1,4 @@
-"""`perspectron geometry`."""
+"""`perspectron drm geometry`."""
 
 import tempfile
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ LOCAL = {
 class GeometryOf:
     """Look at how a DRM moves: its action, geometry and dynamics on a text, as one page that opens offline.
 
-    Example: perspectron geometry runs/drm --tokens 3000 --steps 500
+    Example: perspectron drm geometry runs/drm --tokens 3000 --steps 500
 
     Writes RUN/geometry.html and RUN/geometry.json.
     """

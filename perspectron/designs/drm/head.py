@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.designs.drm import op as drm
-from perspectron.model.config import HeadConfig, at_least
 from perspectron.ops.fused import evenly
+from perspectron.util.config import HeadConfig, at_least
 from perspectron.util.terms import Term
 
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from perspectron.designs.drm import op as drm
 from perspectron.designs.drm.law import Law, State, Weights, refreshes, width
 from perspectron.designs.drm.terms import OF_METRIC, Losses, Tokens, terms
-from perspectron.model.config import MixerConfig, at_least, positive, require
 from perspectron.model.mixer import Mixer
 from perspectron.model.state import register
 from perspectron.ops.attention import places
 from perspectron.ops.dispatch import affine, full_precision
+from perspectron.util.config import MixerConfig, at_least, positive, require
 from perspectron.util.terms import Term
 
 START = 0.02  # standard deviation of the first state

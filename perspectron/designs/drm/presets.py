@@ -6,11 +6,7 @@ from functools import partial
 
 from perspectron.designs.drm.head import EmitterConfig
 from perspectron.designs.drm.mixer import DRMConfig, Risk
-from perspectron.model.config import (
-    BlockConfig,
-    ModelConfig,
-    NoResidualConfig,
-)
+from perspectron.model.config import BlockConfig, ModelConfig, NoResidualConfig
 from perspectron.presets.table import DESIGNS, Shape, Sizes, design, preset
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from perspectron.designs.drm.law import Trace
-from perspectron.model.config import at_least, positive
 from perspectron.util import ranks
+from perspectron.util.config import at_least, positive
 from perspectron.util.terms import Term
 
 OF_METRIC = ("action", "metric_reg", "metric_diversity", "condition", "metric_u_target", "metric_u_floor")

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.config import MixerConfig, at_least, divides, positive
 from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction, split_inputs
 from perspectron.model.state import register
 from perspectron.ops import gla
 from perspectron.ops.fused import RMSNorm, evenly
+from perspectron.util.config import MixerConfig, at_least, divides, positive
 from perspectron.util.terms import Term
 
 

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.config import MixerConfig, at_least, divides, require
 from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import Shared, ValueFunction
 from perspectron.model.state import register
 from perspectron.ops import gla
 from perspectron.ops.fused import RMSNorm, evenly
+from perspectron.util.config import MixerConfig, at_least, divides, require
 from perspectron.util.terms import Term
 
 BOUNDS = "hgrn2.bounds"  # what layer 0 hands on: of the gates of all layers [N,D]

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from perspectron.designs.lens import op as lens
 from perspectron.model import cache
 from perspectron.model.cache import Cache
-from perspectron.model.config import MixerConfig, divides, require
 from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction
 from perspectron.ops import attention
 from perspectron.ops.fused import evenly
+from perspectron.util.config import MixerConfig, divides, require
 from perspectron.util.terms import Term
 
 GATES = (2.773, 1.099, 0.0)  # softmax: 0.80 standard, 0.15 reciprocal, 0.05 discoverability

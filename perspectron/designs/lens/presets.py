@@ -1,18 +1,11 @@
 """Lens-gated GPT-2 and Lens 2, at named sizes."""
 
 from perspectron.designs.lens.mixer import LensConfig
-from perspectron.model.config import (
-    BlockConfig,
-    FFNConfig,
-    ModelConfig,
-    ResidualConfig,
-    RouteGatedConfig,
-    SequentialConfig,
-    require,
-)
+from perspectron.model.config import BlockConfig, ModelConfig, RouteGatedConfig, SequentialConfig
 from perspectron.model.ffn import ContextMLPConfig, MLPConfig, SwiGLUConfig
 from perspectron.presets.frame import GPT2_NORM, stack
 from perspectron.presets.table import design, preset
+from perspectron.util.config import FFNConfig, ResidualConfig, require
 
 
 @design("GPT-2 with lenses, a route gate and context", "docs/designs/lens.md")

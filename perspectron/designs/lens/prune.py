@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from perspectron.model.block import Block
-from perspectron.model.config import BlockConfig, RouteGatedConfig, require
+from perspectron.model.config import BlockConfig, RouteGatedConfig
 from perspectron.model.ffn import ContextMLPConfig, TiedConfig
 from perspectron.model.model import LanguageModel
+from perspectron.util.config import require
 
 
 def route_gates(model: LanguageModel) -> list[tuple[float, int]]:

@@ -1,4 +1,4 @@
-"""`perspectron prune-attention`."""
+"""`perspectron lens prune-attention`."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,10 +9,10 @@ from rich.table import Table
 from perspectron.cli.options import answer, table
 from perspectron.cli.progress import Work
 from perspectron.designs.lens.prune import prune, route_gates
-from perspectron.model.config import require
 from perspectron.opening import describe, open_model
 from perspectron.train import checkpoint
 from perspectron.train.heldout import heldout
+from perspectron.util.config import require
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class PruneAttention:
     Prints held-out loss and cache bytes for every number of blocks, and exports the model without N of them as a new
     run.
 
-    Example: perspectron prune-attention runs/lens --blocks 2
+    Example: perspectron lens prune-attention runs/lens --blocks 2
 
-    The table alone: perspectron prune-attention runs/lens
+    The table alone: perspectron lens prune-attention runs/lens
     """
 
     run: tyro.conf.Positional[Path]

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.config import MixerConfig, at_least, require
 from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction, sigmoid, softplus, softplus_of_steps
@@ -19,6 +18,7 @@ from perspectron.model.state import register
 from perspectron.ops import gla
 from perspectron.ops.dispatch import gradients_off
 from perspectron.ops.fused import RMSNorm, evenly
+from perspectron.util.config import MixerConfig, at_least, require
 from perspectron.util.terms import Term
 
 SLOWEST = 1e-4  # the least rate of decay

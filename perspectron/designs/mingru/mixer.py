@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from perspectron.model.config import MixerConfig, at_least
 from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ShortConv
 from perspectron.model.state import register
 from perspectron.ops import pdr
 from perspectron.ops.fused import evenly
+from perspectron.util.config import MixerConfig, at_least
 from perspectron.util.terms import Term
 
 

@@ -6,8 +6,9 @@ from perspectron.compare.ablations import Ablation, Change, of_mixers
 from perspectron.designs.perspective.pdr import PDRConfig
 from perspectron.designs.perspective.pdr2 import PDR2Config
 from perspectron.designs.transformer.window_gqa import WindowGQAConfig
-from perspectron.model.config import MixerConfig, ModelConfig, require
+from perspectron.model.config import ModelConfig
 from perspectron.model.mixer import numbered
+from perspectron.util.config import MixerConfig, require
 
 GATE_RANK = 16  # as published for gated linear attention
 

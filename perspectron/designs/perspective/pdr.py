@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.designs.perspective import eligibility
-from perspectron.model.config import MixerConfig, at_least, require
 from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.state import register
@@ -19,6 +18,7 @@ from perspectron.ops import pdr
 from perspectron.ops.attention import Places, places
 from perspectron.ops.dispatch import captured, full_precision, gradients_off
 from perspectron.ops.fused import RMSNorm, evenly
+from perspectron.util.config import MixerConfig, at_least, require
 from perspectron.util.terms import Term
 
 GATE_BIAS = 2.944  # logit(0.95), docs/designs/perspective.md#gate

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from perspectron.designs.perspective import eligibility
 from perspectron.designs.perspective.pdr import GATE_BIAS, IDENTITY_NOISE, Adapted
-from perspectron.model.config import MixerConfig, at_least, require
 from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction, logits_of_halflives, split_inputs
 from perspectron.model.state import register
 from perspectron.ops import pdr
 from perspectron.ops.fused import RMSNorm, decayed, evenly
+from perspectron.util.config import MixerConfig, at_least, require
 from perspectron.util.terms import Term
 
 

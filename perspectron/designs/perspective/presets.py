@@ -9,18 +9,12 @@ from perspectron.designs.perspective.pdr import PDRConfig
 from perspectron.designs.perspective.pdr2 import PDR2Config
 from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.experts.router import RoutedConfig
-from perspectron.model.config import (
-    BlockConfig,
-    MixerConfig,
-    ModelConfig,
-    ParallelConfig,
-    SequentialConfig,
-    require,
-)
+from perspectron.model.config import BlockConfig, ModelConfig, ParallelConfig, SequentialConfig
 from perspectron.model.ffn import SwiGLUConfig, TiedConfig
 from perspectron.model.mixer import numbered
 from perspectron.presets.frame import FRAMES
 from perspectron.presets.table import DESIGNS, HEAD_WIDTH, Shape, Sizes, design, preset
+from perspectron.util.config import MixerConfig, require
 
 TOPOLOGY = "docs/designs/perspective.md"
 

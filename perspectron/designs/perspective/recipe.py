@@ -25,7 +25,7 @@ from perspectron.experts.router import RoutedConfig
 from perspectron.experts.stats import experts_of
 from perspectron.experts.torus import hops
 from perspectron.model.block import Block
-from perspectron.model.config import ModelConfig, require
+from perspectron.model.config import ModelConfig
 from perspectron.model.ffn import SwiGLU, SwiGLUConfig, TiedConfig
 from perspectron.model.model import LanguageModel, build
 from perspectron.train import checkpoint
@@ -33,6 +33,7 @@ from perspectron.train.config import RunConfig
 from perspectron.train.heldout import heldout
 from perspectron.train.loop import CURVE, Trainer
 from perspectron.train.metrics import draw, read_metrics
+from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError
 from perspectron.util.files import read_json, write_json
 

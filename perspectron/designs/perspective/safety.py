@@ -22,9 +22,9 @@ from torch import Tensor
 
 from perspectron.decode.projection import Faces, Report, faces, project
 from perspectron.decode.reading import END_OF_TEXT_ID, read
-from perspectron.model.config import load, one_of, require
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import Stateful
+from perspectron.util.config import load, one_of, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import atomic, parse_json
 from perspectron.util.tensors import JSON_ROOM, load_tensors, save_tensors

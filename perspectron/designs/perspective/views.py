@@ -23,9 +23,9 @@ from torch import Tensor
 
 from perspectron.decode.reading import read
 from perspectron.experts.router import DRAWN, VIEWS, RoutedConfig, View, Views
-from perspectron.model.config import at_least, dump, load, one_of, require
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState, Stateful
+from perspectron.util.config import at_least, dump, load, one_of, require
 from perspectron.util.errors import ConfigError, NonFiniteError
 from perspectron.util.files import read_json, write_json
 from perspectron.util.streams import philox

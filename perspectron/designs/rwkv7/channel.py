@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.config import MixerConfig, at_least, require
 from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import between, mixes
 from perspectron.model.state import register
+from perspectron.util.config import MixerConfig, at_least, require
 from perspectron.util.terms import Term
 
 

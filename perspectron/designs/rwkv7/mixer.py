@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.config import MixerConfig, at_least, require
 from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import (
@@ -28,6 +27,7 @@ from perspectron.model.parts import (
 from perspectron.model.state import register
 from perspectron.ops import delta
 from perspectron.ops.fused import evenly
+from perspectron.util.config import MixerConfig, at_least, require
 from perspectron.util.terms import Term
 
 MIX_EXPONENTS = (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)  # of the mixes for r, w, k, v, a, g

@@ -2,13 +2,10 @@
 
 from perspectron.designs.rwkv7.channel import RWKV7ChannelConfig
 from perspectron.designs.rwkv7.mixer import RWKV7Config
-from perspectron.model.config import (
-    BlockConfig,
-    ModelConfig,
-    require,
-)
+from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.presets.frame import GPT2_NORM
 from perspectron.presets.table import design, preset
+from perspectron.util.config import require
 
 
 @design("RWKV-7: a time mix, then a channel mix", "arXiv 2503.14456")

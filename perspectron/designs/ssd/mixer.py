@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.config import MixerConfig, at_least, require
 from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ShortConv, ValueFunction, softplus, softplus_of_steps
 from perspectron.model.state import register
 from perspectron.ops import gla
 from perspectron.ops.fused import RMSNorm, evenly
+from perspectron.util.config import MixerConfig, at_least, require
 from perspectron.util.terms import Term
 
 DECAY = (1.0, 16.0)  # what A is drawn from, evenly

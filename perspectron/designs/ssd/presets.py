@@ -3,10 +3,7 @@
 from collections.abc import Iterable
 
 from perspectron.designs.ssd.mixer import SSDConfig
-from perspectron.model.config import (
-    BlockConfig,
-    ModelConfig,
-)
+from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.presets.frame import stack
 from perspectron.presets.table import Shape, Sizes, design, preset
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from perspectron.model import cache
 from perspectron.model.cache import Cache
-from perspectron.model.config import MixerConfig, divides, require
 from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction
 from perspectron.ops import attention
+from perspectron.util.config import MixerConfig, divides, require
 from perspectron.util.terms import Term
 
 

@@ -1,10 +1,7 @@
 """GPT-2 and a modern transformer, at named sizes."""
 
 from perspectron.designs.transformer.attention import AttentionConfig
-from perspectron.model.config import (
-    BlockConfig,
-    ModelConfig,
-)
+from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import MLPConfig, SwiGLUConfig
 from perspectron.presets.frame import GPT2_NORM, stack
 from perspectron.presets.table import design, preset

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from perspectron.model.config import MixerConfig, at_least, divides, require
 from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction, split_inputs
 from perspectron.model.state import Ragged, cat, register
 from perspectron.ops import attention
+from perspectron.util.config import MixerConfig, at_least, divides, require
 from perspectron.util.errors import StateError
 from perspectron.util.terms import Term
 

@@ -18,10 +18,11 @@ from perspectron.data.template import Template
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.foreign import bamba, gpt2, llama, mamba2, own
 from perspectron.interop.foreign.source import Source
-from perspectron.model.config import ModelConfig, require
+from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel, require_memory
 from perspectron.train.checkpoint import fill
 from perspectron.util import registry
+from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError, DataError
 from perspectron.util.files import read_json
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from perspectron.interop.foreign.source import Source
-from perspectron.model.config import ModelConfig, load
+from perspectron.model.config import ModelConfig
+from perspectron.util.config import load
 
 PREFIX = "model."
 

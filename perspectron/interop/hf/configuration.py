@@ -5,7 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from perspectron.model.config import ModelConfig, dump, load
+from perspectron.model.config import ModelConfig
+from perspectron.util.config import dump, load
 
 
 class PerspectronConfig(PreTrainedConfig):

@@ -9,9 +9,9 @@ from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.hf import card, remote
 from perspectron.interop.hf.configuration import PerspectronConfig
 from perspectron.interop.hf.tokenizer import fast_tokenizer
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.opening import Opened, Refused
+from perspectron.util.config import require
 from perspectron.util.files import atomic
 from perspectron.util.tensors import save_tensors
 

@@ -14,13 +14,13 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from perspectron.decode.batch import Piece
 from perspectron.decode.session import Session
-from perspectron.model.config import require
 from perspectron.serve.engine import Event, Job
 from perspectron.serve.served import Served
 from perspectron.serve.web import schema
 from perspectron.serve.web.asked import check, constraint_of, prompt_of, sampling_of, tokens_of
 from perspectron.serve.web.likely import Completed, Mark, chatted, marks_of
 from perspectron.serve.web.metrics import Metrics
+from perspectron.util.config import require
 from perspectron.util.errors import NonFiniteError, PerspectronError
 
 T = TypeVar("T")

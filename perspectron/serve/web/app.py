@@ -20,7 +20,6 @@ from starlette.requests import ClientDisconnect
 from perspectron import __version__
 from perspectron.data import Tokenizer
 from perspectron.decode.session import Session
-from perspectron.model.config import require
 from perspectron.serve.engine import Closed, Engine, Full
 from perspectron.serve.served import Served
 from perspectron.serve.states import Missing
@@ -28,6 +27,7 @@ from perspectron.serve.web import schema
 from perspectron.serve.web.answers import Answers, Gone, heard
 from perspectron.serve.web.guard import Guard, refusal
 from perspectron.serve.web.metrics import Metrics
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, PerspectronError, StorageError
 from perspectron.util.machine import memory
 

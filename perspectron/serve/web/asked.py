@@ -10,9 +10,9 @@ from perspectron.data import Tokenizer
 from perspectron.data.template import RESERVED, Template
 from perspectron.decode.constrain import Constraint, json_schema
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.model.config import require
 from perspectron.serve.served import Served
 from perspectron.serve.web import schema
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 
 

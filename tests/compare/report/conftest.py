@@ -58,7 +58,14 @@ def made_up(seeds=SEEDS):
     }
     drm[-1] |= {"suites": {}, "curve": drm[-1]["curve"][:9]}
     gla[-1] |= {"status": "missing", "why": "trained for 310 of 1465 steps", "heldout_bits_per_byte": None}
-    gla[-1] |= {"steps": 0, "tokens": 0, "seconds": None, "tokens_per_second": None, "curve": [], "suites": {}}
+    gla[-1] |= {
+        "steps": 0,
+        "tokens": 0,
+        "seconds": None,
+        "tokens_per_second": None,
+        "curve": [],
+        "suites": {},
+    }
     ssd = results["designs"]["ssd"]
     ssd["suites"] = {}
     for cell in ssd["cells"]:

@@ -13,10 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.model.block import of_mixer, with_mixer
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.ops import fused
+from perspectron.util.config import require
 from perspectron.util.streams import stream
 
 Weights = dict[int, Tensor]

@@ -29,8 +29,8 @@ from perspectron.designs.perspective.adapt.gradient import (
     with_weights,
 )
 from perspectron.model.block import Block
-from perspectron.model.config import at_least, one_of, positive, require
 from perspectron.model.model import LanguageModel
+from perspectron.util.config import at_least, one_of, positive, require
 
 RATE = 1e-4  # of Adam, for each token of an update
 BETAS, EPS = (0.9, 0.99), 1e-8

@@ -15,8 +15,8 @@ from perspectron.decode.reading import END_OF_TEXT_ID, check_ids
 from perspectron.designs.perspective.adapt.gradient import Piece, losses
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import OFFSET
-from perspectron.model.config import at_least, positive, require
 from perspectron.model.model import LanguageModel
+from perspectron.util.config import at_least, positive, require
 from perspectron.util.errors import ConfigError, DataError
 from perspectron.util.streams import stream
 

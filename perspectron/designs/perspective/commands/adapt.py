@@ -1,4 +1,4 @@
-"""`perspectron adapt`."""
+"""`perspectron perspective adapt`."""
 
 import math
 import time
@@ -18,11 +18,11 @@ from perspectron.designs.perspective.adapt.gradient import Piece, losses
 from perspectron.designs.perspective.adapt.positions import search
 from perspectron.designs.perspective.commands.routes import read_tokens
 from perspectron.eval.reading import bits_per_byte, byte_counts
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.opening import describe
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
+from perspectron.util.config import require
 from perspectron.util.errors import DataError
 
 
@@ -32,13 +32,13 @@ class Adapt:
 
     Prints the text's bits per byte with and without the adapter; every token is scored before it is learned from.
 
-    Example: perspectron adapt runs/routed --text other.txt
+    Example: perspectron perspective adapt runs/routed --text other.txt
 
-    Continue learning: perspectron adapt runs/routed --text letters.txt --adapter runs/routed/adapter.safetensors
+    On: perspectron perspective adapt runs/routed --text letters.txt --adapter runs/routed/adapter.safetensors
 
-    As a new run: perspectron adapt runs/routed --text other.txt --merge runs/adapted
+    As a new run: perspectron perspective adapt runs/routed --text other.txt --merge runs/adapted
 
-    Positions of experts instead: perspectron adapt runs/routed --text other.txt --positions --merge runs/moved"""
+    Positions instead: perspectron perspective adapt runs/routed --text other.txt --positions --merge runs/moved"""
 
     run: tyro.conf.Positional[Path]
     """Folder of a run with PDR layers, or of one of its checkpoints."""

@@ -1,4 +1,4 @@
-"""`perspectron gate`."""
+"""`perspectron perspective gate`."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from perspectron.designs.perspective.recipe import ROWS
 from perspectron.designs.perspective.stats import loads, mean, use
 from perspectron.designs.perspective.suites.scans import scan_error
 from perspectron.experts.stats import experts_of
-from perspectron.model.config import require
 from perspectron.opening import Opened, open_model
 from perspectron.presets import TOLERANCE, design_of
 from perspectron.train.heldout import heldout
 from perspectron.train.metrics import measured, read_metrics
+from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError, ConfigError
 from perspectron.util.files import read_json
 
@@ -55,7 +55,7 @@ class Condition:
 class Gate:
     """Check the four conditions that Perspective's document sets before a larger model is trained.
 
-    Example: perspectron gate runs/letters runs/routed
+    Example: perspectron perspective gate runs/letters runs/routed
 
     For PDR's loss beside GLA's, give runs of both with as many parameters and tokens.
     """

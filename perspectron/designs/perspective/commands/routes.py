@@ -1,4 +1,4 @@
-"""`perspectron routes`."""
+"""`perspectron perspective routes`."""
 
 import io
 from dataclasses import asdict, dataclass, fields
@@ -24,9 +24,9 @@ from perspectron.designs.perspective.suites.routes import (
     summary,
 )
 from perspectron.experts.torus import cells
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.opening import open_model
+from perspectron.util.config import require
 from perspectron.util.errors import DataError, StorageError
 from perspectron.util.files import open_file, safe_join, write_json, write_text
 from perspectron.util.machine import pick_device
@@ -49,9 +49,9 @@ class ShowRoutes:
 
     For each layer and kind of text, as SVG and JSON.
 
-    Example: perspectron routes runs/routed --text letters.txt
+    Example: perspectron perspective routes runs/routed --text letters.txt
 
-    By kind: perspectron routes runs/routed --text letter=letters.txt verse=other.txt --out routes/
+    By kind: perspectron perspective routes runs/routed --text letter=letters.txt verse=other.txt --out routes/
     """
 
     run: tyro.conf.Positional[Path]

@@ -1,4 +1,4 @@
-"""`perspectron safety`."""
+"""`perspectron perspective safety`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,8 @@ from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
 from perspectron.decode.projection import project
 from perspectron.designs.perspective.safety import Polytope, fit, states
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
+from perspectron.util.config import require
 from perspectron.util.errors import DataError
 from perspectron.util.files import read_text
 
@@ -22,9 +22,9 @@ from perspectron.util.files import read_text
 class SafetyOf:
     """Fit a safe set of hidden states to allowed and blocked text, or test one.
 
-    Example: perspectron safety fit runs/letters set.safe --allowed letters.txt --blocked verse=other.txt
+    Example: perspectron perspective safety fit runs/letters set.safe --allowed letters.txt --blocked verse=other.txt
 
-    Test it on texts: perspectron safety test runs/letters set.safe --allowed letters.txt --blocked other.txt
+    Test it: perspectron perspective safety test runs/letters set.safe --allowed letters.txt --blocked other.txt
 
     Then: perspectron generate runs/letters "The key" --safety set.safe
     """

@@ -1,4 +1,4 @@
-"""`perspectron trace`."""
+"""`perspectron perspective trace`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +12,11 @@ from perspectron.cli.options import answer, rate, table
 from perspectron.cli.progress import Work
 from perspectron.designs.perspective.commands.routes import read_tokens
 from perspectron.designs.perspective.suites.routes import Routes, of_document
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.opening import open_model
 from perspectron.stream.plan import ExpertLayer, needs
 from perspectron.stream.trace import Trace, missed, save, stack_distances
+from perspectron.util.config import require
 from perspectron.util.machine import pick_device
 
 
@@ -27,7 +27,7 @@ class TraceRoutes:
     Cache sizes range from one expert to all; the least recently used expert is dropped. The engine also predicts
     the experts of the next layers; the share of correct predictions is printed too.
 
-    Example: perspectron trace runs/routed --text letters.txt --disk 3G/s
+    Example: perspectron perspective trace runs/routed --text letters.txt --disk 3G/s
 
     Then: perspectron plan runs/routed --ram 1G --trace runs/routed/trace.json
     """

@@ -1,9 +1,9 @@
-"""`perspectron perspectives`."""
+"""`perspectron perspective views`."""
 
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 
@@ -12,7 +12,7 @@ from perspectron.cli.progress import Work
 from perspectron.designs.perspective.suites.views import calibrate
 from perspectron.designs.perspective.views import PerspectivesConfig, save_calibration
 from perspectron.eval.subject import Subject
-from perspectron.model.config import require
+from perspectron.util.config import require
 from perspectron.util.machine import pick_device
 
 
@@ -20,13 +20,11 @@ from perspectron.util.machine import pick_device
 class PerspectivesOf:
     """Fit, on held-out text, when a disagreement between views of the experts matters.
 
-    Example: perspectron perspectives calibrate runs/routed --out calibration.json
+    Example: perspectron perspective views runs/routed --out calibration.json
 
     Then: perspectron generate runs/routed "the" --perspectives --calibration calibration.json
     """
 
-    action: tyro.conf.Positional[Literal["calibrate"]]
-    """The action to take."""
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact, with routed experts."""
     out: Path

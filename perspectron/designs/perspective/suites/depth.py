@@ -21,8 +21,8 @@ from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.designs.perspective.suites.gates import gates_of, recorded
 from perspectron.designs.perspective.suites.labels import LABELS, labels, of_tokens
 from perspectron.eval.subject import Subject
-from perspectron.model.config import at_least, require
 from perspectron.model.model import LanguageModel
+from perspectron.util.config import at_least, require
 from perspectron.util.errors import DataError
 from perspectron.util.hooks import hooked
 from perspectron.util.stats import Floats

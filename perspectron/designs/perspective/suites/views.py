@@ -30,9 +30,9 @@ from perspectron.eval.calibration import Predictions, summary
 from perspectron.eval.reading import ROWS
 from perspectron.eval.subject import Subject
 from perspectron.experts.router import Views
-from perspectron.model.config import require
 from perspectron.opening import open_model
 from perspectron.ops.attention import places
+from perspectron.util.config import require
 from perspectron.util.errors import DataError
 from perspectron.util.stats import Floats
 

@@ -15,7 +15,7 @@ from perspectron.designs.perspective.pdr import Adapted
 from perspectron.model.block import of_mixer
 from perspectron.quant.convert import convert
 from perspectron.util.errors import ConfigError, StateError
-from tests.adapt.conftest import make, text
+from tests.designs.perspective.adapt.conftest import make, text
 
 
 def learned(model, tokens=120, **options) -> tuple[Adapter, Learner]:

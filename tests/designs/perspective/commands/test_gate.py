@@ -1,4 +1,4 @@
-"""`perspectron gate`: each condition can hold and fail, and what cannot be compared is refused."""
+"""`perspectron perspective gate`: each condition can hold and fail, and what cannot be compared is refused."""
 
 import json
 from dataclasses import replace
@@ -75,9 +75,9 @@ def test_a_run_with_experts(tmp_path, capsys):
     command += ["--batch-size", "2", "--seq-len", "32", "--eval-tokens", "64", "--dtype", "float32"]
     assert main([*command, "--set", *SIZES, "--out", str(tmp_path / "run")]) == 0
     capsys.readouterr()
-    assert main(["gate", str(tmp_path / "run"), "--json"]) == 0
+    assert main(["perspective", "gate", str(tmp_path / "run"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [condition["holds"] is None for condition in found["conditions"]] == [True, False, False, True]
     assert found["conditions"][1]["holds"] is True
-    assert main(["gate"]) == 2
+    assert main(["perspective", "gate"]) == 2
     assert "must be one or more folders of runs" in capsys.readouterr().err

@@ -8,9 +8,10 @@ import pytest
 from torch import nn
 
 import perspectron
-from perspectron.model.config import BlockConfig, MixerConfig, ModelConfig
+from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.mixer import Mixer, mixers
 from perspectron.util import registry
+from perspectron.util.config import MixerConfig
 from perspectron.util.errors import ConfigError
 from perspectron.util.registry import Design, designs, part, places, register
 

@@ -1,4 +1,4 @@
-"""`perspectron demo adr`: what is told and what is kept from training, the document's own code, and the page."""
+"""`perspectron adr demo`: what is told and what is kept from training, the document's own code, and the page."""
 
 import json
 
@@ -72,12 +72,12 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         lambda name, **own: preset(name, **({"d_model": 32, "layers": 1, "heads": 2} | own)
                                    | ({"hidden": 16} if name == "adr-demo" else {})),
     )  # fmt: skip
-    command = ["demo", "adr", "--steps", "2", "--out", str(tmp_path / "demo"), "--json"]
+    command = ["adr", "demo", "--steps", "2", "--out", str(tmp_path / "demo"), "--json"]
     assert main(command) == 0
     found = json.loads(capsys.readouterr().out)
     adr, gpt2 = (found["models"][name] for name in ("adr", "gpt2"))
     assert abs(adr["parameters"] / gpt2["parameters"] - 1) < 0.02
     assert adr["asked"] == {"told": 5, "unseen": 3, "unknown": 10} and len(adr["likeliest"]) == 5
     assert "Capitals named" in (tmp_path / "demo" / "demo.html").read_text()
-    assert main(["demo", "adr", "--steps", "0"]) == 2
+    assert main(["adr", "demo", "--steps", "0"]) == 2
     assert "steps = 0, must be ≥ 1" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import torch
 
 from perspectron.designs.perspective.adapt.positions import EDGE, SearchConfig, moved, search
 from perspectron.util.errors import ConfigError, DataError
-from tests.adapt.conftest import make, text
+from tests.designs.perspective.adapt.conftest import make, text
 
 
 def test_it_goes_down_a_bowl_and_stays_on_a_plain():

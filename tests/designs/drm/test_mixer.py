@@ -18,7 +18,8 @@ from perspectron.designs.drm.head import EmitterConfig
 from perspectron.designs.drm.law import Geometry
 from perspectron.designs.drm.mixer import DRM, DRMConfig, DRMState, Risk
 from perspectron.designs.drm.terms import Losses
-from perspectron.model.config import BlockConfig, ModelConfig, NoResidualConfig, dump, load
+from perspectron.model.config import BlockConfig, ModelConfig, NoResidualConfig
+from perspectron.util.config import dump, load
 from perspectron.util.errors import ConfigError
 
 D, E, H, N, R = 12, 6, 10, 5, 3

@@ -1,4 +1,4 @@
-"""`perspectron adapt`, and `generate` under an adapter."""
+"""`perspectron perspective adapt`, and `generate` under an adapter."""
 
 import json
 
@@ -29,12 +29,27 @@ def test_a_text_is_learned_kept_and_merged(folder, capsys):
     run, text = str(folder / "perspective-tiny-dense"), str(folder / "text.txt")
     merged = str(folder / "merged")
     capsys.readouterr()
-    assert main(["adapt", run, "--text", text, "--lr", "0.02", "--merge", merged, "--json"]) == 0
+    assert (
+        main(["perspective", "adapt", run, "--text", text, "--lr", "0.02", "--merge", merged, "--json"]) == 0
+    )
     first = json.loads(capsys.readouterr().out)
     assert first["bits_per_byte"]["with"] < first["bits_per_byte"]["without"]
     assert first["updates"] == first["tokens"] // AdaptConfig().every
     assert (
-        main(["adapt", run, "--text", text, "--adapter", first["adapter"], "--out", f"{run}/two", "--json"])
+        main(
+            [
+                "perspective",
+                "adapt",
+                run,
+                "--text",
+                text,
+                "--adapter",
+                first["adapter"],
+                "--out",
+                f"{run}/two",
+                "--json",
+            ]
+        )
         == 0
     )
     again = json.loads(capsys.readouterr().out)
@@ -80,7 +95,21 @@ def test_positions_are_moved_into_a_run_of_their_own(folder, capsys):
     run, text, moved = (str(folder / name) for name in ("perspective-tiny", "text.txt", "moved"))
     capsys.readouterr()
     assert (
-        main(["adapt", run, "--text", text, "--tokens", "600", "--positions", "--merge", moved, "--json"])
+        main(
+            [
+                "perspective",
+                "adapt",
+                run,
+                "--text",
+                text,
+                "--tokens",
+                "600",
+                "--positions",
+                "--merge",
+                moved,
+                "--json",
+            ]
+        )
         == 0
     )
     steps = json.loads(capsys.readouterr().out)["steps"]
@@ -104,6 +133,6 @@ def test_positions_are_moved_into_a_run_of_their_own(folder, capsys):
 def test_mistakes_are_told_in_a_line(folder, monkeypatch, capsys, words, said):
     monkeypatch.chdir(folder)
     capsys.readouterr()
-    assert main(["adapt", "perspective-tiny-dense", *words]) == 2
+    assert main(["perspective", "adapt", "perspective-tiny-dense", *words]) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.strip().splitlines()) == 1

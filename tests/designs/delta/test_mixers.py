@@ -15,8 +15,9 @@ from perspectron.designs.delta.common import Delta, DeltaState
 from perspectron.designs.delta.gdn import GDN, GDNConfig
 from perspectron.designs.delta.gdn2 import GDN2, GDN2Config
 from perspectron.designs.delta.kda import KDA, KDAConfig
-from perspectron.model.config import BlockConfig, MixerConfig, ModelConfig
+from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.ops import delta
+from perspectron.util.config import MixerConfig
 from perspectron.util.errors import ConfigError
 
 D, H = 16, 2

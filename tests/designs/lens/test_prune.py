@@ -9,8 +9,9 @@ import perspectron
 from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.designs.lens.prune import prune, route_gates
-from perspectron.model.config import BlockConfig, dump
+from perspectron.model.config import BlockConfig
 from perspectron.train import checkpoint
+from perspectron.util.config import dump
 from perspectron.util.errors import CheckpointError, ConfigError
 
 SIZES = {"vocab_size": 64, "d_model": 16, "layers": 4, "heads": 2, "hidden": 24, "positions": 64}
@@ -94,7 +95,7 @@ def run(tmp_path_factory):
 
 def test_loss_against_cache_for_every_number_and_an_export_that_runs(run, tmp_path, capsys):
     out = tmp_path / "small"
-    assert main(["prune-attention", str(run), "--blocks", "2", "--out", str(out), "--json"]) == 0
+    assert main(["lens", "prune-attention", str(run), "--blocks", "2", "--out", str(out), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = found["rows"]
     assert [row["removed"] for row in rows] == [0, 1, 2, 3]
@@ -117,7 +118,7 @@ def test_loss_against_cache_for_every_number_and_an_export_that_runs(run, tmp_pa
 
 def test_the_table_alone_writes_nothing(run, capsys):
     before = sorted(run.parent.iterdir())
-    assert main(["prune-attention", str(run)]) == 0
+    assert main(["lens", "prune-attention", str(run)]) == 0
     assert "lowest route gate first" in capsys.readouterr().out
     assert sorted(run.parent.iterdir()) == before
 
@@ -132,13 +133,13 @@ def test_the_table_alone_writes_nothing(run, capsys):
     ],
 )
 def test_mistakes_are_one_line(run, capsys, options, message):
-    assert main(["prune-attention", str(run), *options]) == 2
+    assert main(["lens", "prune-attention", str(run), *options]) == 2
     assert capsys.readouterr().err.strip() == f"perspectron: error: {message}"
 
 
 def test_blocks_without_a_mixer_survive_a_round_trip():
     config = prune(lens(), [0, 2]).config
     assert (
-        perspectron.model.config.load(perspectron.ModelConfig, json.loads(json.dumps(dump(config)))) == config
+        perspectron.util.config.load(perspectron.ModelConfig, json.loads(json.dumps(dump(config)))) == config
     )
     assert isinstance(config.blocks[0], BlockConfig)

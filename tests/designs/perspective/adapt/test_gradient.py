@@ -22,7 +22,7 @@ from perspectron.designs.perspective.adapt.gradient import (
 from perspectron.model.block import of_mixer
 from perspectron.model.model import LanguageModel
 from perspectron.ops import pdr
-from tests.adapt.conftest import make, make2, text
+from tests.designs.perspective.adapt.conftest import make, make2, text
 
 
 def started(model: LanguageModel, *, traces: bool = True, rank: int = 3) -> tuple[Adapter, Piece]:

@@ -1,4 +1,4 @@
-"""`perspectron routes` as a user types it."""
+"""`perspectron perspective routes` as a user types it."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -46,7 +46,7 @@ def dense(tmp_path_factory, texts) -> Path:
 
 
 def test_a_table_a_drawing_and_all_the_numbers(run, texts, capsys):
-    assert main(["routes", str(run), "--text", str(texts / "0.txt")]) == 0
+    assert main(["perspective", "routes", str(run), "--text", str(texts / "0.txt")]) == 0
     out = capsys.readouterr().out
     found = json.loads((run / "routes/routes.json").read_text())
     ET.parse(run / "routes/routes.svg")
@@ -69,7 +69,7 @@ def test_the_numbers_are_those_of_the_text_read_after_a_separator(run, tmp_path,
     (tmp_path / "a.txt").write_text(PROSE * 3)
     (tmp_path / "b.txt").write_text(CODE * 3)
     files = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
-    assert main(["routes", str(run), "--text", *files, "--out", str(tmp_path), "--json"]) == 0
+    assert main(["perspective", "routes", str(run), "--text", *files, "--out", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads((tmp_path / "routes.json").read_text())
     model, tokenizer = perspectron.load(run)
@@ -93,7 +93,18 @@ def test_the_numbers_are_those_of_the_text_read_after_a_separator(run, tmp_path,
 
 def test_kinds_that_the_user_names_and_a_limit(run, texts, tmp_path, capsys):
     text = str(texts / "0.txt")
-    command = ["routes", str(run), "--text", f"verse={text}", text, "--tokens", "40", "--path", "5"]
+    command = [
+        "perspective",
+        "routes",
+        str(run),
+        "--text",
+        f"verse={text}",
+        text,
+        "--tokens",
+        "40",
+        "--path",
+        "5",
+    ]
     assert main([*command, "--out", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["texts"] == [{"file": text, "tokens": 40}] * 2
@@ -105,23 +116,26 @@ def test_a_switch_has_routes_too(texts, tmp_path, capsys):
     train = [*TRAIN[:8], "router=switch", *TRAIN[8:]]
     command = ["train", "--preset", "perspective-tiny", "--data", str(texts), "--out", str(out)]
     assert main([*command, *train]) == 0
-    assert main(["routes", str(out), "--text", str(texts / "0.txt")]) == 0
+    assert main(["perspective", "routes", str(out), "--text", str(texts / "0.txt")]) == 0
     assert "a switch has no torus" in capsys.readouterr().out
 
 
 MISTAKES = [
-    (["routes", "{dense}", "--text", "{texts}/0.txt"], "model = 'perspective-tiny-dense', must be one with routed"),
-    (["routes", "{run}", "--text", "{tmp}/none"], "none: no such file"),
-    (["routes", "{run}", "--text", "{tmp}"], "cannot be read"),
-    (["routes", "{run}", "--text", "{tmp}/empty"], "empty: 0 tokens, need at least 2"),
-    (["routes", "{run}", "--text", "{tmp}/binary"], "binary: not UTF-8 text, at byte "),
-    (["routes", "{run}", "--text", "={texts}/0.txt"], "must be FILE or KIND=FILE"),
-    (["routes", "{run}", "--text", "code={tmp}/none"], "none: no such file"),
-    (["routes", "{run}", "--text", "{texts}/0.txt", "--path", "1"], "path = 1, must be ≥ 2"),
-    (["routes", "{run}", "--text", "{texts}/0.txt", "--tokens", "-1"], "tokens = -1, must be ≥ 0"),
-    (["routes", "{tmp}/missing", "--text", "{texts}/0.txt"], "missing/config.json: no such file"),
-    (["routes", "{run}"], "--text"),
-    (["routes", "{run}", "--text"], "text"),
+    (["perspective", "routes", "{dense}", "--text", "{texts}/0.txt"],
+     "model = 'perspective-tiny-dense', must be one with routed"),
+    (["perspective", "routes", "{run}", "--text", "{tmp}/none"], "none: no such file"),
+    (["perspective", "routes", "{run}", "--text", "{tmp}"], "cannot be read"),
+    (["perspective", "routes", "{run}", "--text", "{tmp}/empty"], "empty: 0 tokens, need at least 2"),
+    (["perspective", "routes", "{run}", "--text", "{tmp}/binary"], "binary: not UTF-8 text, at byte "),
+    (["perspective", "routes", "{run}", "--text", "={texts}/0.txt"], "must be FILE or KIND=FILE"),
+    (["perspective", "routes", "{run}", "--text", "code={tmp}/none"], "none: no such file"),
+    (["perspective", "routes", "{run}", "--text", "{texts}/0.txt", "--path", "1"], "path = 1, must be ≥ 2"),
+    (["perspective", "routes", "{run}", "--text", "{texts}/0.txt", "--tokens", "-1"],
+     "tokens = -1, must be ≥ 0"),
+    (["perspective", "routes", "{tmp}/missing", "--text", "{texts}/0.txt"],
+     "missing/config.json: no such file"),
+    (["perspective", "routes", "{run}"], "--text"),
+    (["perspective", "routes", "{run}", "--text"], "text"),
 ]  # fmt: skip
 
 
@@ -140,6 +154,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, run, dense, tex
 
 def test_help_shows_an_example(capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["routes", "--help"])
+        main(["perspective", "routes", "--help"])
     assert stop.value.code == 0
-    assert "Example: perspectron routes" in capsys.readouterr().out
+    assert "Example: perspectron perspective routes" in capsys.readouterr().out

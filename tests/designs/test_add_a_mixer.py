@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(\S+) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CHECKS = """
 import torch
@@ -38,8 +38,8 @@ def clone(tmp_path_factory) -> Path:
     """The package, the contract tests, and what the page adds to them."""
     root = tmp_path_factory.mktemp("clone")
     shutil.copytree(ROOT / "perspectron", root / "perspectron", ignore=shutil.ignore_patterns("__pycache__"))
-    (root / "tests").mkdir()
-    for name in ("pyproject.toml", "tests/conftest.py", "tests/test_mixers.py"):
+    (root / "tests" / "designs").mkdir(parents=True)
+    for name in ("pyproject.toml", "tests/conftest.py", "tests/designs/test_mixers.py"):
         shutil.copy(ROOT / name, root / name)
     for language, name, code in page():
         if language == "python":

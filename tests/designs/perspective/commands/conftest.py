@@ -1,0 +1,3 @@
+"""The text that most commands are tried on."""
+
+from tests.cli.conftest import text  # noqa: F401
