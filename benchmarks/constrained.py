@@ -94,9 +94,7 @@ def draw(
     """Of each number the ids, the text and how it ended; its noise is that of the number."""
     hot = SamplingConfig(temperature=1.5, seed=11)
     number_of = {
-        rows.add(
-            f"{number}: ", max_tokens=LONGEST, sampling=hot, stream=number, constraint=constraint
-        ): number
+        rows.add(f"{number}: ", max_tokens=LONGEST, sampling=hot, stream=number, hooks=[constraint]): number
         for number in numbers
     }
     found: dict[int, tuple[list[int], str, str | None]] = {number: ([], "", None) for number in numbers}
@@ -139,7 +137,9 @@ def cost(model: LanguageModel, tokenizer: Tokenizer, tokens: int, repeats: int) 
 
     def turn(own: Constraint | None) -> float:
         rows = Rows(model, tokenizer, together=False)
-        rows.add("1: ", max_tokens=tokens, sampling=SamplingConfig(1.5, seed=2), constraint=own)
+        rows.add(
+            "1: ", max_tokens=tokens, sampling=SamplingConfig(1.5, seed=2), hooks=[] if own is None else [own]
+        )
         rows.step()
         start, drawn = time.process_time(), 0
         while rows.active:

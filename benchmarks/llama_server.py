@@ -27,7 +27,7 @@ from sessions import Letters
 from tokenizers import ByteLevelBPETokenizer
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
-from perspectron.decode.batch import Piece
+from perspectron.decode.row import Piece
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.store import PrefixStore
 from perspectron.interop import foreign

@@ -56,7 +56,7 @@ def answers(opened: Opened, config: PerspectivesConfig, prompts: Sequence[str]) 
         ids = [[END_OF_TEXT_ID, *opened.tokenizer.encode(text)] for text in prompts[start : start + 64]]
         fresh = [True] * len(ids)
         base_ND, _ = read(model, ids, model.init_state(len(ids)), fresh=fresh)
-        others_NPD, _ = looked.read(ids, looked.begin(model.init_state(len(ids))), fresh=fresh)
+        others_NPD, _ = looked.others(ids, looked.copies(model.init_state(len(ids))), fresh=fresh)
         found.append(probabilities(model.head(torch.cat([base_ND[:, None], others_NPD], 1))))
     return torch.cat(found)
 
@@ -141,9 +141,10 @@ def speed(opened: Opened, config: PerspectivesConfig, tokens: int, repeats: int)
 
     def run(views: PerspectivesConfig | None) -> None:
         settings: dict[str, Any] = {"max_tokens": tokens, "sampling": SamplingConfig(seed=1)}
-        made = generate(opened.model, opened.tokenizer, ["def "], **settings, perspectives=views)
+        hooks = [] if views is None else [Perspectives(opened.model, views)]
+        made = generate(opened.model, opened.tokenizer, ["def "], **settings, hooks=hooks)
         if views is config:
-            verdicts = made.verdicts[0]
+            verdicts = made.verdicts["perspectives"][0]
             rates.append(tuple(sum(v[i] for v in verdicts) / len(verdicts) for i in (0, 1)))  # type: ignore[arg-type]
 
     never = PerspectivesConfig(trigger_p=0.0, trigger_entropy=1e9)

@@ -16,7 +16,7 @@ import common
 import torch
 
 from perspectron import presets
-from perspectron.decode.batch import Piece
+from perspectron.decode.row import Piece
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session

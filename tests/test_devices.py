@@ -15,10 +15,10 @@ from torch import Tensor
 import perspectron
 from perspectron import presets
 from perspectron.decode.generate import generate
-from perspectron.decode.projection import faces, project
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
-from perspectron.designs.perspective.views import PerspectivesConfig
+from perspectron.designs.perspective.projection import faces, project
+from perspectron.designs.perspective.views import Perspectives, PerspectivesConfig
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import mixers
@@ -154,11 +154,12 @@ PROMPTS = ["one", "a longer prompt than a chunk", "x"]
 @pytest.mark.parametrize("design", ["perspective2", "transformer", "rwkv7", "gdn", "perspective-experts"])
 def test_rows_draw_the_tokens_on_a_device_that_they_draw_on_the_cpu(design):
     sampling = SamplingConfig(temperature=1.1, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=2)
-    views = PerspectivesConfig(every=1) if design == "perspective-experts" else None
-    said = [
-        generate(model, Letters(), PROMPTS, max_tokens=8, sampling=sampling, chunk=8, perspectives=views).ids
-        for model in pair(DESIGNS[design])
-    ]
+    asked = design == "perspective-experts"
+    said = []
+    for model in pair(DESIGNS[design]):
+        hooks = [Perspectives(model, PerspectivesConfig(every=1))] if asked else []
+        settings = {"max_tokens": 8, "sampling": sampling, "chunk": 8, "hooks": hooks}
+        said.append(generate(model, Letters(), PROMPTS, **settings).ids)
     assert said[0] == said[1] and len(said[0]) == 3
 
 

@@ -281,6 +281,6 @@ def diverged() -> float:
     looked = Perspectives(model, PerspectivesConfig())
     ids = text()[:1].tolist()
     _, base = read(model, ids, model.init_state(1), fresh=[True])
-    _, others = looked.read(ids, looked.begin(model.init_state(1)), fresh=[True])
+    _, others = looked.others(ids, looked.copies(model.init_state(1)), fresh=[True])
     rows = torch.cat([cast(PDRState, state.layers[1]).memory_BDR for state in (base, others)])
     return float(len(torch.unique(rows, dim=0)))

@@ -15,12 +15,10 @@ from perspectron.cli.keep import ADAPTER, CONVERSATION, USAGE, keep, kept
 from perspectron.cli.options import answer, open_model, perspectives_of, say, spoken, table
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
-from perspectron.decode.batch import Piece
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import Generation, generate
+from perspectron.decode.row import Piece
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.designs.perspective.adapt import AdaptConfig, Adapter, Learner
-from perspectron.designs.perspective.safety import Action, Polytope, Safety
 from perspectron.eval.timing import Bench, bench
 from perspectron.model.model import LanguageModel
 from perspectron.model.narrow import Dtype
@@ -30,6 +28,7 @@ from perspectron.stream.usage import FIRST, Usage
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, DataError
 from perspectron.util.machine import pick_device
+from perspectron.util.registry import part
 
 UNDERLINED = "\033[4m{}\033[24m"
 PROMPT = "def read_lines(path):\n"  # of a measurement
@@ -95,7 +94,7 @@ class Generate:
     """File that `perspective views` wrote for this model (default: fixed thresholds)."""
     safety: Path | None = None
     """Safe set that `perspective safety fit` wrote for this model."""
-    action: Action = "project"
+    action: str = "project"
     """With --safety: project states into the set, flag tokens, stop, or mask the tokens that the set names."""
     bench: bool = False
     """Measure the cost of a token instead, next to the time to read its bytes from memory (on the CPU, one prompt,
@@ -127,60 +126,55 @@ class Generate:
         if self.load_state is not None:
             conversation = Conversation.load(self.load_state, model)
             conversation = replace(conversation, state=conversation.state.to(device))
-        looks = perspectives_of(self.perspectives, self.calibration, opened)
-        safe = None if self.safety is None else Safety(Polytope.load(self.safety, model), self.action)
-        texts, start = self._texts(conversation), time.perf_counter()
-        prompts, adapter = texts, None
         saves = self.save_state is not None or self.keep is not None
         bound = "full without --save-state or --keep"
         require(saves or self.state_dtype == "full", "state_dtype", self.state_dtype, bound)
-        require(self.save_adapter is None or self.adapt, "save_adapter", self.save_adapter, "with --adapt")
-        if self.adapt or self.adapter is not None:
-            with Work("reading the prompt"):
-                conversation, adapter = self._adapted(model, tokenizer, texts, conversation)
-            prompts = [""] * len(texts) if self.adapt else texts
+        texts, start = self._texts(conversation), time.perf_counter()
+        hooks, adapter = (
+            perspectives_of(self.perspectives, self.calibration, opened),
+            self._adapter(model, texts),
+        )
+        if self.safety is not None:
+            hooks.append(part("hooks", "safety").of(model, self.safety, self.action))
         single = not self.json and len(texts) == 1
         marks = single and sys.stdout.isatty()
         with Work("reading the prompt") as reading:
 
             def show(piece: Piece) -> None:
                 reading.stop()
-                flagged = piece.unsafe or (piece.verdict is not None and piece.verdict.flagged)
+                flagged = any(verdict.flagged for verdict in piece.verdicts.values())
                 text = spoken(piece.text)
                 print(UNDERLINED.format(text) if marks and flagged else text, end="", flush=True)
 
             result = generate(
                 model,
                 tokenizer,
-                prompts,
+                texts,
                 max_tokens=self.max_tokens,
                 sampling=self.sampling,
                 stop=self.stop,
                 conversation=conversation,
                 on_piece=show if single else None,
                 on_read=reading.tell,
-                perspectives=looks,
-                safety=safe,
+                hooks=hooks if adapter is None else [*hooks, adapter],
             )
         self._save(result.conversation, model, adapter, usage)
         seconds = time.perf_counter() - start
-        self._print(texts, result, single, seconds)
+        reports = [hook.report(result.verdicts.get(hook.name, []), seconds) for hook in hooks]
+        self._print(
+            texts, result, single, seconds, dict(item for more, _ in reports for item in more.items())
+        )
         if usage is not None and usage.asked:
             share = usage.served / usage.asked
-            said = f"{share:.0%} of the experts of the first {FIRST} tokens were at hand"
-            say(said)
-        for line in _told(result, seconds) if looks is not None or safe is not None else ():
+            say(f"{share:.0%} of the experts of the first {FIRST} tokens were at hand")
+        for line in (line for _, line in reports if line):
             say(line)
         return 0
 
-    def _save(
-        self, after: Conversation, model: LanguageModel, adapter: Adapter | None, usage: Usage | None
-    ) -> None:
+    def _save(self, after: Conversation, model: LanguageModel, adapter: Any, usage: Usage | None) -> None:
         """Keep what was asked to be kept."""
-        if adapter is not None:
-            after = replace(after, state=adapter.detach(after.state))
-            if self.save_adapter is not None:
-                adapter.save(self.save_adapter)
+        if self.save_adapter is not None:
+            adapter.save(self.save_adapter)
         if self.save_state is not None:
             after.save(self.save_state, model, self.state_dtype)
         if usage is not None:
@@ -220,27 +214,16 @@ class Generate:
         for name, value in vars(self.sampling).items():
             require(value == getattr(SamplingConfig(), name), name, value, "left out with --bench")
 
-    def _adapted(
-        self, model: LanguageModel, tokenizer: Tokenizer, texts: list[str], talk: Conversation | None
-    ) -> tuple[Conversation, Adapter]:
-        """The conversation under an adapter for each row, and the last row's."""
+    def _adapter(self, model: LanguageModel, texts: list[str]) -> Any:
+        """An adapter for each row, as a hook, if any is asked for."""
         saves = self.save_adapter is not None or self.keep is not None
+        require(self.save_adapter is None or self.adapt, "save_adapter", self.save_adapter, "with --adapt")
+        if not self.adapt and self.adapter is None:
+            return None
         name = "keep" if self.save_adapter is None else "save_adapter"
-        require(
-            not saves or len(texts) == 1, name, getattr(self, name), "left out with several adapted prompts"
-        )
-        known = len(texts) if talk is None else talk.rows
-        require(known == len(texts), "prompts", len(texts), f"{known}, as many as the conversation has rows")
-        rows = list[Conversation]()
-        for row, text in enumerate(texts):
-            adapter = Adapter(model) if self.adapter is None else Adapter.load(self.adapter, model)
-            ids = tokenizer.encode(text)
-            begun = None if talk is None else talk.take(row)
-            learner = Learner(model, adapter, AdaptConfig.of_text(len(ids)), begun)
-            if self.adapt and ids:
-                learner.read(ids)
-            rows.append(learner.conversation(traces=saves))
-        return Conversation.stack(rows), adapter
+        one = not saves or len(texts) == 1
+        require(one, name, getattr(self, name), "left out with several adapted prompts")
+        return part("hooks", "adapter")(model, self.adapter, learns=self.adapt, saves=saves)
 
     def _texts(self, conversation: Conversation | None) -> list[str]:
         if self.prompts == ("-",):
@@ -251,41 +234,23 @@ class Generate:
             return list(self.prompts)
         return [""] * (1 if conversation is None else conversation.rows)
 
-    def _print(self, prompts: list[str], result: Generation, single: bool, seconds: float) -> None:
+    def _print(
+        self, prompts: list[str], result: Generation, single: bool, seconds: float, more: dict[str, Any]
+    ) -> None:
         if self.json:
             counts = [len(ids) for ids in result.ids]
-            fields: dict[str, Any] = {
+            fields = {
                 "texts": result.texts,
                 "finished": result.finished,
                 "tokens": counts,
                 "seconds": seconds,
             }
-            if any(result.verdicts):
-                fields["verdicts"] = [[verdict._asdict() for verdict in row] for row in result.verdicts]
-            if self.safety is not None:
-                fields["unsafe"] = result.unsafe
-            print(json.dumps(fields))
+            print(json.dumps(fields | more))
         elif single:
             print()
         else:
             for prompt, text in zip(prompts, result.texts, strict=True):
                 print(f"── {prompt!r}\n{spoken(text)}")
-
-
-def _told(result: Generation, seconds: float) -> list[str]:
-    """Rates of what was watched."""
-    verdicts, count = [verdict for row in result.verdicts for verdict in row], sum(map(len, result.ids))
-    lines = []
-    if verdicts:
-        asked = sum(verdict.triggered for verdict in verdicts) / len(verdicts)
-        flagged = sum(verdict.flagged for verdict in verdicts) / len(verdicts)
-        speed = count / max(seconds, 1e-9)
-        lines.append(
-            f"views asked at {asked:.0%} of tokens, {flagged:.1%} flagged, {speed:.0f} tokens a second"
-        )
-    if unsafe := sum(map(len, result.unsafe)):
-        lines.append(f"{unsafe} of {count} tokens from states outside the safe set")
-    return lines
 
 
 def _standard_input() -> str:

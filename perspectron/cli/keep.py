@@ -3,9 +3,9 @@ it was written under and, of a streamed model, which experts were used; with a m
 
 import shutil
 from pathlib import Path
+from typing import Protocol
 
 from perspectron.decode.conversation import Conversation
-from perspectron.designs.perspective.adapt import Adapter
 from perspectron.model.model import LanguageModel
 from perspectron.model.narrow import Dtype
 from perspectron.util.errors import StateError
@@ -18,6 +18,10 @@ MANIFEST, CONVERSATION, ADAPTER, USAGE = (
     "adapter.safetensors",
     "usage.json",
 )
+
+
+class Adapter(Protocol):
+    def save(self, path: Path) -> None: ...
 
 
 def keep(

@@ -20,7 +20,7 @@ from perspectron.util.errors import ConfigError, escaped
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from perspectron.designs.perspective.views import PerspectivesConfig
+    from perspectron.decode.processors import Hook
     from perspectron.opening import Folder, Opened
 
 POWERS = "KMGT"
@@ -118,15 +118,15 @@ def open_model(path: Path, cache: str | None = None, *, verify: bool = False) ->
     return opened
 
 
-def perspectives_of(asked: bool, calibration: Path | None, opened: "Opened") -> "PerspectivesConfig | None":
+def perspectives_of(asked: bool, calibration: Path | None, opened: "Opened") -> "list[Hook]":
     """The perspectives to ask, if any: with fixed thresholds, or calibrated for this model. ConfigError for a
     calibration without them, or of another model."""
-    from perspectron.designs.perspective.views import PerspectivesConfig, load_calibration
+    from perspectron.util.registry import part
 
     require(asked or calibration is None, "calibration", str(calibration), "left out without --perspectives")
-    if calibration is None:
-        return PerspectivesConfig() if asked else None
-    return load_calibration(calibration, opened.model, opened.tokenizer.fingerprint)
+    if not asked:
+        return []
+    return [part("hooks", "perspectives").of(opened.model, opened.tokenizer.fingerprint, calibration)]
 
 
 def needs(package: str, extra: str) -> None:

@@ -174,7 +174,7 @@ class Serve:
         if isinstance(template, Refused):
             print(f"perspectron: {name}: no chat; {template.why}", file=sys.stderr)
         store = None
-        if looks is None:  # with perspectives, rows read their prompts themselves
+        if not looks:  # with perspectives, rows read their prompts themselves
             store = PrefixStore(
                 opened.model,
                 memory_bytes=size(self.memory, "memory"),
@@ -183,7 +183,7 @@ class Serve:
             )
         engine = Engine(
             opened.model, opened.tokenizer, store=store, rows=self.rows, queue=self.queue,
-            together=False if self.deterministic else None, perspectives=looks,
+            together=False if self.deterministic else None, hooks=looks,
         )  # fmt: skip
         kept, slots = (States(folder / kind / name) for kind in ("states", "slots"))
         return Served(

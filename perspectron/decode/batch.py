@@ -1,135 +1,34 @@
-"""Rows of text under way, the batch that draws from them, and the result of a step: the parts of `Rows`.
+"""The batch of rows that are drawn from, and its steps.
 
-Shapes: B batch, D model width.
+Shapes: B batch, D model width, V vocabulary.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
-from numpy.typing import NDArray
 from torch import Tensor
 
-from perspectron.decode.constrain import Matcher
 from perspectron.decode.graphs import Graphs
 from perspectron.decode.reading import END_OF_TEXT_ID
-from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.row import Row
 from perspectron.decode.steps import Steps, stepped, steps_of
-from perspectron.decode.text import TextStream
-from perspectron.decode.watch import Read, Watched
-from perspectron.designs.perspective.views import Verdict
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
-
-Finish = Literal["stop", "end", "length", "error", "unsafe"]
-"""Reasons to end: a stop string or a text that a constraint has complete; the end-of-text token or a stop id;
-`max_tokens`; nothing that can be drawn; an unsafe state."""
 
 WIDTH = 8
 """Rows of a batch come in multiples of it: products of 1 to 7 rows, and ends of vectors, take other kernels, whose sums
 have another order; with 8, 16, … a row's sums are always the same."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The result of one step for one row. id: the token drawn, None after an error. text: the text that has become
-    certain, possibly empty: whole characters that cannot begin a stop string. finished: why the row ends here; None
-    while it continues. logprob: of the token, in nats, by the model itself, before a constraint or any setting changed
-    its logits. likely: the most likely tokens and their logprobs, as many as the row asked for, allowed or not.
-    verdict: of the perspectives, if asked. unsafe: the token's state, or the mean of a window that ends there, was
-    outside the safe set. error: why nothing could be drawn, if not for the model's logits."""
+class Read(NamedTuple):
+    """The head's input after the last token of so many rows, and perhaps of rows of no text after them [B,D]; and its
+    output, where that is at hand."""
 
-    row: int
-    id: int | None
-    text: str
-    finished: Finish | None
-    logprob: float | None = None
-    likely: tuple[tuple[int, float], ...] = ()
-    verdict: Verdict | None = None
-    unsafe: bool = False
-    error: str = ""
-
-
-@dataclass(eq=False)
-class Row:
-    """One row, from `add` to `remove`."""
-
-    handle: int
-    unread: list[int]
-    """Tokens to read before the next draw: the prompt, later the last token drawn."""
-    fresh: bool
-    """True while the row has read nothing and has no state to continue from."""
-    recent: list[int]
-    drawn: int
-    left: int
-    """Tokens it may still draw."""
-    sampling: SamplingConfig
-    stream: int
-    text: TextStream
-    logprobs: int | None
-    state: LMState | None
-    """State of this row while it is in no batch; None before the first chunk of a new row."""
-    start: int = 0
-    """Tokens of `unread` that are read."""
-    finished: Finish | None = None
-    keys: list[bytes] | None = None
-    """Keys of the prefixes in which the prompt is read; None where they are not stored."""
-    seconds: float = 0.0
-    """Time that reading up to here took, or would have taken."""
-    spared: int = 0
-    """Tokens that the store had."""
-    watched: Watched = field(default_factory=Watched)
-    matcher: Matcher | None = None
-    """The place in the grammar of the row's constraint."""
-    early: int = 0
-    """Tokens to draw before the text may end."""
-    ends: frozenset[int] = frozenset((END_OF_TEXT_ID,))
-    """Tokens that end the text and are none of it."""
-
-    def allowed(self, vocab: int) -> NDArray[np.bool_] | None:
-        """Tokens [V] that may be drawn now; None: all."""
-        if self.matcher is None and self.early == 0:
-            return None
-        allowed = np.ones(vocab, np.bool_) if self.matcher is None else self.matcher.allowed()
-        if self.early > 0 or len(self.ends) > 1:
-            allowed[list(self.ends)] = self.early == 0 and allowed[END_OF_TEXT_ID]
-        return allowed
-
-    def rest(self) -> list[int]:
-        """Tokens that are not read."""
-        return self.unread[self.start :]
-
-    def take(
-        self, id: int, data: bytes, logprob: float | None = None, likely: tuple[tuple[int, float], ...] = ()
-    ) -> Piece:
-        """Count a drawn token in."""
-        ends, counts = id in self.ends, self.early == 0
-        if self.matcher is not None and not ends and not self.matcher.take(id):
-            return replace(self.fail(), error=f"constraint: {self.matcher.error}")
-        self.unread, self.start = [id], 0
-        self.drawn += 1
-        self.left -= 1
-        self.early = max(0, self.early - 1)
-        text = self.text.push(b"" if ends else data, stops=counts)
-        if id != END_OF_TEXT_ID:  # the penalty does not count the end of a document: it is no repetition
-            self.recent = [*self.recent, id][-self.sampling.repetition_window :]
-        if ends:
-            self.finished = "end"
-        elif self.text.stopped or (self.matcher is not None and self.matcher.complete):
-            self.finished = "stop"
-        elif self.left == 0:
-            self.finished = "length"
-        if self.finished is not None:
-            text += self.text.flush(stops=counts)
-            self.finished = "stop" if self.text.stopped else self.finished
-        return Piece(self.handle, id, text, self.finished, logprob, likely)
-
-    def fail(self, finish: Finish = "error") -> Piece:
-        """End without a token."""
-        self.finished = finish
-        return Piece(self.handle, None, self.text.flush(), finish)
+    hidden_BD: Tensor
+    rows: int
+    logits_BV: Tensor | None = None
 
 
 @dataclass
@@ -181,12 +80,41 @@ class Batch:
             for row in self.rows:
                 assert row.state is not None
                 ids_11 = torch.tensor([row.unread], device=device)
-                row.watched.before = row.state.fork(row.watched.before) if keep else None
+                row.before = row.state.fork(row.before) if keep else None
                 hidden_1D, logits_1V, row.state = stepped(model, self.steps, ids_11, row.state)
                 read.append(Read(hidden_1D, 1, logits_1V))
         for row in self.rows:
             row.start = 1
         return read
+
+    def state_at(self, at: int) -> LMState:
+        """A copy of a row's state."""
+        own = self.rows[at].state
+        if own is not None:
+            return own.fork()
+        assert self.state is not None
+        return self.state.take(at)
+
+    def before_at(self, at: int) -> LMState:
+        """A copy of a row's state before its last token, where that is kept."""
+        own = self.rows[at].before
+        if own is not None:
+            return own.fork()
+        assert self.before is not None
+        return self.before.take(at)
+
+    def put(self, at: int, state: LMState) -> None:
+        """Let a row go on from another state."""
+        if self.state is None:
+            self.rows[at].state = state
+        else:
+            self.state = self.state.put(at, state)
+
+    def position(self, at: int) -> int:
+        """The position of a row's last token in its document; 0 where the state does not count."""
+        state, row = (self.rows[at].state, 0) if self.state is None else (self.state, at)
+        length_B = None if state is None else state.document_length_B
+        return 0 if length_B is None else int(length_B[row]) - 1
 
     def _filled(self, states: list[LMState], count: int) -> LMState:
         """One state of so many rows and those of no text. These begin anew each time, so that none comes to the end of

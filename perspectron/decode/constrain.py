@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
+from perspectron.decode.processors import Hook, Step
 from perspectron.decode.reading import END_OF_TEXT_ID
+from perspectron.decode.row import Row, Vocabulary
 from perspectron.util.config import require
-from perspectron.util.errors import ConfigError
-
-if TYPE_CHECKING:
-    from perspectron.decode.rows import Vocabulary
+from perspectron.util.errors import ConfigError, NonFiniteError
 
 INSTALL = "pip install 'perspectron[constrain]'"
 MOST_BYTES = 64 << 10
@@ -52,27 +52,37 @@ KEYWORDS = frozenset((*_ONE, *_LISTED, *_NAMED, *_BOUNDS, *_NOTES))
 """Keywords of a schema; the last, which say nothing about which texts fit, may stand there."""
 
 
-class Matcher:
-    """One row's place in a grammar. error: why it cannot go on; empty while it can."""
+class Matcher(Hook):
+    """One row's place in a grammar. ends: tokens that may come where the text may end. error: why it cannot go on;
+    empty while it can."""
 
     def __init__(self, inner: Any, vocab_size: int) -> None:
-        self._inner, self._vocab = inner, vocab_size
+        self._inner, self._vocab, self.ends = inner, vocab_size, frozenset((END_OF_TEXT_ID,))
         self._bits = np.zeros((vocab_size + 31) // 32 * 4, np.uint8)
         self._where = self._bits.ctypes.data, self._bits.nbytes
 
-    def allowed(self) -> NDArray[np.bool_]:
-        """Tokens [V] that may come next; the end-of-text token where the text may end."""
+    def allowed(self) -> Tensor:
+        """Tokens [V] that may come next. NonFiniteError: the grammar cannot go on."""
         self._inner.unsafe_compute_mask_ptr(*self._where)
-        return np.unpackbits(self._bits, count=self._vocab, bitorder="little").view(np.bool_)
+        allowed = np.unpackbits(self._bits, count=self._vocab, bitorder="little").view(np.bool_)
+        allowed[list(self.ends)] = allowed[END_OF_TEXT_ID]
+        self._check()
+        return torch.from_numpy(allowed)
 
-    def take(self, id: int) -> bool:
-        """Go on with a token; False if that cannot be."""
-        return bool(self._inner.consume_token(id))
+    def logits(self, logits_NV: Tensor, step: Step) -> Tensor:
+        return logits_NV.masked_fill(~self.allowed(), -torch.inf)
 
-    @property
-    def complete(self) -> bool:
+    def took(self, id: int) -> bool:
         """True where the text fits and nothing may follow."""
+        if id in self.ends:
+            return False
+        if not self._inner.consume_token(id):
+            self._check()
         return bool(self._inner.is_stopped()) and not self._inner.is_error()
+
+    def _check(self) -> None:
+        if self.error:
+            raise NonFiniteError(f"constraint: {self.error}")
 
     @property
     def error(self) -> str:
@@ -88,27 +98,36 @@ class Matcher:
 
 
 @dataclass(frozen=True, eq=False)
-class Constraint:
-    """A grammar for one tokenizer. It does not change: each row has a matcher of its own, and the first is compiled
-    already. ConfigError: nothing fits the grammar, or it is too complex."""
+class Constraint(Hook):
+    """A grammar for one tokenizer: what is drawn fits it, and ends ("stop") where it is complete. It does not change:
+    each row has a matcher of its own, and the first is compiled already. ConfigError: nothing fits the grammar, or it
+    is too complex."""
 
-    tokenizer: "Vocabulary"
+    tokenizer: Vocabulary
     grammar: str
     _ready: list[Matcher] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         begun = self._compiled()
-        fits = not begun.error and begun.allowed().any()
-        if not fits or begun.error:
-            raise ConfigError(f"schema: {begun.error or 'no token may begin it'}")
+        try:
+            fits = begun.allowed().any()
+        except NonFiniteError:
+            raise ConfigError(f"schema: {begun.error}") from None
+        require(bool(fits), "schema", "of no text", "one that a token may begin")
         self._ready.append(begun)
 
-    def begin(self) -> Matcher:
-        """A matcher of a text that begins here. None is a copy: copies share what they have met, and so its limits."""
+    def begin(self, row: Row) -> Matcher:
+        """A matcher of a text that begins here. None is a copy: copies share what they have met, and so its limits.
+        ConfigError: a row of another tokenizer, or that may not end where the grammar does."""
+        same = self.tokenizer is row.vocabulary
+        require(same, "constraint", "of another tokenizer", "of the one that the rows have")
+        require(row.early == 0, "min_tokens", row.early, "0 with a constraint, which ends texts itself")
         try:
-            return self._ready.pop()
+            matcher = self._ready.pop()
         except IndexError:
-            return self._compiled()
+            matcher = self._compiled()
+        matcher.ends = row.ends
+        return matcher
 
     def _compiled(self) -> Matcher:
         import llguidance
@@ -118,12 +137,12 @@ class Constraint:
         return Matcher(inner, self.tokenizer.vocab_size)
 
 
-def json_object(tokenizer: "Vocabulary") -> Constraint:
+def json_object(tokenizer: Vocabulary) -> Constraint:
     """Any JSON object. ConfigError: the library is not installed."""
     return json_schema({"type": "object"}, tokenizer)
 
 
-def json_schema(schema: dict[str, Any], tokenizer: "Vocabulary") -> Constraint:
+def json_schema(schema: dict[str, Any], tokenizer: Vocabulary) -> Constraint:
     """JSON texts that a schema (draft 2020-12, as far as KEYWORDS go) takes; properties come in its order.
 
     ConfigError, naming what is wrong: a keyword that is unknown or that the library cannot hold a text to, a schema
@@ -178,7 +197,7 @@ def _try(grammar: str) -> None:
 
 
 @lru_cache(maxsize=4)
-def _tokens(tokenizer: "Vocabulary") -> Any:
+def _tokens(tokenizer: Vocabulary) -> Any:
     """The library's view of a tokenizer, made once: of a large one that takes a second."""
     import llguidance
 
@@ -194,7 +213,7 @@ class _Spelled:
 
     eos_token_id, bos_token_id = END_OF_TEXT_ID, None
 
-    def __init__(self, tokenizer: "Vocabulary") -> None:
+    def __init__(self, tokenizer: Vocabulary) -> None:
         spelled = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
         self.special_token_ids = [id for id, data in enumerate(spelled) if not data]
         self.tokens = [data or f"<|{id}|>".encode() for id, data in enumerate(spelled)]

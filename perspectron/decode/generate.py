@@ -1,21 +1,19 @@
 """Generation of a batch of texts to their ends."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from perspectron.decode.batch import Finish, Piece
-from perspectron.decode.constrain import Constraint
 from perspectron.decode.conversation import Conversation
+from perspectron.decode.processors import Hook, Processor
 from perspectron.decode.reading import CHUNK
-from perspectron.decode.rows import Rows, Vocabulary
+from perspectron.decode.row import Finish, Piece, Verdict, Vocabulary
+from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.designs.perspective.safety import Safety
-from perspectron.designs.perspective.views import PerspectivesConfig, Verdict
 from perspectron.model.model import LanguageModel
 from perspectron.util.config import require
-from perspectron.util.errors import ConfigError, NonFiniteError
+from perspectron.util.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -23,18 +21,16 @@ class Generation:
     """The result of `generate`, row by row.
 
     texts: the new text of each row. ids: every token drawn, including those of a stop string and the end-of-text
-    token. finished: "stop" at a stop string or where a constraint has the text complete, "end" at the end-of-text token
-    or a stop id, "length" at `max_tokens`, "unsafe" where a state was outside the safe set. conversation: to continue
-    from. verdicts: of every token, if perspectives were asked. unsafe: the numbers of the tokens drawn from states
-    outside the safe set.
+    token. finished: "stop" at a stop string or where a hook has the text complete, "end" at the end-of-text token or a
+    stop id, "length" at `max_tokens`, "unsafe" where a hook stopped it. conversation: to continue from. verdicts: by
+    name of a hook that gave any, those of every token, and of one before which the row was stopped.
     """
 
     texts: list[str]
     ids: list[list[int]]
     finished: list[Finish]
     conversation: Conversation
-    verdicts: list[list[Verdict]]
-    unsafe: list[list[int]]
+    verdicts: dict[str, list[list[Verdict]]]
 
 
 @torch.inference_mode()
@@ -51,9 +47,7 @@ def generate(
     on_piece: Callable[[Piece], None] | None = None,
     on_read: Callable[[int, int], None] | None = None,
     chunk: int = CHUNK,
-    perspectives: PerspectivesConfig | None = None,
-    safety: Safety | None = None,
-    constraint: Constraint | None = None,
+    hooks: Sequence[Hook | Processor] = (),
     min_tokens: int = 0,
     stop_ids: Sequence[int] = (),
 ) -> Generation:
@@ -67,69 +61,48 @@ def generate(
     certain, which means whole characters that cannot begin a stop string; the joined pieces equal `texts`. Half a
     character at the end of a row becomes U+FFFD. on_piece: called with each `Piece`, also one without text. on_read:
     called with (prompt tokens read, all prompt tokens) while prompts are being read. chunk: prompt tokens read at once;
-    apart from the ids, memory does not grow with the length of a prompt. perspectives: unsure tokens are judged from
-    several views of the experts. safety: states are held in a safe set. constraint, min_tokens, stop_ids: as
-    `Rows.add` has them.
+    apart from the ids, memory does not grow with the length of a prompt. hooks, min_tokens, stop_ids: as `Rows.add` has
+    them.
 
     ConfigError: ids outside the vocabulary, a number out of bounds, a number of prompts that differs from the
     conversation's rows, more tokens than a table of learned positions has left. NonFiniteError: the logits are not
-    finite, or none of those that a constraint allows.
+    finite, or none of those that hooks leave. PerspectronError: a hook failed.
     """
     listed = not isinstance(prompts, str | bytes) and not any(isinstance(prompt, int) for prompt in prompts)
     require(listed, "prompts", prompts, "a list of texts, or of lists of ids")
     require(len(prompts) >= 1, "prompts", list(prompts), "at least one")
     B, together = len(prompts), len(prompts) > 1
-    rows = Rows(model, tokenizer, chunk=chunk, together=together, perspectives=perspectives, safety=safety)
     if conversation is not None and conversation.rows != B:
         known = conversation.rows
         raise ConfigError(f"prompts: {B} given, must be as many as the conversation has rows, {known}")
+    rows = Rows(model, tokenizer, chunk=chunk, together=together, hooks=hooks)
     for row, prompt in enumerate(prompts):
         talk = conversation if conversation is None or B == 1 else conversation.take(row)
         rows.add(
             prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, conversation=talk, stream=row,
-            constraint=constraint, min_tokens=min_tokens, stop_ids=stop_ids,
+            min_tokens=min_tokens, stop_ids=stop_ids,
         )  # fmt: skip
-    told = [_Told() for _ in range(B)]
+    pieces: list[list[Piece]] = [[] for _ in range(B)]
     while rows.active:
-        pieces = rows.step()
+        drawn = rows.step()
         if on_read is not None and (all_read := rows.read)[1]:
             on_read(*all_read)
-        for piece in pieces:
-            told[piece.row].take(piece)
+        for piece in drawn:
+            if piece.error is not None:
+                raise piece.error
+            pieces[piece.row].append(piece)
             if on_piece is not None:
                 on_piece(piece)
             if piece.text and on_text is not None:
                 on_text(piece.row, piece.text)
+    names = dict.fromkeys(name for row in pieces for piece in row for name in piece.verdicts)
     return Generation(
-        texts=[row.text for row in told],
-        ids=[row.ids for row in told],
-        finished=[row.finished for row in told],
+        texts=["".join(piece.text for piece in row) for row in pieces],
+        ids=[[piece.id for piece in row if piece.id is not None] for row in pieces],
+        finished=[row[-1].finished or "length" for row in pieces],
         conversation=Conversation.stack([rows.remove(row) for row in range(B)]),
-        verdicts=[row.verdicts for row in told],
-        unsafe=[row.unsafe for row in told],
+        verdicts={
+            name: [[piece.verdicts[name] for piece in row if name in piece.verdicts] for row in pieces]
+            for name in names
+        },
     )
-
-
-@dataclass
-class _Told:
-    """One row's part of a `Generation`, so far."""
-
-    text: str = ""
-    ids: list[int] = field(default_factory=list)
-    finished: Finish = "length"
-    verdicts: list[Verdict] = field(default_factory=list)
-    unsafe: list[int] = field(default_factory=list)
-
-    def take(self, piece: Piece) -> None:
-        """Add a piece. NonFiniteError: its logits were not finite."""
-        if piece.finished == "error":
-            said = f"logits of row {piece.row} after {len(self.ids)} tokens: must be finite"
-            raise NonFiniteError(piece.error or said)
-        if piece.unsafe:
-            self.unsafe.append(len(self.ids))
-        if piece.verdict is not None:
-            self.verdicts.append(piece.verdict)
-        if piece.id is not None:
-            self.ids.append(piece.id)
-        self.text += piece.text
-        self.finished = piece.finished or self.finished

@@ -6,39 +6,23 @@ Shapes: B batch, D model width, V vocabulary.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from numbers import Integral
-from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from perspectron.decode import reading
-from perspectron.decode.batch import Batch, Piece, Row
-from perspectron.decode.constrain import Constraint
+from perspectron.decode.batch import Batch, Read
 from perspectron.decode.conversation import Conversation
+from perspectron.decode.processors import Hook, Processor, Step, ask, hooks_of
 from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, check_room
+from perspectron.decode.row import Piece, Row, TextStream, Vocabulary
 from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite, sample
 from perspectron.decode.store import PrefixStore
-from perspectron.decode.text import TextStream
-from perspectron.decode.watch import Mark, Read, Watch
-from perspectron.designs.perspective.safety import Safety
-from perspectron.designs.perspective.views import PerspectivesConfig
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import MOST_TOKENS, LMState
 from perspectron.util.config import require
-from perspectron.util.errors import StateError
-
-
-class Vocabulary(Protocol):
-    """The part of a tokenizer that generating needs."""
-
-    vocab_size: int
-    stops: frozenset[int]
-
-    def encode(self, text: str) -> list[int]: ...
-    def token_bytes(self, id: int) -> bytes: ...
+from perspectron.util.errors import NonFiniteError, PerspectronError, StateError
 
 
 class Rows:
@@ -50,7 +34,7 @@ class Rows:
     else each takes a step of its own. Either way a row has the bits that it has alone; those of the two ways differ by
     rounding, and the first is the faster where there are several rows (`decode.verify` measures both). store: prompts
     begin at the longest prefix that is stored there, and what they read is stored; that changes no bit either.
-    perspectives, safety: of unsure tokens several views are asked, states are held in a safe set, and pieces tell.
+    hooks: of every row, before its own (`decode.processors`).
 
     A row's text depends on its own prompt, settings, seed and stream. Its handle is a number that is never used again.
     Not for several threads at once.
@@ -64,8 +48,7 @@ class Rows:
         chunk: int = CHUNK,
         together: bool = True,
         store: PrefixStore | None = None,
-        perspectives: PerspectivesConfig | None = None,
-        safety: Safety | None = None,
+        hooks: Sequence[Hook | Processor] = (),
     ) -> None:
         require(chunk >= 1, "chunk", chunk, "≥ 1")
         V, known = tokenizer.vocab_size, model.config.vocab_size
@@ -76,11 +59,7 @@ class Rows:
         self._rows: dict[int, Row] = {}
         self._reading: list[Row] = []
         self._drawing = Batch(model, together)
-        self._watch = None if perspectives is None and safety is None else Watch(model, perspectives, safety)
-        if perspectives is not None:
-            require(
-                store is None, "store", "one", "left out with perspectives, which read prompts themselves"
-            )
+        self._shared, self._hooks = hooks_of(hooks), dict[int, list[Hook]]()
         self._next = 0
 
     @property
@@ -112,7 +91,7 @@ class Rows:
         conversation: Conversation | None = None,
         stream: int | None = None,
         logprobs: int | None = None,
-        constraint: Constraint | None = None,
+        hooks: Sequence[Hook | Processor] = (),
         min_tokens: int = 0,
         stop_ids: Sequence[int] = (),
     ) -> int:
@@ -121,13 +100,12 @@ class Rows:
         prompt: a text or its ids; it may be empty. Without `conversation` the end-of-text token is read first, as
         before every document. With one, of one row, which is used up, the prompt follows what stands there. stream: of
         noise under the seed, the handle when None: two rows of equal seed and stream draw alike.
-        logprobs: pieces carry those of the tokens drawn, and of so many of the most likely ones.
-        constraint: what is drawn fits its grammar, and ends ("stop") where that is complete; not with perspectives.
-        stop_ids: tokens that end the text as the tokenizer's `stops` do ("end"); their bytes are none of it. A
-        constraint allows them where it allows the end. min_tokens: before so many are drawn none of these is, and no
-        stop string counts that they complete.
+        logprobs: pieces carry those of the tokens drawn, and of so many of the most likely ones. hooks: of this row.
+        stop_ids: tokens that end the text as the tokenizer's `stops` do ("end"); their bytes are none of it.
+        min_tokens: before so many are drawn none of these is, and no stop string counts that they complete.
         ConfigError: ids outside the vocabulary, a number out of bounds, settings that do not go together, more tokens
         than a table of learned positions has left. StateError: a conversation of another model, or of several rows.
+        What a hook raises as it begins.
         """
         V = self.tokenizer.vocab_size
         require(isinstance(max_tokens, Integral) and max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
@@ -136,7 +114,10 @@ class Rows:
         require(all(stop), "stop", list(stop), "strings of at least one character")
         if logprobs is not None:
             require(0 <= logprobs <= V, "logprobs", logprobs, f"≥ 0 and ≤ {V}, the tokens there are")
-        self._check_limits(max_tokens, constraint, min_tokens, stop_ids)
+        whole = isinstance(min_tokens, Integral) and 0 <= min_tokens <= max_tokens
+        require(whole, "min_tokens", min_tokens, f"≥ 0, ≤ max_tokens = {max_tokens}")
+        for id in stop_ids:
+            require(isinstance(id, Integral) and 0 <= id < V, "stop_ids", id, f"≥ 0 and < {V}")
         handle, model = self._next, self.model
         stream = handle if stream is None else stream
         require(0 <= stream < 2**64, "stream", stream, "≥ 0 and < 2^64")
@@ -158,12 +139,16 @@ class Rows:
         length = 0 if state is None or state.length_B is None else int(state.length_B[0])
         check_room(model.config.positions, length, unread, max_tokens, handle)
         recent = [*own.recent[0], *(id for id in ids if id != END_OF_TEXT_ID)][-sampling.repetition_window :]
-        self._rows[handle] = row = Row(
-            handle, unread, state is None, recent, own.drawn[0], max_tokens, sampling, stream, TextStream(stop),
-            logprobs, state, matcher=None if constraint is None else constraint.begin(), early=min_tokens,
-            ends=self.tokenizer.stops.union(stop_ids),
+        apart = [] if own.recent[0][-len(own.pending[0]) :] == own.pending[0] else own.pending[0]
+        known = [*own.recent[0], *apart, *ids]
+        row = Row(
+            handle, self.tokenizer, unread, state is None, known, recent, own.drawn[0], max_tokens, sampling, stream,
+            TextStream(stop), logprobs, state, min_tokens, self.tokenizer.stops.union(stop_ids),
         )  # fmt: skip
-        if self.store is not None and conversation is None:
+        begun = [ask(hook, hook.begin, row) for hook in (*self._shared, *hooks_of(hooks))]
+        self._rows[handle], self._hooks[handle] = row, begun
+        shares = all(hook.shares_prefixes for hook in begun)
+        if self.store is not None and conversation is None and shares:
             row.keys = self.store.chain(unread)
         self._reading.append(row)
         self._next += 1
@@ -176,20 +161,20 @@ class Rows:
         all of them when None; of two that begin alike, the one that is further on reads for both where they share a
         store. In which order prompts are read changes no bit of any.
 
-        A row whose logits are not finite finishes with "error"; the others go on. StateError, before anything is done:
-        a row that has read its prompt, or that is not there. After another exception the session cannot go on.
+        A row whose logits are not finite, or of which a hook raises, finishes with "error"; the others go on.
+        StateError, before anything is done: a row that has read its prompt, or that is not there. After another
+        exception the session cannot go on.
         """
-        watch = self._watch
         reading = self._reading
         if read is not None:
             asked = [self._own(handle) for handle in read]
             if over := [row.handle for row in asked if row not in self._reading]:
                 raise StateError(f"row {over[0]} has read its prompt: step reads those of `unread`")
             reading = list(dict.fromkeys(map(self._ahead, asked)))
-        ends = [*self._drawing.advance(keep=watch is not None and watch.keeps), *self._read(reading)]
-        logits = [self._logits(one) for one in ends] if watch is None else watch.heads(ends)
-        # A model may have more ids than its tokenizer knows.
-        pieces = self._draw(torch.cat(logits).cpu()[:, : self.tokenizer.vocab_size]) if logits else []
+        hooks = [hook for row in self._drawing.rows for hook in self._hooks[row.handle]]
+        ends = self._drawing.advance(keep=any(hook.keeps_before for hook in hooks))
+        more, pieces = self._read(reading)
+        pieces += self._draw([*ends, *more])
         self._drawing.leave([row for row in self._drawing.rows if row.finished is not None])
         return sorted(pieces, key=lambda piece: piece.row)
 
@@ -197,10 +182,9 @@ class Rows:
     def conversation(self, row: int) -> Conversation:
         """A copy of what is needed to continue from here; the row stays. StateError for a row that does not exist."""
         own = self._own(row)
-        if own.state is None and own in self._drawing.rows:
-            assert self._drawing.state is not None
-            return _conversation(own, self._drawing.state.take(self._drawing.rows.index(own)))
-        return _conversation(own, self._state_of(own).fork())
+        if own in self._drawing.rows:
+            return self._kept(own, self._drawing.state_at(self._drawing.rows.index(own)))
+        return self._kept(own, self._state_of(own).fork())
 
     @torch.inference_mode()
     def remove(self, row: int) -> Conversation:
@@ -211,27 +195,14 @@ class Rows:
             self._drawing.leave([own])
         elif own in self._reading:
             self._reading.remove(own)
-        del self._rows[row]
-        return _conversation(own, self._state_of(own))
+        kept = self._kept(own, self._state_of(own))
+        del self._rows[row], self._hooks[row]
+        return kept
 
-    def _check_limits(
-        self, max_tokens: int, constraint: Constraint | None, min_tokens: int, stop_ids: Sequence[int]
-    ) -> None:
-        V, views = self.tokenizer.vocab_size, self._watch is not None and self._watch.perspectives is not None
-        whole = isinstance(min_tokens, Integral) and 0 <= min_tokens <= max_tokens
-        require(whole, "min_tokens", min_tokens, f"≥ 0, ≤ max_tokens = {max_tokens}")
-        for id in stop_ids:
-            require(isinstance(id, Integral) and 0 <= id < V, "stop_ids", id, f"≥ 0 and < {V}")
-        require(not (views and min_tokens), "min_tokens", min_tokens, "0 with perspectives")
-        if constraint is not None:
-            same = constraint.tokenizer is self.tokenizer
-            require(same, "constraint", "of another tokenizer", "of the one that the rows have")
-            require(not views, "constraint", "given", "left out with perspectives, which choose tokens")
-            require(min_tokens == 0, "min_tokens", min_tokens, "0 with a constraint, which ends texts itself")
-
-    def _logits(self, read: Read) -> Tensor:
-        logits_BV = self.model.head(read.hidden_BD) if read.logits_BV is None else read.logits_BV
-        return logits_BV[: read.rows]
+    def _kept(self, row: Row, state: LMState) -> Conversation:
+        for hook in self._hooks[row.handle]:
+            state = ask(hook, hook.end, state)
+        return Conversation(state, [row.rest()], [list(row.recent)], [row.drawn])
 
     def _own(self, row: int) -> Row:
         if row not in self._rows:
@@ -253,13 +224,19 @@ class Rows:
                 ahead = other
         return ahead
 
-    def _read(self, rows: list[Row]) -> list[Read]:
-        """Read a chunk of the prompts of these rows: of each row that came to its end, which is drawn from now."""
-        read, done = list[Read](), list[Row]()
+    def _read(self, rows: list[Row]) -> tuple[list[Read], list[Piece]]:
+        """Read a chunk of the prompts of these rows: of each row that came to its end, which is drawn from now; and
+        the pieces of those of which a hook failed."""
+        read, done, pieces = list[Read](), list[Row](), list[Piece]()
         for row in rows:
             last_1D = self._found(row)
             if row.start < len(row.unread):
-                last_1D = self._read_chunk(row)
+                try:
+                    last_1D = self._read_chunk(row)
+                except PerspectronError as error:
+                    pieces.append(row.fail(error))
+                    self._reading.remove(row)
+                    continue
             if row.start == len(row.unread):
                 assert last_1D is not None
                 read.append(Read(last_1D, 1))
@@ -267,7 +244,7 @@ class Rows:
         if done:
             self._reading = [row for row in self._reading if row not in done]
             self._drawing.join(done)
-        return read
+        return read, pieces
 
     def _found(self, row: Row) -> Tensor | None:
         """Go on from the longest prefix stored: at the beginning, and where another row has read on meanwhile. What
@@ -291,10 +268,9 @@ class Rows:
         """Read the next chunk of a row's prompt: what the head reads after it [1,D]."""
         part, begins = row.unread[row.start : row.start + self.chunk], row.fresh and row.start == 0
         state, start = self.model.init_state(1) if row.state is None else row.state, time.perf_counter()
-        if self._watch is not None:
-            self._watch.follow(
-                row.watched, part, state, begins, last=row.start + len(part) == len(row.unread)
-            )
+        for hook in self._hooks[row.handle]:
+            ends = row.start + len(part) == len(row.unread)
+            ask(hook, hook.prompt, part, state, begins=begins, last=ends)
         last_1D, row.state = reading.read(self.model, [part], state, fresh=[begins])
         row.seconds += time.perf_counter() - start
         row.start += len(part)
@@ -302,56 +278,78 @@ class Rows:
             self.store.put(row.keys, -(-row.start // self.chunk), row.state, last_1D, row.seconds)
         return last_1D
 
-    def _sampled(self, logits_BV: Tensor, bad: dict[int, str]) -> dict[int, int]:
-        """The token drawn for each row, by its place. Rows that cannot be drawn from are bad, or become so."""
-        rows, kept_BV, ids = self._drawing.rows, logits_BV, dict[int, int]()
-        if any(row.matcher is not None or row.early > 0 for row in rows):
-            kept_BV = logits_BV.to(torch.float64, copy=True)
-            for at, (row, kept_V) in enumerate(zip(rows, kept_BV.numpy(), strict=True)):
-                if at in bad or (allowed_V := row.allowed(len(kept_V))) is None:
-                    continue
-                kept_V[~allowed_V] = -math.inf
-                if row.matcher is not None and row.matcher.error:
-                    bad[at] = f"constraint: {row.matcher.error}"
-                elif kept_V.max() == -math.inf:  # the model or a safe set leaves none of them
-                    bad[at] = f"logits of row {row.handle}: none is finite of the tokens that are allowed"
-                elif np.count_nonzero(allowed_V) == 1:  # no draw gives another
-                    ids[at] = int(allowed_V.argmax())
-        free = [at for at in range(len(rows)) if at not in bad and at not in ids]
-        if free:
-            drawn = [rows[at] for at in free]
-            found = sample(
-                kept_BV if len(free) == len(rows) else kept_BV[free],
-                [row.recent for row in drawn],
-                [row.drawn for row in drawn],
-                [row.sampling for row in drawn],
-                [row.stream for row in drawn],
-            )
-            ids |= zip(free, found.tolist(), strict=True)
-        return dict(sorted(ids.items()))
-
-    def _draw(self, logits_BV: Tensor) -> list[Piece]:
+    def _draw(self, read: Sequence[Read]) -> list[Piece]:
         """One token for each row that is drawn from."""
-        rows, bad = self._drawing.rows, dict.fromkeys(non_finite(logits_BV), "")
-        ids = self._sampled(logits_BV, bad)
-        pieces = [replace(rows[at].fail(), error=why) for at, why in bad.items()]
-        marks = [Mark()] * len(ids)
-        if self._watch is not None:
-            marks = self._watch.marks(self._drawing, [*ids], [*ids.values()], logits_BV)
-        for (at, id), mark in zip(ids.items(), marks, strict=True):
-            row = rows[at]
-            if mark.failed:
-                pieces.append(replace(row.fail(), error=mark.failed))
-                continue
-            if mark.stops:
-                pieces.append(replace(row.fail("unsafe"), unsafe=True))
-                continue
-            id = id if mark.verdict is None else mark.verdict.token
-            said = () if row.logprobs is None else logprobs(logits_BV[at], id, row.logprobs)
-            piece = row.take(id, self.tokenizer.token_bytes(id), *said)
-            pieces.append(replace(piece, verdict=mark.verdict, unsafe=mark.unsafe))
-        return pieces
+        if not read:
+            return []
+        steps, logits = list[Step](), list[Tensor]()
+        for one in read:
+            first = len(steps)
+            for at in range(one.rows):
+                hooks = self._hooks[self._drawing.rows[first + at].handle]
+                steps.append(Step(self._drawing, first + at, hooks, one.hidden_BD[at : at + 1]))
+            logits.append(self._head(one, steps[first:]))
+        # A model may have more ids than its tokenizer knows.
+        logits_BV = torch.cat(logits).cpu()[:, : self.tokenizer.vocab_size]
+        for at in non_finite(logits_BV):
+            if (step := steps[at]).error is None:
+                words = f"logits of row {step.row.handle} after {step.row.drawn} tokens: must be finite"
+                step.error = NonFiniteError(words)
+        ids = self._sampled(steps, logits_BV)
+        return [self._piece(step, ids.get(at, 0), logits_BV[at]) for at, step in enumerate(steps)]
 
+    def _head(self, read: Read, steps: list[Step]) -> Tensor:
+        """Logits of the rows that were read [n,V]; only of those whose hooks change what the head reads are they
+        others than the step's own."""
+        moved = dict[int, Tensor]()
+        for at, step in enumerate(steps):
+            x_1D = step.attempt(step.seen, step.hidden_1D) if step.hooks else None
+            if x_1D is not None and x_1D is not step.hidden_1D:
+                moved[at] = x_1D[0]
+        logits_BV = self.model.head(read.hidden_BD) if read.logits_BV is None else read.logits_BV
+        if moved:
+            hidden_BD, logits_BV = read.hidden_BD.clone(), logits_BV.clone()
+            for at, x_D in moved.items():
+                hidden_BD[at] = x_D
+            logits_BV[[*moved]] = self.model.head(hidden_BD)[[*moved]]
+        return logits_BV[: read.rows]
 
-def _conversation(row: Row, state: LMState) -> Conversation:
-    return Conversation(state, [row.rest()], [list(row.recent)], [row.drawn])
+    def _sampled(self, steps: list[Step], logits_BV: Tensor) -> dict[int, int]:
+        """The token drawn for each row, by its place; none for one that cannot be drawn from, or fails here."""
+        kept_BV, ids = logits_BV, dict[int, int]()
+        for at, step in enumerate(steps):
+            step.logits_1V = own_1V = logits_BV[at : at + 1]
+            kept_1V = step.attempt(step.scores, own_1V)
+            if kept_1V is None or kept_1V is own_1V:
+                continue
+            if kept_BV is logits_BV:
+                kept_BV = logits_BV.to(torch.float64, copy=True)
+            step.logits_1V = kept_BV[at : at + 1].copy_(kept_1V)
+            if non_finite(step.logits_1V):
+                largest = step.logits_1V.max().item()
+                words = f"logits of row {step.row.handle} after its hooks: the largest is {largest}, must be finite"
+                step.error = NonFiniteError(words)
+            elif int((allowed_V := step.logits_1V[0] > -math.inf).sum()) == 1:  # no draw gives another
+                ids[at] = int(allowed_V.int().argmax())
+        free = [at for at, step in enumerate(steps) if step.error is None and at not in ids]
+        if free:
+            rows = [steps[at].row for at in free]
+            drawn = sample(
+                kept_BV if len(free) == len(steps) else kept_BV[free],
+                [row.recent for row in rows],
+                [row.drawn for row in rows],
+                [row.sampling for row in rows],
+                [row.stream for row in rows],
+            )
+            ids |= zip(free, drawn.tolist(), strict=True)
+        return ids
+
+    def _piece(self, step: Step, id: int, logits_V: Tensor) -> Piece:
+        """The result of a step for a row of which a token was drawn, unless it failed."""
+        row, judged = step.row, step.attempt(step.judge, id)
+        stops = any(verdict.stop for verdict in step.verdicts.values())
+        complete = None if judged is None or stops else step.attempt(step.take, judged)
+        if judged is None or complete is None:
+            return row.fail(step.error, step.verdicts)
+        likely = () if row.logprobs is None else logprobs(logits_V, judged, row.logprobs)
+        return row.take(judged, *likely, complete=complete, verdicts=step.verdicts)

@@ -14,7 +14,8 @@ from perspectron.decode.conversation import Conversation
 from perspectron.decode.log import Log
 from perspectron.decode.marks import Marks
 from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, lengths, read_all
-from perspectron.decode.rows import Rows, Vocabulary
+from perspectron.decode.row import Vocabulary
+from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite
 from perspectron.decode.store import PrefixStore
 from perspectron.model.model import LanguageModel
@@ -141,20 +142,21 @@ class Session:
         **limits: Any,
     ) -> str:
         """Draw up to `max_tokens` tokens: the text, which ends before a stop string. on_text: called with each piece of
-        it. limits: `constraint`, `min_tokens` and `stop_ids`, as `Rows.add` has them. On an error or an interruption
-        the session stays as it was before.
+        it. limits: `hooks`, `min_tokens` and `stop_ids`, as `Rows.add` has them; what a hook does to the state is not
+        repeated where `at` reads again. On an error or an interruption the session stays as it was before.
 
         ConfigError: a number out of bounds, more tokens than a table of learned positions has left. NonFiniteError: the
-        model gave logits that are not finite, or none of those that a constraint allows.
+        model gave logits that are not finite, or none of those that hooks leave. PerspectronError: a hook failed.
         """
         rows, pieces, ids, marks = self._rows, list[str](), list[int](), dict[int, LMState]()
         handle = self.enter(rows, max_tokens=max_tokens, sampling=sampling, stop=stop, stream=0, **limits)
         try:
             while rows.active:
                 for piece in rows.step():
+                    if piece.error is not None:
+                        raise piece.error
                     if piece.id is None:
-                        said = f"logits after {len(self._ids)} tokens: must be finite"
-                        raise NonFiniteError(piece.error or said)
+                        continue
                     ids.append(piece.id)
                     if len(ids) % rows.chunk == 0:
                         marks[len(ids)] = rows.conversation(handle).state
@@ -181,15 +183,17 @@ class Session:
         return rows.add("", conversation=talk, **settings)
 
     def leave(self, rows: Rows, row: int, ids: Sequence[int]) -> None:
-        """Let a row go that has drawn `ids`, one at least, and go on from there."""
+        """Let a row go that has drawn `ids`, and go on from there."""
         talk, unread = rows.remove(row), len(self._ids) - self._read
         self._ids.extend(ids)
         self._drawn.extend([True] * len(ids))
         text = [min(rows.chunk, unread - start) for start in range(0, unread, rows.chunk)]
-        for count in [*text, *[1] * (len(ids) - 1)]:
+        for count in [*text, *[1] * (len(ids) - len(talk.pending[0]))]:
             self._count(count)
         self._state = talk.state
         self._marks.put(len(self._calls), self._state.fork())
+        if not talk.pending[0]:  # a hook stopped the text when its last token was read, which is read again
+            vars(self).update(vars(self.at(len(self.tokens))))
 
     def fork(self) -> "Session":
         """An independent session that has read and said the same."""

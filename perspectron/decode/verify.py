@@ -11,7 +11,8 @@ import torch
 
 from perspectron import native
 from perspectron.decode.reading import CHUNK
-from perspectron.decode.rows import Rows, Vocabulary
+from perspectron.decode.row import Vocabulary
+from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.model.model import LanguageModel

@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from perspectron.decode.batch import WIDTH, Piece
-from perspectron.decode.constrain import Constraint
+from perspectron.decode.batch import WIDTH
 from perspectron.decode.graphs import PATIENCE, Graphs
-from perspectron.decode.rows import Rows, Vocabulary
+from perspectron.decode.processors import Hook, Processor
+from perspectron.decode.row import Piece, Vocabulary
+from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.decode.store import PrefixStore
-from perspectron.designs.perspective.views import PerspectivesConfig
 from perspectron.model.model import LanguageModel
 from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError
@@ -44,8 +44,8 @@ class Closed(Exception):
 @dataclass(eq=False)
 class Job:
     """One text to go on with. session: what stands there; it is the engine's until the last event. emit: called on the
-    engine's thread with every piece, or once with an error; must return at once. stream, logprobs, constraint,
-    min_tokens, stop_ids: as `Rows.add` has them. ids: tokens drawn. spared: tokens of the prompt that the store had.
+    engine's thread with every piece, or once with an error; must return at once. stream, logprobs, hooks, min_tokens,
+    stop_ids: as `Rows.add` has them. ids: tokens drawn. spared: tokens of the prompt that the store had.
     turn: when a piece was read last."""
 
     session: Session
@@ -55,7 +55,7 @@ class Job:
     stop: Sequence[str] = ()
     stream: int = 0
     logprobs: int | None = None
-    constraint: Constraint | None = None
+    hooks: Sequence[Hook | Processor] = ()
     min_tokens: int = 0
     stop_ids: Sequence[int] = ()
     row: int | None = None
@@ -84,7 +84,7 @@ class Engine:
     stops after the piece. At most `rows` prompts and `rows` tasks are half read. together: how rows are drawn
     from, as `Rows` has it; None: one by one where that costs at most a tenth more, as measured at the start.
     When nobody waits, what was said is read as a prompt would be, so that the next turn finds it in the store.
-    perspectives: of unsure tokens several views are asked, and pieces carry their verdicts; without a store.
+    hooks: of all texts, as `Rows` has them.
     """
 
     def __init__(
@@ -96,16 +96,12 @@ class Engine:
         rows: int = 16,
         queue: int = 64,
         together: bool | None = None,
-        perspectives: PerspectivesConfig | None = None,
+        hooks: Sequence[Hook | Processor] = (),
     ) -> None:
         require(rows >= 1, "rows", rows, "≥ 1")
         require(queue >= 0, "queue", queue, "≥ 0")
-        self.model, self.tokenizer, self.store, self.perspectives = model, tokenizer, store, perspectives
+        self.model, self.tokenizer, self.store, self.hooks = model, tokenizer, store, hooks
         self.limit, self.queue = rows, queue
-        if perspectives is not None:
-            Rows(
-                model, tokenizer, perspectives=perspectives
-            )  # what cannot be asked is said before anything is timed
         self.cost = row_by_row_cost(model, min(rows, 4)) if together is None else None
         self.together = self.cost > NEARLY if self.cost is not None else bool(together)
         self.counters = Counters()
@@ -185,7 +181,7 @@ class Engine:
             self.tokenizer,
             together=self.together,
             store=self.store,
-            perspectives=self.perspectives,
+            hooks=self.hooks,
             **chunk,
         )
 
@@ -266,14 +262,14 @@ class Engine:
             try:
                 job.row = job.session.enter(
                     self._rows, max_tokens=job.max_tokens, sampling=job.sampling, stop=job.stop, stream=job.stream,
-                    logprobs=job.logprobs, constraint=job.constraint, min_tokens=job.min_tokens, stop_ids=job.stop_ids,
+                    logprobs=job.logprobs, hooks=job.hooks, min_tokens=job.min_tokens, stop_ids=job.stop_ids,
                 )  # fmt: skip
             except Exception as error:
                 self.counters.failed += 1
                 job.emit(_told(error))
             else:
                 self._jobs[job.row], job.turn = job, self._turns
-            if job.constraint is not None:
+            if job.hooks:
                 return  # others step before the next grammar, which may take long to compile
 
     def _deliver(self, piece: Piece) -> None:

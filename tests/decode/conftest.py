@@ -7,7 +7,7 @@ from torch import Tensor
 
 from perspectron import presets
 from perspectron.data import Tokenizer
-from perspectron.decode.batch import Piece
+from perspectron.decode.row import Piece
 from perspectron.decode.rows import Rows
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel, build, init

@@ -8,14 +8,13 @@ import torch
 
 from perspectron.data import Tokenizer
 from perspectron.decode import constrain
-from perspectron.decode.batch import Piece
 from perspectron.decode.constrain import Constraint, json_object, json_schema
 from perspectron.decode.generate import generate
+from perspectron.decode.row import Piece
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.designs.perspective.safety import Safety, of_tokens
-from perspectron.designs.perspective.views import PerspectivesConfig
 from perspectron.model.model import LanguageModel
 from perspectron.util.errors import ConfigError, NonFiniteError
 from tests.decode.conftest import VOCAB, Scripted, drain, make
@@ -56,15 +55,15 @@ def test_what_is_drawn_fits_the_schema_and_is_the_same_alone_and_among_others(
 ) -> None:
     rows = Rows(model, tokenizer)
     for number in range(7):  # every other one draws what it likes
-        own = constraint if number % 2 == 0 else None
-        rows.add(f"the {number}", max_tokens=400 if own else 40, sampling=sampling, constraint=own)
+        own = [constraint] if number % 2 == 0 else []
+        rows.add(f"the {number}", max_tokens=400 if own else 40, sampling=sampling, hooks=own)
     pieces = drain(rows)
     for row in (0, 2, 4, 6):
         assert finish(pieces, row) == "stop"
         jsonschema.validate(json.loads(text(pieces, row)), SCHEMA)
     for row in (2, 3, 6):
         alone = Rows(model, tokenizer)
-        settings = {"max_tokens": 40} if row == 3 else {"max_tokens": 400, "constraint": constraint}
+        settings = {"max_tokens": 40} if row == 3 else {"max_tokens": 400, "hooks": [constraint]}
         own = alone.add(f"the {row}", sampling=sampling, stream=row, **settings)
         found = drain(alone)
         assert ids(found, own) == ids(pieces, row)
@@ -85,7 +84,7 @@ def test_the_text_ends_only_where_the_grammar_lets_it(perspective, tokenizer) ->
     number = json_schema(NUMBER, tokenizer)
     ended = set()
     for seed in range(40):
-        settings = {"sampling": SamplingConfig(1.5, seed=seed), "constraint": number, "max_tokens": 50}
+        settings = {"sampling": SamplingConfig(1.5, seed=seed), "hooks": [number], "max_tokens": 50}
         found = generate(perspective, tokenizer, [""], **settings)
         assert 0 <= json.loads(found.texts[0]) <= 999
         ended |= {*found.finished}
@@ -102,7 +101,7 @@ def test_a_stop_id_ends_a_constrained_text_where_the_end_is_allowed_and_nowhere_
     rows = Rows(model, tokenizer, together=False)
     number = json_schema(NUMBER, tokenizer)
     for _ in range(2):
-        rows.add("x", max_tokens=9, sampling=GREEDY, constraint=number, stop_ids=[stop])
+        rows.add("x", max_tokens=9, sampling=GREEDY, hooks=[number], stop_ids=[stop])
     pieces = drain(rows)
     assert ids(pieces, 0)[0] != stop and stop not in (quote, brace)
     assert ids(pieces, 1) == [digit, stop]
@@ -112,7 +111,7 @@ def test_a_stop_id_ends_a_constrained_text_where_the_end_is_allowed_and_nowhere_
 def test_logprobs_are_the_models_own_before_the_mask(perspective, tokenizer, constraint) -> None:
     settings = {"max_tokens": 1, "sampling": GREEDY, "logprobs": 3}
     rows = Rows(perspective, tokenizer, together=False)
-    free, bound = rows.add("the", **settings), rows.add("the", **settings, constraint=constraint)
+    free, bound = rows.add("the", **settings), rows.add("the", **settings, hooks=[constraint])
     pieces = {piece.row: piece for piece in drain(rows)}
     assert pieces[free].id != pieces[bound].id
     assert pieces[free].likely == pieces[bound].likely
@@ -120,7 +119,7 @@ def test_logprobs_are_the_models_own_before_the_mask(perspective, tokenizer, con
 
 
 def test_any_object_parses_when_it_ends(perspective, tokenizer) -> None:
-    settings = {"max_tokens": 300, "constraint": json_object(tokenizer), "sampling": HOT}
+    settings = {"max_tokens": 300, "hooks": [json_object(tokenizer)], "sampling": HOT}
     found = generate(perspective, tokenizer, ["x"] * 12, **settings)
     for said, finished in zip(found.texts, found.finished, strict=True):
         assert said.startswith("{") and finished in ("stop", "length")
@@ -132,9 +131,9 @@ def test_a_session_goes_on_before_and_after_a_constrained_text(perspective, toke
     session = Session(perspective, tokenizer).read("the cat sat")
     first = session.say(20, sampling=HOT)
     fork = session.fork()
-    said = session.say(400, sampling=HOT, constraint=constraint)
+    said = session.say(400, sampling=HOT, hooks=[constraint])
     jsonschema.validate(json.loads(said), SCHEMA)
-    assert fork.say(400, sampling=HOT, constraint=constraint) == said
+    assert fork.say(400, sampling=HOT, hooks=[constraint]) == said
     assert session.say(20, sampling=HOT) == fork.say(20, sampling=HOT)
     assert session.text.startswith("the cat sat" + first + said)
 
@@ -148,12 +147,14 @@ def test_a_text_that_comes_to_a_limit_of_the_library_ends_alone(
     found = []
     for count in (600, 20):
         rows = Rows(perspective, tokenizer, together=False)
-        rows.add("x", max_tokens=count, sampling=HOT, constraint=long)
-        other = rows.add("the", max_tokens=400, sampling=HOT, constraint=constraint, stream=1)
+        rows.add("x", max_tokens=count, sampling=HOT, hooks=[long])
+        other = rows.add("the", max_tokens=400, sampling=HOT, hooks=[constraint], stream=1)
         pieces = drain(rows)
         found.append(ids(pieces, other))
         if count == 600:
-            assert "too many states" in next(piece.error for piece in pieces if piece.finished == "error")
+            assert "too many states" in next(
+                str(piece.error) for piece in pieces if piece.finished == "error"
+            )
         else:
             assert finish(pieces, 0) == "length"
     assert found[0] == found[1]
@@ -177,12 +178,12 @@ def test_a_row_whose_vocabulary_lacks_a_letter_ends_with_an_error_and_the_others
     pieces = []
     for first in (json_schema({"const": {"a": 1}}, poor), json_schema({"const": [1]}, poor)):
         rows = Rows(perspective, poor)
-        rows.add("x", max_tokens=60, sampling=HOT, constraint=first)
+        rows.add("x", max_tokens=60, sampling=HOT, hooks=[first])
         other = rows.add("the", max_tokens=60, sampling=HOT)
         pieces.append(drain(rows))
         assert ids(pieces[0], other) == ids(pieces[-1], other)
     failed = [piece for piece in pieces[0] if piece.finished == "error"]
-    assert [piece.row for piece in failed] == [0] and "constraint" in failed[0].error
+    assert [piece.row for piece in failed] == [0] and "constraint" in str(failed[0].error)
     assert finish(pieces[1], 0) == "stop"
     with pytest.raises(ConfigError, match="the tokenizer cannot spell what the grammar asks for"):
         json_schema({"type": "object"}, Without(tokenizer, b"{"))
@@ -196,13 +197,12 @@ def test_a_safe_set_that_masks_what_the_grammar_asks_for_ends_the_text_by_name(
     inside = torch.zeros(perspective.config.d_model, dtype=torch.float64)
     mask = Safety(of_tokens(perspective, [digit], digit + 1, 2.0, inside), "mask")
     settings = {"max_tokens": 9, "sampling": GREEDY}
-    assert generate(perspective, tokenizer, ["x"], **settings, constraint=one).texts == ["7"]
-    with pytest.raises(NonFiniteError, match="none is finite of the tokens that are allowed"):
-        generate(perspective, tokenizer, ["x"], **settings, constraint=one, safety=mask)
+    assert generate(perspective, tokenizer, ["x"], **settings, hooks=[one]).texts == ["7"]
+    with pytest.raises(NonFiniteError, match="after its hooks: the largest is -inf, must be finite"):
+        generate(perspective, tokenizer, ["x"], **settings, hooks=[one, mask])
     session = Session(perspective, tokenizer)
-    session._rows = Rows(perspective, tokenizer, together=False, safety=mask)
-    with pytest.raises(NonFiniteError, match="none is finite of the tokens that are allowed"):
-        session.say(9, sampling=GREEDY, constraint=one)
+    with pytest.raises(NonFiniteError, match="after its hooks: the largest is -inf, must be finite"):
+        session.say(9, sampling=GREEDY, hooks=[one, mask])
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_without_the_library_one_line_says_how_to_install_it(tokenizer, monkeypa
 def test_settings_that_do_not_go_together_are_refused(perspective, tokenizer, constraint) -> None:
     rows = Rows(perspective, tokenizer)
     for settings, words in [
-        ({"constraint": constraint, "min_tokens": 2}, "min_tokens = 2, must be 0 with a constraint"),
+        ({"hooks": [constraint], "min_tokens": 2}, "min_tokens = 2, must be 0 with a constraint"),
         ({"min_tokens": 10}, "min_tokens = 10, must be ≥ 0, ≤ max_tokens = 9"),
         ({"min_tokens": -1}, "min_tokens = -1"),
         ({"min_tokens": 1.5}, "min_tokens = 1.5"),
@@ -297,12 +297,8 @@ def test_settings_that_do_not_go_together_are_refused(perspective, tokenizer, co
             rows.add("x", max_tokens=9, **settings)
     again = Tokenizer.train(["another one"], 257)
     with pytest.raises(ConfigError, match="constraint = 'of another tokenizer'"):
-        rows.add("x", max_tokens=9, constraint=json_object(again))
-    views = Rows(perspective, tokenizer, perspectives=PerspectivesConfig())
-    for settings, words in [({"constraint": constraint}, "constraint"), ({"min_tokens": 2}, "min_tokens")]:
-        with pytest.raises(ConfigError, match=f"{words} = .* perspectives"):
-            views.add("x", max_tokens=9, **settings)
-    assert rows.active == views.active == []
+        rows.add("x", max_tokens=9, hooks=[json_object(again)])
+    assert rows.active == []
 
 
 def test_a_stop_id_ends_the_text_and_is_none_of_it(tokenizer) -> None:

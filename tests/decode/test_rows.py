@@ -8,15 +8,15 @@ import torch
 import torch.utils._pytree as pytree
 
 from perspectron.data import Tokenizer
-from perspectron.decode.batch import Piece
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.reading import prefill
+from perspectron.decode.row import Piece
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
-from perspectron.util.errors import ConfigError, StateError
+from perspectron.util.errors import ConfigError, NonFiniteError, StateError
 from tests.decode.conftest import VOCAB, drain, make
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -208,7 +208,10 @@ def test_a_row_that_is_not_finite_ends_alone(perspective: LanguageModel, tokeniz
     talk = Conversation(dataclasses.replace(broken, layers=bad_layers), [[1]], [[]], [0])
     bad = session.add([2, 3], max_tokens=9, sampling=GREEDY, conversation=talk)
     pieces = drain(session)
-    assert [piece for piece in pieces if piece.row == bad] == [Piece(bad, None, "", "error")]
+    (last,) = (piece for piece in pieces if piece.row == bad)
+    assert (last.id, last.text, last.finished) == (None, "", "error") and isinstance(
+        last.error, NonFiniteError
+    )
     alone = generate(perspective, tokenizer, [prompt_of(5, 5)], max_tokens=9, sampling=GREEDY)
     assert ids(pieces, good) == alone.ids[0]
     assert session.remove(bad).pending == [[]] and not session.active

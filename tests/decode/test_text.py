@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perspectron.decode.text import TextStream
+from perspectron.decode.row import TextStream
 
 
 def spoken(parts: list[bytes], stop: list[str], early: int = 0) -> list[str]:

@@ -9,6 +9,7 @@ from fastapi.testclient import TestClient
 
 from perspectron.data import Tokenizer
 from perspectron.decode.store import PrefixStore
+from perspectron.designs.perspective.views import Perspectives, PerspectivesConfig
 from perspectron.serve.engine import Engine
 from perspectron.serve.served import Served
 from perspectron.serve.states import States
@@ -30,11 +31,14 @@ def served(
     name: str = "tiny",
     design: str = "perspective-tiny",
     room: Mapping[str, int] = MappingProxyType({}),
+    looks: PerspectivesConfig | None = None,
     **options,
 ) -> Served:
-    """A model of its own, its rows one by one. room: the bytes of its store."""
+    """A model of its own, its rows one by one. room: the bytes of its store. looks: perspectives, without one."""
     model = make(design)
-    store = None if "perspectives" in options else PrefixStore(model, folder=folder / "prefixes", **room)
+    store = None if looks is not None else PrefixStore(model, folder=folder / "prefixes", **room)
+    if looks is not None:
+        options["hooks"] = [Perspectives(model, looks)]
     engine = Engine(model, tokenizer, store=store, **{"rows": 4, "queue": 4, "together": False} | options)
     return Served(
         name, engine, tokenizer, States(folder / "states" / name), States(folder / "slots" / name), 64

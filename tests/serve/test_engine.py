@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
-from perspectron.decode.batch import Piece
 from perspectron.decode.constrain import Matcher, json_object
 from perspectron.decode.generate import generate
+from perspectron.decode.row import Piece, Row
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
@@ -267,9 +267,9 @@ def test_others_step_between_the_grammars_that_are_compiled(engine, monkeypatch)
     constraint, log, step = json_object(engine.tokenizer), list[str](), Rows.step
     begin = constraint.begin
 
-    def begun() -> Matcher:
+    def begun(row: Row) -> Matcher:
         log.append("grammar")
-        return begin()
+        return begin(row)
 
     def stepped(rows, *args):
         log.append("step")
@@ -279,7 +279,7 @@ def test_others_step_between_the_grammars_that_are_compiled(engine, monkeypatch)
     monkeypatch.setattr(Rows, "step", stepped)
     asked = [Asked(engine, prompt_of(3, n), 4) for n in range(3)]
     for one in asked:
-        one.job.constraint = constraint
+        one.job.hooks = [constraint]
     engine.submit([one.job for one in asked])
     assert all(one.ids() for one in asked)
     at = [number for number, what in enumerate(log) if what == "grammar"]

@@ -17,7 +17,7 @@ import torch
 
 from perspectron import presets
 from perspectron.data import Tokenizer
-from perspectron.decode.batch import Piece
+from perspectron.decode.row import Piece
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session

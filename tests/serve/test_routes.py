@@ -65,13 +65,15 @@ def test_a_completion_is_what_generate_says(client, tiny) -> None:
 def test_perspectives_say_what_they_say_of_each_token(tmp_path, tokenizer) -> None:
     """As `generate` has them, whole and streamed, in both routes; without them, no such field."""
     looks = PerspectivesConfig(trigger_p=0, trigger_entropy=99, every=2, threshold=0.02)
-    one = served(tmp_path, tokenizer, perspectives=looks)
+    one = served(tmp_path, tokenizer, looks=looks)
     one.template = Template(TEMPLATE, "here")
     sampling = SamplingConfig(temperature=1.0, seed=5)
     made = generate(
-        one.engine.model, tokenizer, ["The cat sat"], max_tokens=12, sampling=sampling, perspectives=looks
+        one.engine.model, tokenizer, ["The cat sat"], max_tokens=12, sampling=sampling, hooks=one.engine.hooks
     )
-    expected = [verdict._asdict() | {"votes": list(verdict.votes)} for verdict in made.verdicts[0]]
+    expected = [
+        verdict._asdict() | {"votes": list(verdict.votes)} for verdict in made.verdicts["perspectives"][0]
+    ]
     assert len(expected) == 12 and {view["triggered"] for view in expected} == {False, True}
     with TestClient(create([one]), base_url="http://localhost") as client:
         (choice,) = complete(client)["choices"]

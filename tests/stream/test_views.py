@@ -68,7 +68,7 @@ def test_a_look_asks_for_at_most_three_more_experts_a_routed_layer(folder):
     state = model.init_state(1)
     before = model.cache.counters.hits
     with torch.inference_mode():
-        looked.read([[5]], looked.begin(state), fresh=[True])
+        looked.others([[5]], looked.copies(state), fresh=[True])
     assert len(asked) == len(model.routed) and max(asked) <= 3
     assert model.cache.counters.hits - before == sum(asked)
 
@@ -79,12 +79,21 @@ def test_streamed_it_says_what_it_says_in_memory(folder, tokenizer):
     for cache in (None, 4 * header.experts.shard_bytes):
         model, _ = load_artifact(folder, cache_bytes=cache)
         made.append(
-            generate(model, tokenizer, ["the cat"], max_tokens=8, sampling=GREEDY, perspectives=ALWAYS)
+            generate(
+                model,
+                tokenizer,
+                ["the cat"],
+                max_tokens=8,
+                sampling=GREEDY,
+                hooks=[Perspectives(model, ALWAYS)],
+            )
         )
     assert made[0].ids == made[1].ids and made[0].verdicts == made[1].verdicts
     plain = generate(model, tokenizer, ["the cat"], max_tokens=8, sampling=GREEDY)
     never = PerspectivesConfig(every=1, threshold=1.0)
-    watched = generate(model, tokenizer, ["the cat"], max_tokens=8, sampling=GREEDY, perspectives=never)
+    watched = generate(
+        model, tokenizer, ["the cat"], max_tokens=8, sampling=GREEDY, hooks=[Perspectives(model, never)]
+    )
     assert watched.ids == plain.ids
     leaves = [torch.utils._pytree.tree_leaves(one.conversation.state) for one in (plain, watched)]
     assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True) if isinstance(a, torch.Tensor))

@@ -22,7 +22,7 @@ register(
             "safety": "commands.safety:SafetyOf",
             "adapt": "commands.adapt:Adapt",
         },
-        hooks={},
+        hooks={"perspectives": "views:Perspectives", "safety": "safety:Safety", "adapter": "adapt:Adapting"},
         recipes={"staged": "recipe"},
         cases={"eligibility": "cases:cases"},
         titles={

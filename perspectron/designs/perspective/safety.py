@@ -20,8 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perspectron.decode.projection import Faces, Report, faces, project
+from perspectron.decode.processors import Hook, Mark, Step
 from perspectron.decode.reading import END_OF_TEXT_ID, read
+from perspectron.decode.row import Row
+from perspectron.designs.perspective.projection import Faces, Report, faces, project
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import Stateful
 from perspectron.util.config import load, one_of, require
@@ -307,12 +309,13 @@ def given(
 
 
 @dataclass(frozen=True)
-class Safety:
+class Safety(Hook):
     """A polytope and what is done with a state outside. "project": the head reads the nearest state inside; "flag":
     the token is marked; "stop": the text ends before it; "mask": tokens that the polytope names are never drawn.
 
     window: the mean of so many states, one after another, is tested too, and marks or stops; 0: not. on_both: "stop"
-    ends a text where the perspectives disagree and the projection moves a state by more than `kappa` of its length.
+    ends a text where a hook before it, such as the perspectives, flags a token and the projection moves the state by
+    more than `kappa` of its length.
     """
 
     polytope: Polytope
@@ -321,6 +324,8 @@ class Safety:
     on_both: Literal["go on", "stop"] = "go on"
     kappa: float = 0.1
 
+    name = "safety"
+
     def __post_init__(self) -> None:
         one_of(self.action, ACTIONS, "action")
         one_of(self.on_both, ("go on", "stop"), "on_both")
@@ -328,15 +333,56 @@ class Safety:
         if self.action == "mask":
             require(bool(self.polytope.tokens), "action", "mask", "another: the polytope names no tokens")
 
-    def read(self, h_BD: Tensor) -> tuple[Tensor, Report]:
-        """The head's input after the action, and what projecting did or would do."""
-        x_BD, report = project(h_BD.cpu(), self.polytope.faces)
-        return (x_BD.to(h_BD.device) if self.action == "project" else h_BD), report
+    @classmethod
+    def of(cls, model: Stateful, path: Path, action: Action) -> "Safety":
+        """The safe set of a file that was fitted to this model."""
+        return cls(Polytope.load(path, model), action)
 
-    def masked(self, logits: Tensor) -> Tensor:
-        """Logits, of which none are left for the tokens that are masked."""
-        if self.action != "mask":
-            return logits
-        kept = logits.clone()
-        kept[..., self.polytope.tokens] = -math.inf
-        return kept
+    def begin(self, row: Row) -> "_Guard":
+        return _Guard(self)
+
+    def report(self, verdicts: Sequence[Sequence[Mark]], seconds: float) -> tuple[dict[str, Any], str]:
+        """The numbers of the tokens from states outside, and a line with their count."""
+        outside = [[at for at, mark in enumerate(row) if mark.flagged] for row in verdicts]
+        count = sum(map(len, verdicts))
+        line = f"{sum(map(len, outside))} of {count} tokens from states outside the safe set"
+        return {"unsafe": outside}, line if any(outside) else ""
+
+
+class _Guard(Hook):
+    """The safe set as it follows a row. projected: what became of its last state. window: states not tested yet."""
+
+    name = Safety.name
+
+    def __init__(self, safety: Safety) -> None:
+        self.safety = safety
+        self.projected: Report | None = None
+        self.window: tuple[Tensor, ...] = ()
+
+    def hidden(self, hidden_ND: Tensor, step: Step) -> Tensor:
+        x_ND, report = project(hidden_ND.cpu(), self.safety.polytope.faces)
+        if hidden_ND is step.hidden_1D:
+            self.projected = report
+        if self.safety.action != "project" or not report.violated_N.any():
+            return hidden_ND
+        return x_ND.to(hidden_ND.device)
+
+    def logits(self, logits_NV: Tensor, step: Step) -> Tensor:
+        if self.safety.action != "mask":
+            return logits_NV
+        known = [id for id in self.safety.polytope.tokens if id < logits_NV.shape[1]]
+        return logits_NV.index_fill(1, torch.tensor(known, dtype=torch.int64), -math.inf)
+
+    def verdict(self, step: Step, id: int) -> Mark:
+        safety, hidden_1D = self.safety, step.hidden_1D.cpu().double()
+        report = project(hidden_1D, safety.polytope.faces)[1] if self.projected is None else self.projected
+        outside, self.projected = bool(report.violated_N), None
+        if safety.window > 0:
+            self.window = (*self.window, hidden_1D)
+            if len(self.window) == safety.window:
+                outside |= bool(safety.polytope.scores(torch.stack(self.window).mean(0)) > 0)
+                self.window = ()
+        stop = outside and safety.action == "stop"
+        if safety.on_both == "stop" and any(verdict.flagged for verdict in step.verdicts.values()):
+            stop |= bool(report.moved_N > safety.kappa * hidden_1D.norm())
+        return Mark(outside, stop=stop)

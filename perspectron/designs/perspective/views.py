@@ -21,7 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perspectron.decode.reading import read
+from perspectron.decode.processors import Hook, Step
+from perspectron.decode.reading import END_OF_TEXT_ID, read
+from perspectron.decode.row import Row
+from perspectron.decode.sampling import sample
 from perspectron.experts.router import DRAWN, VIEWS, RoutedConfig, View, Views
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState, Stateful
@@ -109,6 +112,10 @@ class Verdict(NamedTuple):
     information: float
     votes: tuple[int, ...]
 
+    @property
+    def stop(self) -> bool:
+        return False
+
 
 # ---------------------------------------------------------------- measures
 
@@ -158,13 +165,18 @@ def confidence(p_V: Tensor, token: int, temperature: float) -> float:
 # ---------------------------------------------------------------- looking again
 
 
-class Perspectives:
-    """A model and how it is looked at. ConfigError: a model without experts and no `surrogate`, a "second" of layers
+class Perspectives(Hook):
+    """A model and how it is looked at: as a hook, of unsure tokens the views are asked, and the majority of those that
+    disagree is taken. ConfigError: a model without experts and no `surrogate`, a "second" of layers
     with one expert, layers that the model does not have, or a model whose state does not count tokens where that is
     needed."""
 
-    def __init__(self, model: LanguageModel, config: PerspectivesConfig) -> None:
+    name = "perspectives"
+    shares_prefixes = False
+
+    def __init__(self, model: LanguageModel, config: PerspectivesConfig = PerspectivesConfig()) -> None:
         self.model, self.config = model, config
+        self.keeps_before = not (config.persistent or config.surrogate)
         routed = [block.ffn for block in model.config.blocks if isinstance(block.ffn, RoutedConfig)]
         if not routed:
             require(
@@ -192,6 +204,17 @@ class Perspectives:
             name, known = "every" if config.every > 0 else "kinds", config.every or config.kinds
             require(counts, name, known, "left out for a model whose state does not count tokens")
 
+    @classmethod
+    def of(cls, model: LanguageModel, tokenizer: str, calibration: Path | None) -> "Perspectives":
+        """The perspectives of a model, with fixed thresholds or those of a file. tokenizer: its fingerprint."""
+        config = (
+            PerspectivesConfig() if calibration is None else load_calibration(calibration, model, tokenizer)
+        )
+        return cls(model, config)
+
+    def begin(self, row: Row) -> "_Asked":
+        return _Asked(self, row)
+
     @property
     def names(self) -> tuple[str, ...]:
         return SURROGATES if self.config.surrogate else self.config.kinds
@@ -209,12 +232,12 @@ class Perspectives:
         one = self._views
         return replace(one, view_B=(one.view_B[index - 1],) * rows, seed_B=(one.seed_B[index - 1],) * rows)
 
-    def begin(self, state: LMState) -> LMState:
+    def copies(self, state: LMState) -> LMState:
         """States [N·(P − 1)] of the other perspectives, copies of these N rows."""
         K = len(self.config.kinds) - 1
         return state.select([row for row in range(state.batch_size) for _ in range(K)])
 
-    def read(
+    def others(
         self, parts: Sequence[Sequence[int]], state: LMState, *, fresh: Sequence[bool]
     ) -> tuple[Tensor, LMState]:
         """Read tokens from the other perspectives, after their states, which are used up: what the head reads after
@@ -244,54 +267,116 @@ class Perspectives:
         noisy_NV = logits_NV.double() + torch.from_numpy(noise)
         return torch.stack([noisy_NV, logits_NV.double() / WARM, masked_NV.double()], 1)
 
-    def triggered(self, p_NV: Tensor, hidden_ND: Tensor, position_N: Sequence[int]) -> list[bool]:
-        """True if the perspectives are asked."""
-        every, unsure_N = (
-            self.config.every,
-            self.config.unsure(p_NV.amax(1), entropy(p_NV), hidden_ND).tolist(),
-        )
-        return [
-            unsure or (every > 0 and at % every == 0) for unsure, at in zip(unsure_N, position_N, strict=True)
-        ]
-
     def judge(
         self,
-        logits_NV: Tensor,
-        hidden_ND: Tensor,
-        drawn: Sequence[int],
-        position_N: Sequence[int],
-        look: Callable[[list[int]], Tensor],
-        mixed: Callable[[int, Tensor, int], int],
-    ) -> list[Verdict]:
-        """The verdict on each of N tokens drawn from the base's logits. hidden: what the head reads, before a safe set.
+        logits_1V: Tensor,
+        hidden_1D: Tensor,
+        id: int,
+        position: int,
+        look: Callable[[], Tensor],
+        mixed: Callable[[Tensor, int], int],
+    ) -> Verdict:
+        """The verdict on a token drawn from the base's logits. hidden: what the head reads, before any hook.
 
-        look: gives of these rows the others' logits [n, P − 1, V]. mixed: draws for a row from the logarithm of the
-        mixture [V], given the majority's token. NonFiniteError: a perspective's logits are not finite."""
-        config, p_NV = self.config, probabilities(logits_NV)
-        at = [row for row, yes in enumerate(self.triggered(p_NV, hidden_ND, position_N)) if yes]
-        plain = zip(p_NV, drawn, p_NV.argmax(1).tolist(), strict=True)
-        found = [
-            Verdict(False, False, id, confidence(p_V, id, config.base_temperature), 0.0, 0.0, (vote,))
-            for p_V, id, vote in plain
-        ]
-        if not at:
-            return found
-        others_nPV = look(at)
-        for index, name in enumerate(self.names[1:]):
-            if not others_nPV[:, index].amax(-1).isfinite().all():
+        look: gives the others' logits [P − 1, V]. mixed: draws from the logarithm of the mixture [V], given the
+        majority's token. NonFiniteError: a perspective's logits are not finite."""
+        config, p_1V = self.config, probabilities(logits_1V)
+        unsure = bool(config.unsure(p_1V.amax(1), entropy(p_1V), hidden_1D))
+        if not unsure and (config.every == 0 or position % config.every):
+            sure = confidence(p_1V[0], id, config.base_temperature)
+            return Verdict(False, False, id, sure, 0.0, 0.0, (int(p_1V.argmax()),))
+        others_KV = look()
+        for name, other_V in zip(self.names[1:], others_KV, strict=True):
+            if not other_V.amax().isfinite():
                 raise NonFiniteError(f"logits of the perspective {name!r}: must be finite")
-        p_nPV = torch.cat([p_NV[at][:, None], probabilities(others_nPV)], 1)
-        for row, p_PV in zip(at, p_nPV, strict=True):
-            apart, more = (part.item() for part in compared(p_PV[None]))  # alone: no other row changes a bit
-            votes, id, flagged = tuple(p_PV.argmax(1).tolist()), drawn[row], False
-            mixture_V = p_PV.mean(0)
-            if apart >= config.threshold:
-                chosen = majority(votes)
-                flagged = chosen is None
-                id = id if chosen is None else mixed(row, mixture_V.log(), chosen)
-            sure = confidence(mixture_V, id, config.temperature)
-            found[row] = Verdict(True, flagged, id, sure, apart, more, votes)
-        return found
+        p_PV = torch.cat([p_1V, probabilities(others_KV)])
+        apart, more = (part.item() for part in compared(p_PV[None]))
+        votes, flagged, mixture_V = tuple(p_PV.argmax(1).tolist()), False, p_PV.mean(0)
+        if apart >= config.threshold:
+            chosen = majority(votes)
+            flagged = chosen is None
+            id = id if chosen is None else mixed(mixture_V.log(), chosen)
+        return Verdict(True, flagged, id, confidence(mixture_V, id, config.temperature), apart, more, votes)
+
+    def report(self, verdicts: Sequence[Sequence[Verdict]], seconds: float) -> tuple[dict[str, Any], str]:
+        """All verdicts, and a line with the rates."""
+        every = [verdict for row in verdicts for verdict in row]
+        if not every:
+            return {}, ""
+        asked = sum(verdict.triggered for verdict in every) / len(every)
+        flagged = sum(verdict.flagged for verdict in every) / len(every)
+        speed = len(every) / max(seconds, 1e-9)
+        line = f"views asked at {asked:.0%} of tokens, {flagged:.1%} flagged, {speed:.0f} tokens a second"
+        return {"verdicts": [[verdict._asdict() for verdict in row] for row in verdicts]}, line
+
+
+class _Asked(Hook):
+    """The perspectives as they follow a row.
+
+    chunk: the tokens of the prompt that were read last, the state before them, and whether they begin a text; until
+    the first draw. views: states [P − 1] of persistent perspectives. seen: what the head reads of them [P − 1, D] after
+    the last token.
+    """
+
+    name, shares_prefixes = Perspectives.name, Perspectives.shares_prefixes
+
+    def __init__(self, all: Perspectives, row: Row) -> None:
+        self.all, self.row, self.keeps_before = all, row, all.keeps_before
+        self.chunk: tuple[list[int], LMState, bool] | None = None
+        self.views: LMState | None = None
+        self.seen: Tensor | None = None
+
+    def prompt(self, ids: list[int], state: LMState, *, begins: bool, last: bool) -> None:
+        if self.keeps_before and last:
+            self.chunk = ids, state.fork(), begins
+        if self.all.config.persistent:
+            self._read(ids, state, begins)
+
+    def verdict(self, step: Step, id: int) -> Verdict:
+        if self.all.config.persistent and self.seen is None:
+            self._read(self.row.unread[-1:])
+        base_1V = step.look(step.hidden_1D)  # by the head as the views are, to the bit, however the row was read
+
+        def look() -> Tensor:
+            return self._look(step, base_1V)
+
+        verdict = self.all.judge(base_1V, step.hidden_1D, id, step.position, look, self._mixed)
+        self.chunk = self.seen = None
+        return verdict
+
+    def _read(self, ids: list[int], state: LMState | None = None, begins: bool = False) -> None:
+        """Let persistent perspectives read tokens. state: to begin from."""
+        if self.views is None:
+            assert state is not None
+            self.views = self.all.copies(state)
+        hidden_1PD, self.views = self.all.others([ids], self.views, fresh=[begins])
+        self.seen = hidden_1PD[0]
+
+    def _look(self, step: Step, base_1V: Tensor) -> Tensor:
+        """The others' logits [P − 1, V]."""
+        if self.all.config.surrogate:
+            return self.all.stand_ins(step.hidden_1D, base_1V, [step.position], step.look)[0]
+        if self.seen is not None:
+            return step.look(self.seen)
+        state = self._before(step)
+        length_1 = state.document_length_B
+        fresh = length_1 is not None and not length_1.any()
+        return step.look(self.all.others([self.row.unread[-1:]], self.all.copies(state), fresh=[fresh])[0][0])
+
+    def _before(self, step: Step) -> LMState:
+        """The state before the last token."""
+        if self.chunk is None:
+            return step.before
+        ids, state, begins = self.chunk
+        if ids[-1] == END_OF_TEXT_ID or len(ids) == 1:
+            return state
+        return read(self.all.model, [ids[:-1]], state.fork(), fresh=[begins])[1]
+
+    def _mixed(self, log_V: Tensor, chosen: int) -> int:
+        row = self.row
+        if row.sampling.temperature == 0:
+            return chosen
+        return int(sample(log_V[None], [row.recent], [row.drawn], row.sampling, [row.stream])[0])
 
 
 # ---------------------------------------------------------------- files

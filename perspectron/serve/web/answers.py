@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from perspectron.decode.batch import Piece
+from perspectron.decode.row import Piece
 from perspectron.decode.session import Session
 from perspectron.serve.engine import Event, Job
 from perspectron.serve.served import Served
@@ -21,7 +21,7 @@ from perspectron.serve.web.asked import check, constraint_of, prompt_of, samplin
 from perspectron.serve.web.likely import Completed, Mark, chatted, marks_of
 from perspectron.serve.web.metrics import Metrics
 from perspectron.util.config import require
-from perspectron.util.errors import NonFiniteError, PerspectronError
+from perspectron.util.errors import PerspectronError
 
 T = TypeVar("T")
 PING = 15  # seconds between signs of life in a stream
@@ -136,6 +136,7 @@ class Answers:
         check(body, prompts, tokens, served)
         single = body.n == 1 and len(prompts) == 1
         constraint = await constraint_of(body, served.tokenizer, served.compiling)
+        hooks = () if constraint is None else (constraint,)
         slot = None if body.id_slot in (None, -1) else served.slot(body.id_slot or 0)
         begun = None
         if body.state is not None:
@@ -156,9 +157,7 @@ class Answers:
                 index = len(run.jobs)
                 own = session if single else session.fork()
                 emit = _into(asyncio.get_running_loop(), run.events, index)
-                job = Job(
-                    own, tokens, emit, sampling, body.stop, index, logprobs, constraint, body.min_tokens
-                )
+                job = Job(own, tokens, emit, sampling, body.stop, index, logprobs, hooks, body.min_tokens)
                 job.stop_ids = body.stop_token_ids
                 run.jobs.append(job)
         for index in range(0 if tokens else run.texts):
@@ -264,9 +263,8 @@ class Answers:
                 index, event = await run.events.get()
                 if isinstance(event, PerspectronError):
                     raise event
-                if event.finished == "error":
-                    said = "the logits are not finite; the model cannot continue this text"
-                    raise NonFiniteError(event.error or said)
+                if event.error is not None:
+                    raise event.error
                 if not begun:
                     begun = True
                     self.metrics.first_token.labels(self.served.name).observe(time.perf_counter() - start)
@@ -322,9 +320,12 @@ def _finish(piece: Piece) -> str | None:
 
 
 def _views(marks: Sequence[Piece]) -> dict[str, Any]:
-    """Verdicts of the perspectives on each token, where they are asked."""
-    verdicts = [mark.verdict for mark in marks if mark.verdict is not None]
-    return {"perspectives": [verdict._asdict() for verdict in verdicts]} if verdicts else {}
+    """Verdicts of hooks on each token, by their names."""
+    found = dict[str, list[Any]]()
+    for mark in marks:
+        for name, verdict in mark.verdicts.items():
+            found.setdefault(name, []).append(verdict._asdict())
+    return found
 
 
 def _event(value: dict[str, Any]) -> ServerSentEvent:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from perspectron.data import Tokenizer
-from perspectron.decode.batch import Piece
+from perspectron.decode.row import Piece
 
 
 class Mark(NamedTuple):

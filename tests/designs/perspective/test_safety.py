@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from perspectron.decode.generate import generate
-from perspectron.decode.projection import SLACK, faces, hildreth, project
+from perspectron.decode.processors import Mark
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.designs.perspective.projection import SLACK, faces, hildreth, project
 from perspectron.designs.perspective.safety import Polytope, Safety, _digest, fit, given, of_tokens, states
-from perspectron.designs.perspective.views import PerspectivesConfig
+from perspectron.designs.perspective.views import Perspectives, PerspectivesConfig
 from perspectron.util.errors import ConfigError
 from perspectron.util.tensors import load_tensors, save_tensors
 from tests.decode.conftest import VOCAB, make
@@ -232,15 +233,15 @@ def test_decoding_projects_flags_stops_and_masks(made, perspective, tokenizer):
     settings = {"max_tokens": 8, "sampling": GREEDY}
     plain = generate(perspective, tokenizer, ["the cat"], **settings)
     wide = Polytope(made.normals, made.offsets + 1e6, made.inside, made.labels, 0.0, 0.0, made.model)
-    inside = generate(perspective, tokenizer, ["the cat"], **settings, safety=Safety(wide))
-    assert inside.ids == plain.ids and inside.unsafe == [[]]
+    inside = generate(perspective, tokenizer, ["the cat"], **settings, hooks=[Safety(wide)])
+    assert inside.ids == plain.ids and inside.verdicts["safety"] == [[Mark()] * len(inside.ids[0])]
     other = next(id for id in (7, 8) if id != plain.ids[0][0])
     low = of_tokens(perspective, [plain.ids[0][0]], other, 2.0, torch.zeros(32, dtype=torch.float64))
     every = {
-        action: generate(perspective, tokenizer, ["the cat"], **settings, safety=Safety(low, action))
+        action: generate(perspective, tokenizer, ["the cat"], **settings, hooks=[Safety(low, action)])
         for action in ("project", "flag", "stop", "mask")
     }
-    assert every["flag"].ids == plain.ids and 0 in every["flag"].unsafe[0]
+    assert every["flag"].ids == plain.ids and every["flag"].verdicts["safety"][0][0].flagged
     assert every["stop"].finished == ["unsafe"] and every["stop"].ids == [[]]
     for action in ("project", "mask"):
         assert plain.ids[0][0] not in every[action].ids[0]
@@ -255,8 +256,10 @@ def test_surrogates_draw_no_token_that_is_masked(tokenizer):
     blocked = [id for id in range(1, VOCAB) if id != 7]
     low = of_tokens(dense, blocked, 7, 2.0, torch.zeros(32, dtype=torch.float64))
     views = PerspectivesConfig(surrogate=True, every=1, threshold=0.0)
-    settings = {"max_tokens": 12, "perspectives": views, "sampling": SamplingConfig(temperature=3.0, seed=1)}
-    drawn = generate(dense, tokenizer, ["the cat"], **settings, safety=Safety(low, "mask")).ids[0]
+    settings = {"max_tokens": 12, "sampling": SamplingConfig(temperature=3.0, seed=1)}
+    drawn = generate(
+        dense, tokenizer, ["the cat"], **settings, hooks=[Perspectives(dense, views), Safety(low, "mask")]
+    ).ids[0]
     assert first in blocked and drawn and not set(drawn) & set(blocked)
 
 
@@ -265,10 +268,14 @@ def test_windows_are_tested_and_both_signs_together_stop(perspective, tokenizer)
     row = torch.zeros(1, 32)
     row[0, 0] = 1
     narrow = given(torch.cat([row, -row]), torch.full((2,), 1e-3), torch.zeros(32), perspective)
-    flagged = generate(perspective, tokenizer, ["the"], **settings, safety=Safety(narrow, "flag", window=4))
-    assert flagged.unsafe[0] == list(range(12))
+    flagged = generate(perspective, tokenizer, ["the"], **settings, hooks=[Safety(narrow, "flag", window=4)])
+    assert all(mark.flagged for mark in flagged.verdicts["safety"][0]) and len(flagged.ids[0]) == 12
     views = PerspectivesConfig(every=1, threshold=0.0)
     both = Safety(narrow, "project", on_both="stop", kappa=0.0)
-    seen = generate(perspective, tokenizer, ["the"], **settings, perspectives=views, safety=both)
-    disagreed = next((i for i, verdict in enumerate(seen.verdicts[0]) if verdict.flagged), None)
+    seen = generate(
+        perspective, tokenizer, ["the"], **settings, hooks=[Perspectives(perspective, views), both]
+    )
+    disagreed = next(
+        (i for i, verdict in enumerate(seen.verdicts["perspectives"][0]) if verdict.flagged), None
+    )
     assert disagreed is None and (seen.finished == ["unsafe"] or len(seen.ids[0]) == 12)

@@ -32,6 +32,10 @@ ALWAYS = PerspectivesConfig(every=1, threshold=0.02)
 PROMPTS = ["the cat", "", "Row 7 of", "and then the mat", "of 49"]
 
 
+def looks(model, config):
+    return [Perspectives(model, config)]
+
+
 def oracle(p, q):
     """20 lines, one number at a time."""
     total = 0.0
@@ -101,12 +105,16 @@ def test_a_threshold_that_nothing_reaches_changes_no_token_and_no_bit_of_the_sta
     settings = {"max_tokens": 12, "sampling": sampling}
     plain = generate(perspective, tokenizer, PROMPTS, **settings)
     watched = generate(
-        perspective, tokenizer, PROMPTS, **settings, perspectives=replace(ALWAYS, threshold=1.0)
+        perspective,
+        tokenizer,
+        PROMPTS,
+        **settings,
+        hooks=looks(perspective, replace(ALWAYS, threshold=1.0)),
     )
-    assert watched.ids == plain.ids and plain.verdicts == [[]] * 5
+    assert watched.ids == plain.ids and plain.verdicts == {}
     assert all(map(torch.equal, leaves(plain.conversation), leaves(watched.conversation)))
-    assert all(verdict.triggered for row in watched.verdicts for verdict in row)
-    assert any(verdict.disagreement > 0 for row in watched.verdicts for verdict in row)
+    assert all(verdict.triggered for row in watched.verdicts["perspectives"] for verdict in row)
+    assert any(verdict.disagreement > 0 for row in watched.verdicts["perspectives"] for verdict in row)
 
 
 def same(one, other):
@@ -120,14 +128,14 @@ def same(one, other):
     "config", [PerspectivesConfig(trigger_p=0.3, threshold=0.01), replace(ALWAYS, persistent=True)]
 )
 def test_a_batch_of_mixed_triggers_is_its_single_runs(perspective, tokenizer, config):
-    settings = {"max_tokens": 8, "sampling": GREEDY, "perspectives": config}
+    settings = {"max_tokens": 8, "sampling": GREEDY, "hooks": looks(perspective, config)}
     batch = generate(perspective, tokenizer, PROMPTS, **settings)
-    triggers = {verdict.triggered for row in batch.verdicts for verdict in row}
+    triggers = {verdict.triggered for row in batch.verdicts["perspectives"] for verdict in row}
     assert config.persistent or triggers == {True, False}
     for row, prompt in enumerate(PROMPTS):
         alone = generate(perspective, tokenizer, [prompt], **settings)
         assert alone.ids[0] == batch.ids[row]
-        same(alone.verdicts[0], batch.verdicts[row])
+        same(alone.verdicts["perspectives"][0], batch.verdicts["perspectives"][row])
 
 
 def test_persistent_views_read_all_that_was_drawn(perspective, tokenizer):
@@ -135,9 +143,16 @@ def test_persistent_views_read_all_that_was_drawn(perspective, tokenizer):
     with torch.no_grad():  # experts that matter
         for block in perspective.blocks[:3]:
             block.ffn.down_EDF.mul_(20)
-    made = generate(perspective, tokenizer, ["the cat"], max_tokens=6, sampling=GREEDY, perspectives=config)
+    made = generate(
+        perspective,
+        tokenizer,
+        ["the cat"],
+        max_tokens=6,
+        sampling=GREEDY,
+        hooks=looks(perspective, config),
+    )
     ids = [0, *tokenizer.encode("the cat")]
-    for id, verdict in zip(made.ids[0], made.verdicts[0], strict=True):
+    for id, verdict in zip(made.ids[0], made.verdicts["perspectives"][0], strict=True):
         views = Views(("nearest", "second", "antipode", "random"), (5,) * 4, torch.empty(0))
         with torch.inference_mode():
             last, _ = read(perspective, [ids] * 4, perspective.init_state(4), fresh=[True] * 4, views=views)
@@ -151,10 +166,17 @@ def test_each_verdict_follows_from_a_reading_by_hand(perspective, tokenizer):
     with torch.no_grad():  # experts that matter
         for block in perspective.blocks[:3]:
             block.ffn.down_EDF.mul_(20)
-    made = generate(perspective, tokenizer, ["the cat"], max_tokens=10, sampling=GREEDY, perspectives=config)
+    made = generate(
+        perspective,
+        tokenizer,
+        ["the cat"],
+        max_tokens=10,
+        sampling=GREEDY,
+        hooks=looks(perspective, config),
+    )
     ids = [0, *tokenizer.encode("the cat")]
     chosen = 0
-    for id, verdict in zip(made.ids[0], made.verdicts[0], strict=True):
+    for id, verdict in zip(made.ids[0], made.verdicts["perspectives"][0], strict=True):
         with torch.inference_mode():
             _, past = read(perspective, [ids[:-1]], perspective.init_state(1), fresh=[True])
             views = Views(("nearest", "second", "antipode", "random"), (5,) * 4, torch.empty(0))
@@ -172,7 +194,7 @@ def test_each_verdict_follows_from_a_reading_by_hand(perspective, tokenizer):
         assert verdict.confidence == pytest.approx(float(p.mean(0)[id]), abs=1e-5)
         chosen += wanted != votes[0]
         ids.append(id)
-    assert chosen and any(verdict.flagged for verdict in made.verdicts[0])
+    assert chosen and any(verdict.flagged for verdict in made.verdicts["perspectives"][0])
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "drawn"])
@@ -184,7 +206,7 @@ def test_a_probe_asks_where_what_the_head_reads_is_past_its_threshold_and_nowher
     normal_D = torch.randn(perspective.config.d_model, generator=draw, dtype=torch.float64)
     never = PerspectivesConfig(trigger_p=0.0, trigger_entropy=1e9, threshold=1.0)
     settings = {"max_tokens": 12, "sampling": sampling}
-    plain = generate(perspective, tokenizer, PROMPTS, **settings, perspectives=never)
+    plain = generate(perspective, tokenizer, PROMPTS, **settings, hooks=looks(perspective, never))
     scores = []
     for prompt, ids in zip(PROMPTS, plain.ids, strict=True):
         text = [0, *tokenizer.encode(prompt), *ids]
@@ -195,42 +217,68 @@ def test_a_probe_asks_where_what_the_head_reads_is_past_its_threshold_and_nowher
     third = len(flat) * 2 // 3
     level = (flat[third - 1] + flat[third]) / 2
     config = replace(never, probe=tuple(normal_D.tolist()), trigger_probe=level)
-    made = generate(perspective, tokenizer, PROMPTS, **settings, perspectives=config)
-    asked = [[verdict.triggered for verdict in row] for row in made.verdicts]
+    made = generate(perspective, tokenizer, PROMPTS, **settings, hooks=looks(perspective, config))
+    asked = [[verdict.triggered for verdict in row] for row in made.verdicts["perspectives"]]
     assert asked == [[score > level for score in row] for row in scores]
     assert made.ids == plain.ids
     assert all(map(torch.equal, leaves(plain.conversation), leaves(made.conversation)))
-    off = generate(perspective, tokenizer, PROMPTS, **settings, perspectives=replace(config, probe=()))
+    off = generate(
+        perspective,
+        tokenizer,
+        PROMPTS,
+        **settings,
+        hooks=looks(perspective, replace(config, probe=())),
+    )
     assert off.verdicts == plain.verdicts != made.verdicts
     silent = replace(config, trigger_probe=flat[-1] + 1)
     assert (
-        generate(perspective, tokenizer, PROMPTS, **settings, perspectives=silent).verdicts == plain.verdicts
+        generate(perspective, tokenizer, PROMPTS, **settings, hooks=looks(perspective, silent)).verdicts
+        == plain.verdicts
     )
 
 
 def test_saved_in_the_middle_it_goes_on_to_the_same_tokens_and_verdicts(perspective, tokenizer, tmp_path):
-    settings = {"sampling": WARM, "perspectives": replace(ALWAYS, kinds=("base", "perturbed", "perturbed"))}
+    settings = {
+        "sampling": WARM,
+        "hooks": looks(perspective, replace(ALWAYS, kinds=("base", "perturbed", "perturbed"))),
+    }
     whole = generate(perspective, tokenizer, ["the cat"], max_tokens=12, **settings)
     first = generate(perspective, tokenizer, ["the cat"], max_tokens=5, **settings)
     first.conversation.save(tmp_path / "talk", perspective)
     again = Conversation.load(tmp_path / "talk", perspective)
     rest = generate(perspective, tokenizer, [""], max_tokens=7, conversation=again, **settings)
     assert first.ids[0] + rest.ids[0] == whole.ids[0]
-    same(first.verdicts[0] + rest.verdicts[0], whole.verdicts[0])
+    same(
+        first.verdicts["perspectives"][0] + rest.verdicts["perspectives"][0],
+        whole.verdicts["perspectives"][0],
+    )
 
 
 def test_a_stop_string_and_the_end_of_text_end_a_row_in_a_triggered_step(perspective, tokenizer):
-    whole = generate(perspective, tokenizer, ["the cat"], max_tokens=12, sampling=WARM, perspectives=ALWAYS)
+    whole = generate(
+        perspective,
+        tokenizer,
+        ["the cat"],
+        max_tokens=12,
+        sampling=WARM,
+        hooks=looks(perspective, ALWAYS),
+    )
     stop = whole.texts[0][3:5]
     ended = generate(
-        perspective, tokenizer, ["the cat"], max_tokens=12, sampling=WARM, perspectives=ALWAYS, stop=[stop]
+        perspective,
+        tokenizer,
+        ["the cat"],
+        max_tokens=12,
+        sampling=WARM,
+        hooks=looks(perspective, ALWAYS),
+        stop=[stop],
     )
     assert ended.finished == ["stop"] and ended.texts[0] == whole.texts[0][: whole.texts[0].index(stop)]
     ending = copy.deepcopy(perspective)
     with torch.no_grad():
         ending.embedding.weight.zero_()  # all tokens alike: greedily the first, the end of text
-    made = generate(ending, tokenizer, ["the"], max_tokens=9, sampling=GREEDY, perspectives=ALWAYS)
-    assert made.finished == ["end"] and len(made.verdicts[0]) == 1
+    made = generate(ending, tokenizer, ["the"], max_tokens=9, sampling=GREEDY, hooks=looks(ending, ALWAYS))
+    assert made.finished == ["end"] and len(made.verdicts["perspectives"][0]) == 1
 
 
 def test_a_model_without_experts_takes_surrogates_that_are_marked(tokenizer, double):
@@ -243,10 +291,16 @@ def test_a_model_without_experts_takes_surrogates_that_are_marked(tokenizer, dou
     ):
         Perspectives(double, PerspectivesConfig())
     config = PerspectivesConfig(surrogate=True, every=0, trigger_p=1.0, threshold=0.001)
-    made = generate(double, tokenizer, ["the cat"], max_tokens=5, sampling=GREEDY, perspectives=config)
-    again = generate(double, tokenizer, ["the cat"], max_tokens=5, sampling=GREEDY, perspectives=config)
+    made = generate(
+        double, tokenizer, ["the cat"], max_tokens=5, sampling=GREEDY, hooks=looks(double, config)
+    )
+    again = generate(
+        double, tokenizer, ["the cat"], max_tokens=5, sampling=GREEDY, hooks=looks(double, config)
+    )
     assert Perspectives(double, config).names == ("base", "noise", "temperature", "mask")
-    assert made.verdicts == again.verdicts and all(v.disagreement > 0 for v in made.verdicts[0])
+    assert made.verdicts == again.verdicts and all(
+        v.disagreement > 0 for v in made.verdicts["perspectives"][0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -300,36 +354,40 @@ def test_bad_models_and_files_are_said_in_a_line(perspective, tokenizer, tmp_pat
     bad = torch.zeros(1, 3, 300)
     bad[0, 1, 5] = math.nan
     with pytest.raises(NonFiniteError, match="perspective 'antipode'"):
-        looked.judge(good, torch.zeros(1, 32), [0], [0], lambda _: bad, lambda *_: 0)
+        looked.judge(good, torch.zeros(1, 32), 0, 0, lambda: bad[0], lambda *_: 0)
 
 
 def test_a_row_whose_views_are_not_finite_ends_and_the_others_go_on(perspective, tokenizer, monkeypatch):
-    rows = Rows(perspective, tokenizer, perspectives=ALWAYS)
+    rows = Rows(perspective, tokenizer, hooks=looks(perspective, ALWAYS))
     for prompt in PROMPTS[:3]:
         rows.add(prompt, max_tokens=4, sampling=GREEDY)
     expected = generate(
-        perspective, tokenizer, PROMPTS[:3], max_tokens=4, sampling=GREEDY, perspectives=ALWAYS
+        perspective,
+        tokenizer,
+        PROMPTS[:3],
+        max_tokens=4,
+        sampling=GREEDY,
+        hooks=looks(perspective, ALWAYS),
     )
     judge = Perspectives.judge
 
-    def spoiled(self, logits_NV, hidden_ND, drawn, position_N, look, mixed):
+    def spoiled(self, logits_1V, hidden_1D, drawn, at, look, mixed):
         """The antipode's logits for whom it is the second token that follows "Row 7 of"."""
 
-        def bad(of: list[int]) -> torch.Tensor:
-            found = look(of).clone()
-            for index, at in enumerate(of):
-                if drawn[at] == expected.ids[2][1] and position_N[at] == position:
-                    found[index, 1, 0] = math.nan
+        def bad() -> torch.Tensor:
+            found = look().clone()
+            if drawn == expected.ids[2][1] and at == position:
+                found[1, 0] = math.nan
             return found
 
-        return judge(self, logits_NV, hidden_ND, drawn, position_N, bad, mixed)
+        return judge(self, logits_1V, hidden_1D, drawn, at, bad, mixed)
 
     position = len(tokenizer.encode(PROMPTS[2])) + 1
     monkeypatch.setattr(Perspectives, "judge", spoiled)
     pieces = drain(rows)
     (failed,) = [piece for piece in pieces if piece.finished == "error"]
-    assert failed.row == 2 and failed.error == "logits of the perspective 'antipode': must be finite"
+    assert failed.row == 2 and str(failed.error) == "logits of the perspective 'antipode': must be finite"
     for row in (0, 1):
         own = [piece for piece in pieces if piece.row == row]
         assert [piece.id for piece in own] == expected.ids[row]
-        assert [piece.verdict for piece in own] == expected.verdicts[row]
+        assert [piece.verdicts["perspectives"] for piece in own] == expected.verdicts["perspectives"][row]

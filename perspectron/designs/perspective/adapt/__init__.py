@@ -2,6 +2,7 @@
 (docs/designs/perspective.md#adaptation)."""
 
 from perspectron.designs.perspective.adapt.adapter import Adapter, AdapterConfig, merge
+from perspectron.designs.perspective.adapt.hook import Adapting
 from perspectron.designs.perspective.adapt.learner import AdaptConfig, Learner, Report
 
-__all__ = ["AdaptConfig", "Adapter", "AdapterConfig", "Learner", "Report", "merge"]
+__all__ = ["AdaptConfig", "Adapter", "AdapterConfig", "Adapting", "Learner", "Report", "merge"]

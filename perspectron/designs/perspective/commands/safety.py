@@ -10,7 +10,7 @@ import tyro
 from perspectron.cli.options import answer, open_model
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
-from perspectron.decode.projection import project
+from perspectron.designs.perspective.projection import project
 from perspectron.designs.perspective.safety import Polytope, fit, states
 from perspectron.model.model import LanguageModel
 from perspectron.util.config import require

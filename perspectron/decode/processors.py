@@ -1,0 +1,196 @@
+"""Hooks of decoding: what acts on a row between the model's step and its next token, such as a safe set, a grammar or a
+user's own.
+
+A hook stands in `hooks` of `generate`, `Rows`, `Rows.add` or `Session.say`, beside others in the order in which they
+act; so do the logits processors of transformers. What a hook does not touch keeps its bits, and one that raises ends
+its own row with that error.
+
+Shapes: N states of one row, D model width, V vocabulary, T time.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from perspectron.decode.batch import Batch
+from perspectron.decode.row import Row, Verdict
+from perspectron.model.state import LMState
+from perspectron.util.errors import ConfigError, PerspectronError
+
+T = TypeVar("T")
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""A logits processor as transformers has them: `(input_ids [N,T], scores [N,V]) -> scores`."""
+
+
+class Mark(NamedTuple):
+    """A verdict, as `Verdict` has its fields."""
+
+    flagged: bool = False
+    token: int | None = None
+    stop: bool = False
+
+
+class Hook:
+    """A hook that changes nothing; its methods are called in this order, and none may change a tensor in place."""
+
+    name = ""
+    """The key of its verdicts, and the name in its errors; the class's where empty."""
+    keeps_before = False
+    """True if it asks for `Step.before`."""
+    shares_prefixes = True
+    """False if its rows must read their prompts themselves, and store nothing that was read."""
+
+    def begin(self, row: Row) -> "Hook":
+        """The hook that follows this row, before it reads anything: one of its own where there is something to
+        remember. It may change the row. ConfigError: it does not fit the row."""
+        return self
+
+    def prompt(self, ids: list[int], state: LMState, *, begins: bool, last: bool) -> None:
+        """The row is about to read these tokens of its prompt after `state`, which will be used up. begins: they begin
+        a text. last: they end the prompt."""
+
+    def hidden(self, hidden_ND: Tensor, step: "Step") -> Tensor:
+        """What the head reads in the place of these states."""
+        return hidden_ND
+
+    def logits(self, logits_NV: Tensor, step: "Step") -> Tensor:
+        """The logits to draw from in the place of these, on the CPU; −inf is never drawn."""
+        return logits_NV
+
+    def verdict(self, step: "Step", id: int) -> Verdict | None:
+        """What to do with a token that was drawn."""
+        return None
+
+    def took(self, id: int) -> bool:
+        """The row goes on with this token. True if its text is complete."""
+        return False
+
+    def end(self, state: LMState) -> LMState:
+        """The state to keep of a row that leaves."""
+        return state
+
+    def report(self, verdicts: Sequence[Sequence[Any]], seconds: float) -> tuple[dict[str, Any], str]:
+        """For `perspectron generate`, of all rows: fields of its JSON, and a line, which may be empty."""
+        return {}, ""
+
+
+class Step:
+    """A row after the model has read its last token, as hooks see it.
+
+    hidden_1D: what the model gives the head, before any hook. logits_1V: what is drawn from, once all hooks have acted
+    on it. verdicts: of the hooks before. error: of a hook, after which the row ends.
+    """
+
+    def __init__(self, batch: Batch, at: int, hooks: Sequence[Hook], hidden_1D: Tensor) -> None:
+        self.row, self.hooks, self.hidden_1D = batch.rows[at], hooks, hidden_1D
+        self.logits_1V: Tensor = hidden_1D
+        self.verdicts = dict[str, Verdict]()
+        self.error: PerspectronError | None = None
+        self._batch, self._at = batch, at
+
+    @property
+    def state(self) -> LMState:
+        """A copy of the row's state. Assigned another one, the row goes on from that."""
+        return self._batch.state_at(self._at)
+
+    @state.setter
+    def state(self, state: LMState) -> None:
+        self._batch.put(self._at, state)
+
+    @property
+    def before(self) -> LMState:
+        """A copy of the row's state before its last token; of the first after a prompt there is none."""
+        return self._batch.before_at(self._at)
+
+    @property
+    def position(self) -> int:
+        """The position of the row's last token in its document; 0 where the state does not count."""
+        return self._batch.position(self._at)
+
+    def look(self, hidden_ND: Tensor) -> Tensor:
+        """The logits [N,V] from which the row would be drawn if the model had given these states."""
+        logits_NV = self._batch.model.head(self.seen(hidden_ND))
+        return self.scores(logits_NV.cpu()[:, : self.row.vocabulary.vocab_size])
+
+    def seen(self, hidden_ND: Tensor) -> Tensor:
+        """What the head reads, as all hooks have it."""
+        for hook in self.hooks:
+            hidden_ND = ask(hook, _alike, hook.hidden, hidden_ND, self)
+        return hidden_ND
+
+    def scores(self, logits_NV: Tensor) -> Tensor:
+        """The logits as all hooks and the row's own limits have them."""
+        for hook in self.hooks:
+            logits_NV = ask(hook, _alike, hook.logits, logits_NV, self)
+        if self.row.early > 0:
+            logits_NV = logits_NV.index_fill(1, torch.tensor([*self.row.ends]), -torch.inf)
+        return logits_NV
+
+    def judge(self, id: int) -> int:
+        """The token to take in the place of one that was drawn; the verdicts are kept."""
+        for hook in self.hooks:
+            verdict = ask(hook, hook.verdict, self, id)
+            if verdict is not None:
+                self.verdicts[named(hook)] = verdict
+                id = id if verdict.token is None else verdict.token
+        return id
+
+    def take(self, id: int) -> bool:
+        """Tell the hooks of a token: True if one of them has the text complete."""
+        complete = [ask(hook, hook.took, id) for hook in self.hooks]
+        return any(complete)
+
+    def attempt(self, work: Callable[..., T], *args: Any) -> T | None:
+        """The result of a hook's work; None after its error, which ends the row."""
+        try:
+            return None if self.error else work(*args)
+        except PerspectronError as error:
+            self.error = error
+            return None
+
+
+def named(hook: Hook) -> str:
+    return hook.name or type(hook).__name__
+
+
+def ask(hook: Hook, work: Callable[..., T], *args: Any, **more: Any) -> T:
+    """The result of a hook's work. PerspectronError: its own, or another with its name."""
+    try:
+        return work(*args, **more)
+    except PerspectronError:
+        raise
+    except Exception as error:
+        raise PerspectronError(f"hook {named(hook)}: {type(error).__name__}: {error}") from error
+
+
+def _alike(change: Callable[[Tensor, Step], Tensor], x: Tensor, step: Step) -> Tensor:
+    """A change that keeps the shape."""
+    y = change(x, step)
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        kind = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        raise ValueError(f"gave {kind}, must be a tensor {list(x.shape)}")
+    return y
+
+
+class _Processor(Hook):
+    """A logits processor as a hook."""
+
+    def __init__(self, call: Processor) -> None:
+        self.call, self.name = call, type(call).__name__
+
+    def logits(self, logits_NV: Tensor, step: Step) -> Tensor:
+        ids_NT = torch.tensor([step.row.ids] * len(logits_NV))
+        wide = torch.promote_types(logits_NV.dtype, torch.float32)
+        return self.call(ids_NT, logits_NV.to(wide, copy=True))  # some change it in place
+
+
+def hooks_of(given: Iterable[Hook | Processor]) -> list[Hook]:
+    """Hooks, of which some are given as logits processors. ConfigError: something else."""
+    hooks = list[Hook]()
+    for one in given:
+        if not isinstance(one, Hook) and not callable(one):
+            raise ConfigError(f"hooks: {one!r}, must be a Hook or take (input_ids, scores)")
+        hooks.append(one if isinstance(one, Hook) else _Processor(one))
+    return hooks

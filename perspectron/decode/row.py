@@ -1,0 +1,186 @@
+"""One row: its prompt, what was drawn, and its text as it becomes certain."""
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from perspectron.decode.reading import END_OF_TEXT_ID
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.model.state import LMState
+from perspectron.util.errors import PerspectronError
+
+Finish = Literal["stop", "end", "length", "error", "unsafe"]
+"""Reasons to end: a stop string or a text that a hook has complete; the end-of-text token or a stop id; `max_tokens`;
+nothing that can be drawn, or a hook that failed; a hook that stops it, as a safe set does."""
+
+
+class Vocabulary(Protocol):
+    """The part of a tokenizer that generating needs."""
+
+    vocab_size: int
+    stops: frozenset[int]
+
+    def encode(self, text: str) -> list[int]: ...
+    def token_bytes(self, id: int) -> bytes: ...
+
+
+class Verdict(Protocol):
+    """The answer of a hook about a token that is about to be drawn, a named tuple. token: to be taken in its place;
+    None: it stays. flagged: it is marked. stop: the row ends here, without it."""
+
+    @property
+    def token(self) -> int | None: ...
+    @property
+    def flagged(self) -> bool: ...
+    @property
+    def stop(self) -> bool: ...
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The result of one step for one row. id: the token drawn, None after an error. text: the text that has become
+    certain, possibly empty: whole characters that cannot begin a stop string. finished: why the row ends here; None
+    while it continues. logprob: of the token, in nats, by the model itself, before a hook or any setting changed
+    its logits. likely: the most likely tokens and their logprobs, as many as the row asked for, allowed or not.
+    verdicts: of hooks on the token, by their names. error: why nothing could be drawn."""
+
+    row: int
+    id: int | None
+    text: str
+    finished: Finish | None
+    logprob: float | None = None
+    likely: tuple[tuple[int, float], ...] = ()
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    error: PerspectronError | None = None
+
+
+class TextStream:
+    """One row's text. What `push` and `flush` return, joined, is the text of the bytes pushed (what is not
+    UTF-8 becomes U+FFFD) up to the first stop string; `stopped` once there was one.
+
+    Of several stop strings the one that is complete first counts, so how the text is cut into tokens does
+    not matter.
+    """
+
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        self.stopped = False
+        self._stop = tuple(stop)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._open, self._past = "", 0
+
+    def push(self, data: bytes, *, stops: bool = True) -> str:
+        """Read some bytes; the text that is now certain, perhaps none. stops: False where a stop string that ends in
+        them is text as any other."""
+        return self._read(data, stops, final=False)
+
+    def flush(self, *, stops: bool = True) -> str:
+        """The rest; half a character becomes U+FFFD, which may complete a stop string. Nothing after it."""
+        return "" if self.stopped else self._read(b"", stops, final=True)
+
+    def _read(self, data: bytes, stops: bool, *, final: bool) -> str:
+        self._open += self._decoder.decode(data, final=final)
+        if not stops:
+            self._past = len(self._open)
+        ends = [(at + len(stop), at) for stop in self._stop if (at := self._find(stop)) >= 0]
+        if ends:
+            self.stopped = True
+            return self._release(min(ends)[1])
+        return self._release(len(self._open) - (0 if final else self._possible_stop()))
+
+    def _find(self, stop: str) -> int:
+        """The place of the first of these that ends after what is past; −1 without one."""
+        return self._open.find(stop, max(0, self._past - len(stop) + 1))
+
+    def _release(self, length: int) -> str:
+        text, self._open, self._past = self._open[:length], self._open[length:], max(0, self._past - length)
+        return text
+
+    def _possible_stop(self) -> int:
+        """Length of the longest end of the text kept back that begins a stop string."""
+        longest = min(len(self._open), max(map(len, self._stop), default=1) - 1)
+        ends = (self._open[-length:] for length in range(longest, 0, -1))
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stop)), 0)
+
+
+@dataclass(eq=False)
+class Row:
+    """One row, from `add` to `remove`."""
+
+    handle: int
+    vocabulary: Vocabulary
+    unread: list[int]
+    """Tokens to read before the next draw: the prompt, later the last token drawn."""
+    fresh: bool
+    """True while the row has read nothing and has no state to continue from."""
+    ids: list[int]
+    """All tokens that are known of the text: those a conversation remembers, the prompt, and those drawn."""
+    recent: list[int]
+    drawn: int
+    left: int
+    """Tokens it may still draw."""
+    sampling: SamplingConfig
+    stream: int
+    text: TextStream
+    logprobs: int | None
+    state: LMState | None
+    """State of this row while it is in no batch; None before the first chunk of a new row."""
+    early: int = 0
+    """Tokens to draw before the text may end."""
+    ends: frozenset[int] = frozenset((END_OF_TEXT_ID,))
+    """Tokens that end the text and are none of it."""
+    before: LMState | None = None
+    """State before the last token, where a hook needs it and the row stands in no batch."""
+    start: int = 0
+    """Tokens of `unread` that are read."""
+    finished: Finish | None = None
+    keys: list[bytes] | None = None
+    """Keys of the prefixes in which the prompt is read; None where they are not stored."""
+    seconds: float = 0.0
+    """Time that reading up to here took, or would have taken."""
+    spared: int = 0
+    """Tokens that the store had."""
+
+    def rest(self) -> list[int]:
+        """Tokens that are not read."""
+        return self.unread[self.start :]
+
+    def take(
+        self,
+        id: int,
+        logprob: float | None = None,
+        likely: tuple[tuple[int, float], ...] = (),
+        *,
+        complete: bool,
+        verdicts: dict[str, Verdict],
+    ) -> Piece:
+        """Count a drawn token in. complete: the text ends with it."""
+        ends, counts = id in self.ends, self.early == 0
+        self.unread, self.start = [id], 0
+        self.ids.append(id)
+        self.drawn += 1
+        self.left -= 1
+        self.early = max(0, self.early - 1)
+        text = self.text.push(b"" if ends else self.vocabulary.token_bytes(id), stops=counts)
+        if id != END_OF_TEXT_ID:  # the penalty does not count the end of a document: it is no repetition
+            self.recent = [*self.recent, id][-self.sampling.repetition_window :]
+        if ends:
+            self.finished = "end"
+        elif self.text.stopped or complete:
+            self.finished = "stop"
+        elif self.left == 0:
+            self.finished = "length"
+        if self.finished is not None:
+            text += self.text.flush(stops=counts)
+            self.finished = "stop" if self.text.stopped else self.finished
+        return Piece(self.handle, id, text, self.finished, logprob, likely, verdicts)
+
+    def fail(
+        self, error: PerspectronError | None = None, verdicts: dict[str, Verdict] | None = None
+    ) -> Piece:
+        """End without a token: with an error, or because a verdict stops the row."""
+        self.finished = "unsafe" if error is None else "error"
+        return Piece(
+            self.handle, None, self.text.flush(), self.finished, verdicts=verdicts or {}, error=error
+        )

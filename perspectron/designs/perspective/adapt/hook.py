@@ -1,0 +1,57 @@
+"""Rows that are drawn from under an adapter."""
+
+from pathlib import Path
+
+import torch
+
+from perspectron.decode.conversation import Conversation
+from perspectron.decode.processors import Hook
+from perspectron.decode.row import Row
+from perspectron.designs.perspective.adapt.adapter import Adapter
+from perspectron.designs.perspective.adapt.learner import AdaptConfig, Learner
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
+
+
+class Adapting(Hook):
+    """An adapter of its own for each row. path: where it begins from, if not anew. learns: it learns from the row's
+    prompt, which it reads. saves: its traces are carried along, to be saved with it."""
+
+    name = "adapter"
+    shares_prefixes = False
+
+    def __init__(self, model: LanguageModel, path: Path | None, *, learns: bool, saves: bool) -> None:
+        self.model, self.path, self.learns, self.saves = model, path, learns, saves
+        self.adapter: Adapter | None = None
+        """That of the row that began last."""
+
+    def begin(self, row: Row) -> "_Adapted":
+        first, rest = row.unread[:1], row.unread[1:]
+        talk = None if row.state is None else Conversation(row.state, [first], [row.recent], [row.drawn])
+        with torch.inference_mode(False):
+            adapter = Adapter(self.model) if self.path is None else Adapter.load(self.path, self.model)
+            learner = Learner(self.model, adapter, AdaptConfig.of_text(len(rest)), talk)
+            if self.learns and rest:
+                learner.read(rest)
+                row.unread = row.unread[-1:]
+            row.state, row.fresh = learner.conversation(traces=self.saves).state, False
+        self.adapter = adapter
+        return _Adapted(adapter)
+
+    def save(self, path: Path) -> None:
+        """Write the adapter of the only row. StorageError."""
+        assert self.adapter is not None
+        self.adapter.save(path)
+
+
+class _Adapted(Hook):
+    """An adapter as it follows a row."""
+
+    name, shares_prefixes = Adapting.name, Adapting.shares_prefixes
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+
+    def end(self, state: LMState) -> LMState:
+        """The state as the model alone has it; its traces are kept in the adapter."""
+        return self.adapter.detach(state)

@@ -1,0 +1,266 @@
+"""Hooks of decoding: a user's own, transformers' logits processors, and one that fails in the middle of a batch."""
+
+import itertools
+
+import pytest
+import torch
+
+from perspectron.decode.generate import generate
+from perspectron.decode.processors import Hook, Mark
+from perspectron.decode.rows import Rows
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.session import Session
+from perspectron.decode.store import PrefixStore
+from perspectron.util.errors import ConfigError, PerspectronError
+from tests.decode.conftest import drain
+
+PROMPTS = ["the cat", "", "Row 7 of", "and then the mat", "of 49"]
+WARM = SamplingConfig(temperature=1.0, seed=3)
+STAGES = ["prompt", "hidden", "logits", "verdict", "took"]
+
+
+class Failing(Hook):
+    """Raises at one stage, once its row has drawn so many tokens."""
+
+    def __init__(self, stage: str, after: int = 0, error: Exception | None = None) -> None:
+        self.after, self.drawn = after, 0
+        self.error = ValueError("no more") if error is None else error
+        kept = getattr(self, stage)
+
+        def fail(*args, **more):
+            if self.drawn >= self.after:
+                raise self.error
+            return kept(*args, **more)
+
+        setattr(self, stage, fail)
+
+    def took(self, id: int) -> bool:
+        self.drawn += 1
+        return False
+
+    def logits(self, logits_NV, step):
+        self.drawn = step.row.drawn
+        return logits_NV
+
+
+def _leaves(talk):
+    return [x for x in torch.utils._pytree.tree_leaves(talk.state) if isinstance(x, torch.Tensor)]
+
+
+def _drawn(pieces, row):
+    return [piece for piece in pieces if piece.row == row]
+
+
+def _rows(model, tokenizer, hooks_of_third=(), **settings):
+    rows = Rows(model, tokenizer, **settings)
+    for number, prompt in enumerate(PROMPTS):
+        rows.add(prompt, max_tokens=6, sampling=WARM, logprobs=2, hooks=hooks_of_third if number == 2 else ())
+    return rows
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_row_whose_hook_raises_ends_and_the_others_keep_every_bit(model, tokenizer, stage, together):
+    plain, after = _rows(model, tokenizer, together=together), 0 if stage == "prompt" else 3
+    failing = _rows(model, tokenizer, [Failing(stage, after)], together=together)
+    expected, pieces = drain(plain), drain(failing)
+    for row in (0, 1, 3, 4):
+        assert _drawn(pieces, row) == _drawn(expected, row)
+        assert all(map(torch.equal, _leaves(plain.conversation(row)), _leaves(failing.conversation(row))))
+    *before, last = _drawn(pieces, 2)
+    assert before == _drawn(expected, 2)[: len(before)] and len(before) == after
+    assert (last.id, last.finished) == (None, "error")
+    assert type(last.error) is PerspectronError and str(last.error) == "hook Failing: ValueError: no more"
+    assert isinstance(last.error.__cause__, ValueError)
+    assert failing.remove(2).rows == 1 and failing.active == []
+
+
+def test_an_error_of_ours_in_a_hook_is_said_as_it_is_and_generate_raises_it(perspective, tokenizer):
+    error = ConfigError("width = 3, must be 4")
+    with pytest.raises(ConfigError, match=r"^width = 3, must be 4$"):
+        generate(perspective, tokenizer, ["x"], hooks=[Failing("hidden", error=error)])
+    with pytest.raises(PerspectronError, match="hook Failing: ValueError: no more"):
+        generate(perspective, tokenizer, ["x"], hooks=[Failing("begin")])
+
+
+def test_a_session_stays_as_it_was_when_a_hook_raises(perspective, tokenizer):
+    session = Session(perspective, tokenizer).read("the cat")
+    fork = session.fork()
+    with pytest.raises(PerspectronError, match="no more"):
+        session.say(9, hooks=[Failing("took", 4)])
+    assert session.text == fork.text and session.say(9) == fork.say(9)
+
+
+class Idle(Hook):
+    """Changes nothing, and looks at all there is."""
+
+    keeps_before = True
+
+    def verdict(self, step, id):
+        assert step.look(step.hidden_1D).shape == step.logits_1V.shape
+        if len(step.row.unread) == 1 and step.row.drawn:
+            now, before = step.state.document_length_B, step.before.document_length_B
+            assert int(now) == int(before) + 1 == step.position + 1
+        return Mark()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_hooks_do_not_touch_keeps_its_bits(model, tokenizer, together):
+    plain, watched = (
+        _rows(model, tokenizer, together=together, hooks=hooks) for hooks in ((), [Idle(), Hook()])
+    )
+    for expected, piece in zip(drain(plain), drain(watched), strict=True):
+        assert (piece.id, piece.likely, piece.logprob) == (expected.id, expected.likely, expected.logprob)
+        assert piece.verdicts == {"Idle": Mark()} and expected.verdicts == {}
+    for row in range(5):
+        assert all(map(torch.equal, _leaves(plain.remove(row)), _leaves(watched.remove(row))))
+
+
+class Ban:
+    """A logits processor as users of transformers write them, which changes its scores in place."""
+
+    def __init__(self, id: int) -> None:
+        self.id, self.seen = id, []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self.seen.append(input_ids[0].tolist())
+        scores[:, self.id] = -torch.inf
+        return scores
+
+
+def test_a_logits_processor_sees_the_text_and_changes_what_is_drawn_but_no_logprob(perspective, tokenizer):
+    settings = {"max_tokens": 5, "sampling": SamplingConfig(temperature=0)}
+    plain = generate(perspective, tokenizer, ["the cat"], **settings)
+    ban = Ban(plain.ids[0][0])
+    made = generate(perspective, tokenizer, ["the cat"], **settings, hooks=[ban])
+    assert ban.id not in made.ids[0] and made.verdicts == {}
+    text = [0, *tokenizer.encode("the cat"), *made.ids[0]]
+    assert ban.seen == [text[: len(text) - 5 + drawn] for drawn in range(5)]
+    rows = Rows(perspective, tokenizer, hooks=[ban])
+    rows.add("the cat", max_tokens=1, sampling=settings["sampling"], logprobs=1)
+    ((id, logprob),) = rows.step()[0].likely
+    assert id == ban.id and logprob > -torch.inf
+    assert (
+        Session(perspective, tokenizer).read("the cat").say(**settings, hooks=[Ban(ban.id)]) == made.texts[0]
+    )
+
+
+def test_processors_of_transformers_work_as_they_are(perspective, tokenizer):
+    transformers = pytest.importorskip("transformers")
+    processors = transformers.LogitsProcessorList(
+        [transformers.NoRepeatNGramLogitsProcessor(2), transformers.SuppressTokensLogitsProcessor([5, 9])]
+    )
+    settings = {"max_tokens": 40, "sampling": SamplingConfig(temperature=0)}
+    for hooks in ([processors], list(processors)):
+        made = generate(perspective, tokenizer, PROMPTS, **settings, hooks=hooks)
+        for prompt, ids in zip(PROMPTS, made.ids, strict=True):
+            text = [0, *tokenizer.encode(prompt), *ids]
+            start = len(text) - len(ids)
+            pairs = [*itertools.pairwise(text)]
+            assert all(pair not in pairs[: at - 1] for at, pair in enumerate(pairs[start - 1 :], start))
+            assert not {5, 9} & {*ids}
+
+
+class Steering(Hook):
+    """Forgets everything after the first token, so that the rest is as after no text."""
+
+    def __init__(self, model) -> None:
+        self.model = model
+
+    def verdict(self, step, id):
+        if step.row.drawn == 0:
+            step.state = self.model.init_state(1)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_hook_changes_the_state_of_its_row_alone(perspective, tokenizer, together):
+    plain = _rows(perspective, tokenizer, together=together)
+    changed = _rows(perspective, tokenizer, [Steering(perspective)], together=together)
+    expected, pieces = drain(plain), drain(changed)
+    for row in (0, 1, 3, 4):
+        assert _drawn(pieces, row) == _drawn(expected, row)
+    first, *rest = _drawn(pieces, 2)
+    alone = Rows(perspective, tokenizer, together=together)
+    talk = plain.conversation(2)
+    began = type(talk)(
+        perspective.init_state(1), [[first.id]], [[*tokenizer.encode(PROMPTS[2]), first.id]], [1]
+    )
+    alone.add("", max_tokens=5, sampling=WARM, logprobs=2, conversation=began, stream=2)
+    assert [piece.id for piece in drain(alone)] == [piece.id for piece in rest]
+
+
+class Shift(Hook):
+    """Changes what the head reads of its row."""
+
+    def hidden(self, hidden_ND, step):
+        return -hidden_ND
+
+
+def test_a_hook_changes_what_the_head_reads_of_its_row_alone(model, tokenizer):
+    expected = drain(_rows(model, tokenizer))
+    pieces = drain(_rows(model, tokenizer, [Shift()]))
+    for row in (0, 1, 3, 4):
+        assert _drawn(pieces, row) == _drawn(expected, row)
+    assert _drawn(pieces, 2) != _drawn(expected, 2)
+
+
+class Stop(Hook):
+    """Stops its row before the token after so many, or takes another token."""
+
+    name = "stop"
+
+    def __init__(self, at: int, token: int | None = None) -> None:
+        self.at, self.token = at, token
+
+    def verdict(self, step, id):
+        return Mark(flagged=True, token=self.token, stop=step.row.drawn == self.at)
+
+
+@pytest.mark.parametrize("drawn", [0, 3])
+def test_a_session_goes_on_after_a_hook_stopped_it(perspective, tokenizer, drawn):
+    session, other = (Session(perspective, tokenizer).read("the cat") for _ in range(2))
+    said = session.say(9, sampling=WARM, hooks=[Stop(drawn)])
+    if drawn:
+        assert other.say(drawn, sampling=WARM) == said
+    else:
+        assert said == ""
+    assert session.tokens == other.tokens
+    assert session.fork().say(5, sampling=WARM) == other.fork().say(5, sampling=WARM)
+    assert session.read(" mat").say(5, sampling=WARM) == other.read(" mat").say(5, sampling=WARM)
+
+
+def test_a_hook_takes_another_token_and_stops(perspective, tokenizer):
+    made = generate(perspective, tokenizer, ["the", "x"], max_tokens=9, hooks=[Stop(2, token=7)])
+    assert made.ids == [[7, 7]] * 2 and made.finished == ["unsafe"] * 2
+    assert [len(row) for row in made.verdicts["stop"]] == [3, 3]
+
+
+class Wide(Hook):
+    def logits(self, logits_NV, step):
+        return logits_NV[:, :-1]
+
+
+def test_bad_hooks_are_said_in_a_line(perspective, tokenizer):
+    with pytest.raises(PerspectronError, match=r"hook Wide: .* must be a tensor \[1, 300\]"):
+        generate(perspective, tokenizer, ["x"], hooks=[Wide()])
+    with pytest.raises(ConfigError, match="hooks: 'safety', must be a Hook"):
+        generate(perspective, tokenizer, ["x"], hooks=["safety"])
+
+
+class Private(Hook):
+    shares_prefixes = False
+
+    def prompt(self, ids, state, *, begins, last):
+        self.read = [*getattr(self, "read", []), *ids]
+
+
+def test_a_row_that_shares_no_prefix_reads_its_prompt_itself(perspective, tokenizer):
+    rows = Rows(perspective, tokenizer, store=PrefixStore(perspective))
+    ids = [5 + at % 90 for at in range(400)]
+    rows.add(ids, max_tokens=1)
+    drain(rows)
+    own, shared = Private(), rows.add(ids, max_tokens=1, stream=0)
+    private = rows.add(ids, max_tokens=1, stream=0, hooks=[own])
+    pieces = drain(rows)
+    assert own.read == [0, *ids] and rows.spared(private) == 0 < rows.spared(shared)
+    assert len({piece.id for piece in pieces}) == 1
