@@ -195,9 +195,10 @@ class Rows:
             self._drawing.leave([own])
         elif own in self._reading:
             self._reading.remove(own)
-        kept = self._kept(own, self._state_of(own))
-        del self._rows[row], self._hooks[row]
-        return kept
+        try:
+            return self._kept(own, self._state_of(own))
+        finally:  # also where a hook raises
+            del self._rows[row], self._hooks[row]
 
     def _kept(self, row: Row, state: LMState) -> Conversation:
         for hook in self._hooks[row.handle]:
