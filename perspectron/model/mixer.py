@@ -50,11 +50,15 @@ class Mixer(nn.Module, abc.ABC):
     calls_linears: bool = True
     """False if it reads the weights of its linear layers past their `forward`, where no hook sees an input; quantising
     then gives them 8 bits."""
-    dropout: nn.Module | None = None
+    dropout: nn.Module | None
     """What the block sets in training with dropout, for a mixer that has weights to drop; `drops` says so."""
     drops: bool = False
     kept_at_reset: ClassVar[tuple[str, ...]] = ()
     """Fields of its state that a reset keeps, also where the state is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = None  # of the instance: one of the class would hide the module that is set
 
     @abc.abstractmethod
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0) -> Any:
