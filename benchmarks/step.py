@@ -1,117 +1,156 @@
-"""Decoding an artifact with the native step (`perspectron.stream.step`) and module by module, one row and a batch.
+"""Decoding an artifact as it is here and as it was at an earlier commit, one row and batches, the two in turns.
 
-Random weights, all experts in memory, greedy. Everything takes turns in one process. Seconds are processor time on one
-thread, so that what else runs on the machine counts little; ratios are round by round. Bars: the step at least 1.3
-times as fast as the modules for one row, or it is not worth its code; a batch at least as fast per token as its rows
-one after another.
+`--tree` is a checkout of that commit (`git worktree add --detach TREE COMMIT`), whose native library is built where it
+had one; without it the recording and the modules take turns. Random weights, greedy. Each side has a process of its
+own. From memory, seconds are processor time on one thread, so that what else runs on the machine counts little; from
+disk, with a cache of so many experts, they are of the clock on the wall. Bar: nothing slower than 0.97 of before.
 """
 
-import argparse
+import importlib.machinery
+import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import common
-import torch
-from torch import Tensor
-
-from perspectron import native, presets
-from perspectron.data import Tokenizer
-from perspectron.decode.reading import prefill
-from perspectron.eval.timing import take_turns
-from perspectron.model.model import LanguageModel
-from perspectron.stream.engine import StreamedModel, load_artifact
-from perspectron.stream.synthetic import synthesize
-
-TESTS = ("tests/stream/test_step.py",)
-BARS = {"one": 1.3, "batch": 1.0}
+TESTS = ("tests/stream/test_recorded.py",)
+BAR = 0.97
+WARM = 1  # turns that are not measured
 SIZES: dict[
     str, tuple[str, dict[str, Any], int, int]
-] = {  # preset, its sizes, distinct experts, tokens a round
-    "perspective-166m": ("perspective-166m", {}, 16, 64),
-    "perspective-1.9b, 8 experts": ("perspective-1.9b", {"torus": (2, 2, 2)}, 8, 24),
-    "full width, 8 layers": ("perspective-1t", {"layers": 8, "torus": (2, 2, 2)}, 4, 8),
+] = {  # preset, sizes, distinct experts, tokens of a turn
+    "perspective-166m": ("perspective-166m", {}, 16, 32),
+    "perspective-1.9b, 8 experts": ("perspective-1.9b", {"torus": (2, 2, 2)}, 8, 8),
+    "full width, 8 layers": ("perspective-1t", {"layers": 8, "torus": (2, 2, 2)}, 4, 4),
 }
 QUICK = {"perspective-tiny": ("perspective-tiny", {}, 2, 4)}
+ROWS = (1, 8, 16)
 
 
-@torch.inference_mode()
-def speed(model: StreamedModel, modules: bool, rows: int, tokens: int) -> float:
-    """Tokens a second of processor time, of all rows together; by the modules or by the step."""
-    hidden: Callable[..., Any] = model.hidden
-    if modules:
+def serve() -> None:
+    """In a side's own process: read what to decode, then take a turn for each line that comes, and say how many seconds
+    it took."""
+    sys.meta_path.insert(0, importlib.machinery.PathFinder)  # an editable installation would come first
+    import torch
 
-        def hidden(*inputs: Any, **options: Any) -> Any:
-            return LanguageModel.hidden(model, *inputs, **options)
+    from perspectron import native
+    from perspectron.decode.reading import prefill
+    from perspectron.decode.steps import stepped, steps_of
+    from perspectron.stream.engine import load_artifact
 
-    _, state = prefill(model, [[1 + (row + t) % 200 for t in range(9 + row % 3)] for row in range(rows)])
-    ids_B1: Tensor = torch.arange(rows)[:, None]
-    start = time.process_time()
-    for _ in range(tokens):
-        x_B1D, state, _ = hidden(ids_B1, state, consume_state=True)
-        ids_B1 = model.head(x_B1D)[:, 0].argmax(-1, keepdim=True)
-    return rows * tokens / (time.process_time() - start)
-
-
-def measure(folder: Path, rows: int, tokens: int, repeats: int) -> dict[str, Any]:
-    model, _ = load_artifact(folder)
-    ways = {
-        "step": (False, 1),
-        "modules": (True, 1),
-        "step, batch": (False, rows),
-        "modules, batch": (True, rows),
-    }
-    speeds = take_turns(
-        {
-            name: lambda modules=modules, B=B: speed(
-                model, modules, B, max(2, tokens // (1 if B == 1 else 4))
-            )
-            for name, (modules, B) in ways.items()
-        },
-        repeats,
-    )
-    pairs = {
-        "one": ("step", "modules"),
-        "batch": ("step, batch", "step"),
-        "batch ways": ("step, batch", "modules, batch"),
-    }
-    return {
-        "tokens_per_second": {name: common.Spread.middle(values) for name, values in speeds.items()},
-        "ratios": {
-            name: common.ratios(speeds[a], speeds[b], common.Spread.middle) for name, (a, b) in pairs.items()
-        },
-    }
-
-
-def main() -> None:
-    parser = common.parser(__doc__ or "", threads=1, repeats=9)
-    parser.add_argument("--rows", type=int, default=16, help="rows of a batch (%(default)s)")
-    args: argparse.Namespace = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    if (found := Path(native.__file__).parents[2]) != Path.cwd():
+        raise SystemExit(f"this would measure {found}, not {Path.cwd()}")
+    spec = json.loads(sys.stdin.readline())
+    torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    native.set_threads(args.threads)
-    report = common.Report(args, TESTS, dtype="2-bit, ternary, int8", shapes=f"1 and {args.rows} rows")
+    native.set_threads(1)
+    model, _ = load_artifact(Path(spec["folder"]), cache_bytes=spec["cache"])
+    rows, clock = spec["rows"], time.process_time if spec["cache"] is None else time.perf_counter
+    with torch.inference_mode():
+        start = prefill(model, [[1 + (row + t) % 200 for t in range(9 + row % 3)] for row in range(rows)])[1]
+        steps = None if spec["modules"] else steps_of(model)
+        print("ready", flush=True)
+        for _ in sys.stdin:
+            state, ids_B1 = start.fork(), torch.arange(rows)[:, None]
+            _, _, state = stepped(model, steps, ids_B1, state)
+            before = clock()
+            for _ in range(spec["tokens"]):
+                _, logits_BV, state = stepped(model, steps, ids_B1, state)
+                ids_B1 = logits_BV.argmax(-1, keepdim=True)
+            print((clock() - before) / spec["tokens"], flush=True)
+
+
+class Side:
+    """The process of one side."""
+
+    def __init__(self, tree: Path, spec: dict[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--serve"], cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self.ask(json.dumps(spec))
+
+    def ask(self, line: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(line, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"a side ended with {self._process.wait()}: see above")
+        return answer
+
+    def end(self) -> None:
+        self._process.communicate()
+
+
+def in_turns(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a token, of each side and round; every other round the last begins."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for round in range(-WARM, rounds):
+        for name in list(sides)[:: 1 if round % 2 else -1]:
+            taken = float(sides[name].ask("turn"))
+            if round >= 0:
+                seconds[name].append(taken)
+    for side in sides.values():
+        side.end()
+    return seconds
+
+
+def main() -> int:
+    import common
+
+    from perspectron import presets
+    from perspectron.data import Tokenizer
+    from perspectron.stream.expert_file import ExpertLayout
+    from perspectron.stream.synthetic import synthesize
+
+    parser = common.parser(__doc__ or "", threads=1, repeats=9)
+    parser.add_argument(
+        "--tree", type=Path, help="checkout of the earlier commit (default: the modules, here)"
+    )
+    parser.add_argument("--models", nargs="*", help="some of those measured")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--slots", type=int, help="from disk, with so many experts in memory")
+    args = parser.parse_args()
+    report = common.Report(args, TESTS, dtype="2-bit, ternary, int8", shapes=f"rows {args.rows}")
     results, table = {}, []
-    for label, (name, sizes, experts, tokens) in (QUICK if args.quick else SIZES).items():
+    sizes = QUICK if args.quick else {name: SIZES[name] for name in args.models or SIZES}
+    for label, (preset, changes, experts, tokens) in sizes.items():
         with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary) / "artifact"
-            tokenizer = Tokenizer.train(["def read_lines(path):\n"], 260)
-            synthesize(
-                presets.get(name, **sizes), folder, lambda tokenizer=tokenizer: tokenizer, experts=experts
-            )
-            results[label] = found = measure(folder, args.rows, tokens, args.repeats)
-        spreads = [*found["tokens_per_second"].values(), *found["ratios"].values()]
-        table.append([label, *(spread.text() for spread in spreads)])
-    report.table(["model", "step", "modules", "step, batch", "modules, batch", "step / modules",
-                  "batch / one", "batch: step / modules"], table)  # fmt: skip
-    met = {
-        label: {bar: found["ratios"][bar].median >= least for bar, least in BARS.items()}
-        for label, found in results.items()
-    }
-    report.finish({"models": results, "bars": BARS, "met": met})
+            folder, config = Path(temporary) / "artifact", presets.get(preset, **changes)
+            synthesize(config, folder, lambda: Tokenizer.train(["def f():\n"], 260), experts=experts)
+            hidden = next(block.ffn.hidden for block in config.blocks if hasattr(block.ffn, "torus"))
+            cache = None if args.slots is None else args.slots * ExpertLayout(config.d_model, hidden).bytes
+            for rows in args.rows:
+                spec = {"folder": str(folder), "rows": rows, "cache": cache, "modules": False,
+                        "tokens": tokens if rows == 1 else max(2, tokens // 4)}  # fmt: skip
+                other = {"modules": True} if args.tree is None else {}
+                seconds = in_turns(
+                    {
+                        "before": Side((args.tree or common.ROOT).resolve(), spec | other),
+                        "now": Side(common.ROOT, spec),
+                    },
+                    args.repeats,
+                )
+                ratio = common.ratios(seconds["before"], seconds["now"], common.Spread.middle)
+                spreads = {
+                    name: common.Spread.middle([1e3 * s for s in taken]) for name, taken in seconds.items()
+                }
+                results[f"{label}, {rows}"] = spreads | {"ratio": ratio}
+                table.append([label, str(rows), *(spread.text() for spread in (*spreads.values(), ratio))])
+                report.say(" ".join(table[-1]))
+    report.table(["model", "rows", "before, ms", "now, ms", "before / now"], table)
+    missed = [name for name, found in results.items() if found["ratio"].median < BAR]
+    report.say(f"below {BAR}: {', '.join(missed) or 'nothing'}")
+    report.finish({"models": results, "bar": BAR, "missed": missed})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["--serve"]:
+        serve()
+    else:
+        raise SystemExit(main())

@@ -26,7 +26,6 @@ from perspectron.model.model import LanguageModel
 from perspectron.model.parts import TokenShift
 from perspectron.model.state import load_state, save_state
 from perspectron.presets.fit import small
-from perspectron.stream.step import Unsuited, check
 from perspectron.util.errors import ConfigError
 
 V, T = 40, 23
@@ -234,11 +233,6 @@ def test_mixes_start_spread_over_the_channels_and_do_not_decay():
 
 
 def test_where_it_is_not_computed_it_is_refused():
-    model = build("perspective")
-    with pytest.raises(Unsuited, match=r"model\.shift = True"):
-        check(model.config)
-    with pytest.raises(Unsuited, match=r"model\.first_values = True"):
-        check(replace(model.config, shift=False, first_values=True))
     with pytest.raises(
         ConfigError, match="first_values = True, must be false in mingru: its mixers have no values"
     ):

@@ -3,9 +3,12 @@
 Shapes: B batch.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -14,6 +17,7 @@ from perspectron.model.cache import Cache
 from perspectron.model.state import LMState
 from perspectron.native.tape import Unrecordable, memory
 
+ALIGNED = 64
 MOST_UNSETTLED = 8
 """Steps that may change the shape of a kind of state before it is taken for one that never settles."""
 
@@ -53,6 +57,28 @@ def like(state: LMState, rows: int, slots: Callable[[Cache], int] = lambda cache
         return part.new_zeros(rows, *part.shape[1:]) if isinstance(part, Tensor) else part
 
     return fill(state._map(made, is_leaf=is_cache))
+
+
+def overlaid(state: LMState, rows: int) -> LMState:
+    """`like` of a state without caches, whose layers have one memory for their numbers, each all of it: enough where
+    layers are read and written one after another, and in full size a state is a third of a gigabyte."""
+    sizes = [sum(ALIGNED + x[:1].nbytes * rows for x in pytree.tree_leaves(layer)) for layer in state.layers]
+    memory = np.zeros(max(sizes), np.uint8)
+
+    def placed(layer: Any) -> Any:
+        at = 0
+
+        def made(x: Any) -> Any:
+            nonlocal at
+            shape = (rows, *x.shape[1:])
+            if not x.is_floating_point() or x[:1].nbytes == 0:
+                return x.new_zeros(shape)
+            start, at = at, -(-(at + x[:1].nbytes * rows) // ALIGNED) * ALIGNED
+            return torch.frombuffer(memory, dtype=x.dtype, count=math.prod(shape), offset=start).view(shape)
+
+        return pytree.tree_map(made, layer)
+
+    return fill(dataclasses.replace(state, layers=tuple(map(placed, state.layers))))
 
 
 def fill(state: LMState) -> LMState:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from perspectron.decode.operations import HANDLERS
 from perspectron.native import tape
 from perspectron.native.tape import Tape, Unrecordable, memory
-from perspectron.ops import attention
+from perspectron.ops import attention, pdr
 from perspectron.ops.packed import packed_linear
 
 ASKED = (
@@ -50,6 +50,8 @@ class Recorder(Mode):
         self._dynamic = set(self.tape.bases)
         # Memory of constants that were made here; True if they hold nothing yet.
         self._constant = dict[int, bool]()
+        self.rehearses = False
+        """While it is true, nothing is called aside."""
         self.read = list[Tensor]()
         """Weights and other tensors of which something was made or asked that runs do not make or ask again."""
 
@@ -123,17 +125,32 @@ class Recorder(Mode):
         self._dynamic.add(memory(out))
         return out
 
-    def aside(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
-        """The result of a function of tensors, for a part of the model whose operations depend on the numbers: a run
-        calls it between two parts of the tape."""
+    def scanned(
+        self, q_B1R: Tensor, k_B1R: Tensor, v_B1D: Tensor, gamma_B1D: Tensor, state_BDR: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`ops.pdr.scan` of one token by the kernel, which goes through the state once."""
+        self._open(state_BDR)
+        with _disable_current_modes():
+            out = torch.zeros_like(v_B1D, memory_format=torch.contiguous_format)
+            tape.scan(self.tape, out, q_B1R, k_B1R, v_B1D, gamma_B1D, state_BDR)
+        self._dynamic.add(memory(out))
+        return out, state_BDR
+
+    def aside(self, function: Callable[..., Tensor], x: Tensor, *more: Tensor) -> Tensor:
+        """The result of a function of tensors, shaped as the first, for a part of the model whose operations depend on
+        the numbers: a run calls it between two parts of the tape. While a tape is rehearsed, the first tensor itself
+        takes its place: neither memory nor a disk is asked for experts that no text wants."""
+
+        def result() -> Tensor:
+            return x if self.rehearses else function(x, *more)
 
         @torch.inference_mode()
         def again() -> None:
-            out.copy_(function(*given))
+            out.copy_(result())
 
-        self.tape.call(again, given)
+        self.tape.call(again, (x, *more))
         with _disable_current_modes():
-            out = function(*given).clone(memory_format=torch.contiguous_format)
+            out = result().clone(memory_format=torch.contiguous_format)
         self._dynamic.add(memory(out))
         return out
 
@@ -198,10 +215,17 @@ class Beside(Mode):
         with _disable_current_modes():
             return attention.stepped(q_BH1K, ring, at, scale=scale)
 
-    def aside(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
-        """The result of a function of tensors."""
+    def scanned(
+        self, q_B1R: Tensor, k_B1R: Tensor, v_B1D: Tensor, gamma_B1D: Tensor, state_BDR: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`ops.pdr.scan`, as the modules have it."""
         with _disable_current_modes():
-            return function(*given)
+            return pdr.scan(q_B1R, k_B1R, v_B1D, gamma_B1D, state_BDR, scale=1, consume_state=True)
+
+    def aside(self, function: Callable[..., Tensor], x: Tensor, *more: Tensor) -> Tensor:
+        """The first of the tensors, as a rehearsal has it."""
+        with _disable_current_modes():
+            return x.clone()
 
     def _run(self, end: int) -> None:
         self._tape.advance(self._places, self._at, end)

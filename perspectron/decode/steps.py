@@ -21,10 +21,18 @@ from torch.nn.modules import module as everywhere
 
 from perspectron import native
 from perspectron.decode.graphs import Graphs
-from perspectron.decode.held import MOST_UNSETTLED, Unsettled, caches, like, settled, tensors, with_caches
+from perspectron.decode.held import (
+    MOST_UNSETTLED,
+    Unsettled,
+    caches,
+    like,
+    overlaid,
+    settled,
+    tensors,
+    with_caches,
+)
 from perspectron.decode.recorder import Beside, Recorder, near
 from perspectron.decode.witness import Witness
-from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import Routed
 from perspectron.model.cache import Cache
 from perspectron.model.model import LanguageModel
@@ -32,13 +40,13 @@ from perspectron.model.state import LMState
 from perspectron.native import tape
 from perspectron.native.tape import Stale, Unrecordable, memory, places_of
 from perspectron.ops.dispatch import check_consumed, owned, watched
-from perspectron.quant.linear import QuantEmbedding, QuantLinear
 
 ROWS = 8
 """Rows of a larger batch that take a step together. Their number is a multiple of it (`decode.batch.WIDTH`), so that a
 row has the same bits in batches of any size."""
-MOST_BYTES = 1 << 30
-"""Bytes of a state up to which its step is recorded, which takes three times as many for a moment."""
+SMALL_BYTES, MOST_BYTES = 1 << 24, 1 << 30
+"""Bytes of a state up to which each recording is checked with whole states, which takes three times as many for a
+moment; and up to which it is where a step does not write into the state's own memory."""
 MOST_RECORDINGS = 16
 """Recordings of a model that are kept."""
 WITNESSED = 64, 32 << 10
@@ -95,11 +103,9 @@ class Steps:
 
     def __init__(self, model: LanguageModel, told: str | None = None) -> None:
         self._model, self.witness, self.told = weakref.ref(model), Witness(model), told
-        routed = [module for module in model.modules() if isinstance(module, Routed)]
-        self._one_row = any(isinstance(module, RoutedSwiGLU) for module in routed)
+        self._routed = any(isinstance(module, Routed) for module in model.modules())
         on_cpu = all(x.device.type == "cpu" for x in (*model.parameters(), *model.buffers()))
-        fetched = not all(isinstance(module, RoutedSwiGLU) for module in routed)
-        self.plain = on_cpu and not fetched and not self.witness.patched and model.dtype is torch.float32
+        self.plain = on_cpu and not self.witness.patched and model.dtype is torch.float32
         self._ids = model.config.vocab_size
         self._refused, self._unsettled = set[Any](), Counter[Any]()
         self._made = dict[Any, _Recording | None]()
@@ -139,20 +145,20 @@ class Steps:
         model, B = self._model(), state.batch_size
         assert model is not None
         model.own(state)
-        if state.nbytes > MOST_BYTES or any(x.device.type != "cpu" for x in tensors(state)):
+        growing = caches(state) or state.length_B is not None
+        if (growing and state.nbytes > MOST_BYTES) or any(x.device.type != "cpu" for x in tensors(state)):
             return None
-        if B > 1 and self._one_row:  # the modules read the weights of an expert once for all rows
-            return None
-        if (B > ROWS and B % ROWS) or any(cache.used == 0 for cache in caches(state)):
+        rows = B if self._routed else min(B, ROWS)  # the weights of an expert are read once for all rows
+        if B % rows or any(cache.used == 0 for cache in caches(state)):
             return None
         leaves, spec = pytree.tree_flatten(_roomy(state))
         leaves = [owned(x, True).contiguous() if isinstance(x, Tensor) else x for x in leaves]
         taken: LMState = dataclasses.replace(pytree.tree_unflatten(leaves, spec), model=model.number)
         parts = tensors(taken)
         kind = spec, B > 1, *(x.dtype for x in parts)
-        key = kind, min(B, ROWS), *(x.shape[1:] for x in parts)
+        key = kind, rows, *(x.shape[1:] for x in parts)
         if key not in self._made:
-            self._made[key] = None if kind in self._refused else self._recorded(model, taken, kind)
+            self._made[key] = None if kind in self._refused else self._recorded(model, taken, rows, kind)
         recording = self._made[key] = self._made.pop(key)  # the latest is the last
         if len(self._made) > MOST_RECORDINGS:
             del self._made[next(iter(self._made))]
@@ -163,11 +169,11 @@ class Steps:
                 return None
         return recording
 
-    def _recorded(self, model: LanguageModel, state: LMState, kind: Any) -> "_Recording | None":
+    def _recorded(self, model: LanguageModel, state: LMState, rows: int, kind: Any) -> "_Recording | None":
         """A recording. One that is refused is so for states of this kind in all shapes, unless some has been made, and
         for the same reason it is said once of a model."""
         try:
-            return _Recording(model, state)
+            return _Recording(model, state, rows)
         except Exception as reason:  # whatever it was, the modules can do it
             self._unsettled[kind] += isinstance(reason, Unsettled)
             if isinstance(reason, Unsettled) and self._unsettled[kind] <= MOST_UNSETTLED:
@@ -187,16 +193,18 @@ class _Recording:
     """The step of a few rows whose state has these shapes. state: of all rows, what the next step goes on from.
     batch_size: rows of that state. left: tokens that it has room for, in positions and in slots of caches."""
 
-    def __init__(self, model: LanguageModel, state: LMState) -> None:
+    def __init__(self, model: LanguageModel, state: LMState, rows: int) -> None:
         self.state: LMState | None = None
-        self._rows = rows = min(ROWS, state.batch_size)
+        self._rows = rows
         self._positions = model.config.positions
-        traced = like(state, rows)
+        large = state.nbytes > SMALL_BYTES and not caches(state) and state.length_B is None
+        traced = overlaid(state, rows) if large else like(state, rows)
         bases, ids_B1 = tensors(traced), torch.ones(rows, 1, dtype=torch.int64)
         hidden_BD, logits_BV = (
             torch.empty(rows, n, dtype=model.dtype) for n in (model.config.d_model, model.config.vocab_size)
         )
         recorder = Recorder([ids_B1, hidden_BD, logits_BV, *bases])
+        recorder.rehearses = True
         with recorder:
             hidden_B1D, after, _ = model.hidden(ids_B1, traced, consume_state=True)
             hidden_BD.copy_(hidden_B1D[:, 0])
@@ -213,14 +221,23 @@ class _Recording:
         weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         self._tape.done(recorder.read, max(weights // WITNESSED[0], WITNESSED[1]))
         self.same = self._tape.same
-        self._check(model, like(state, rows), like(state, rows))
+        apart = [memory(end) != memory(x) for x, end in zip(bases, tensors(after), strict=True)]
+        large = large and not any(
+            moved and x.is_floating_point() for moved, x in zip(apart, bases, strict=True)
+        )
+        if state.nbytes > MOST_BYTES and not large:
+            raise Unrecordable("a state of too many bytes")
+        whole = overlaid if large else like
+        self._check(model, whole(state, rows), whole(state, rows))
+        recorder.rehearses = False
         self.leave()
 
     def _check(self, model: LanguageModel, recorded: LMState, given: LMState) -> None:
-        """Unrecordable unless two steps, of other tokens, give what the modules give. What packed products read is
-        rounded to 8 bits. Another last bit may round another way, and the next layers make more of it: there, recording
-        and modules go side by side, and the modules go on with what the recording has."""
-        packed = any(isinstance(module, QuantLinear | QuantEmbedding) for module in model.modules())
+        """Unrecordable unless two steps, of other tokens, give what the modules give, both without what is called
+        aside. What packed products read is rounded to 8 bits. Another last bit may round another way, and the next
+        layers make more of it: there, recording and modules go side by side, and the modules go on with what the
+        recording has."""
+        together = self._tape.calls or self._tape.products
         self.take(recorded)
         for id in (0, model.config.vocab_size - 1):
             ids_B1, wanted = torch.full((self._rows, 1), id), list[Tensor]()
@@ -234,12 +251,11 @@ class _Recording:
                 with Beside(self._tape, places):
                     modules()
 
-            if not packed:
+            if not together:
                 modules()
-            hidden_BD, logits_BV, recorded = self.step(ids_B1, beside if packed else self._tape.run)
-            rows = range(self._rows)  # selected, a cache has no more slots than are filled
-            wanted += tensors(given.select(rows))
-            found = [hidden_BD, logits_BV, *tensors(recorded.select(rows))]
+            hidden_BD, logits_BV, recorded = self.step(ids_B1, beside if together else self._tape.run)
+            wanted += _filled(given)
+            found = [hidden_BD, logits_BV, *_filled(recorded)]
             if not all(map(near, found, wanted)):
                 raise Unrecordable("it does not give what the modules give")
 
@@ -277,6 +293,11 @@ class _Recording:
         for cache in self._caches:  # no other state has them: they were made when this one was taken
             object.__setattr__(cache, "used", cache.used + 1)
         return hidden_BD, logits_BV, self.state
+
+
+def _filled(state: LMState) -> list[Tensor]:
+    """The tensors of a state, of caches the slots that are filled."""
+    return tensors(state.select(range(state.batch_size)) if caches(state) else state)
 
 
 def _roomy(state: LMState) -> LMState:

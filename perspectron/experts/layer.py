@@ -118,8 +118,7 @@ class RoutedSwiGLU(Routed):
     ) -> tuple[Tensor, dict[str, Term]]:
         """views: from which the rows choose their experts; None: as in training."""
         if (tape := recorder()) is not None and views is None and reset_BT is None and pad_BT is None:
-            more = [] if self.config.reads == "stream" or context_BTD is None else [context_BTD]
-            return tape.aside(lambda *read: self(*read)[0], x_BTD, *more), {}
+            return self.aside(tape, x_BTD, context_BTD), {}
         x_ND = x_BTD.flatten(0, 1)
         learns = torch.is_grad_enabled()
         with torch.set_grad_enabled(learns and self.config.gate != "none"):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -286,6 +286,12 @@ class FixedRouter(Router):
             return Distances(out_NA[:, :0], self._powered(-out_NA))
         return self._around(out_NA, place_EA)
 
+    def nearest(self, x_ND: Tensor) -> Tensor:
+        """The expert of each token [N], as `select` has it."""
+        if x_ND.device.type == "cpu" and native.wanted():
+            return native.route(x_ND.float().contiguous(), *self.used)[2]
+        return self.select(self.distances(x_ND))
+
 
 class Routed(nn.Module):
     """A layer that has a router, whose parameters it holds under the names that checkpoints know."""
@@ -317,6 +323,13 @@ class Routed(nn.Module):
         require(context_BTD is not None, "reads", "mixer", "stream in a layer without a mixer")
         assert context_BTD is not None
         return context_BTD
+
+    def aside(self, tape: Any, x_BTD: Tensor, context_BTD: Tensor | None) -> Tensor:
+        """The output for a recorder (`ops.dispatch.recorder`), which leaves the layer to be called by each run: which
+        expert computes depends on the numbers."""
+        more = [] if self.config.reads == "stream" or context_BTD is None else [context_BTD]
+        out_BTD: Tensor = tape.aside(lambda *read: self(*read)[0], x_BTD, *more)
+        return out_BTD
 
     @property
     def router(self) -> Router:

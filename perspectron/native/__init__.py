@@ -26,12 +26,15 @@ rank, F hidden width.
 """
 
 import logging
+from collections.abc import Callable, Sequence
+from ctypes import c_int64
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from perspectron.native.library import load
+from perspectron.util.errors import BackendError
 
 FORMATS = ("ternary", "2bit", "4bit", "int8")
 ROWS = {"ternary": 5, "2bit": 4, "4bit": 2, "int8": 1}
@@ -98,19 +101,36 @@ def linear(x_TK: Tensor, codes: Tensor, scales: Tensor, format: str, N: int) -> 
     return y_TN
 
 
+class SwiGLU:
+    """W_down (silu(W_gate x) · (W_up x)), the hidden vector quantised again. Matrices are pairs of codes and scales,
+    which are checked once and stay where they are."""
+
+    def __init__(self, gate: Pair, up: Pair, down: Pair, format: str, F: int, D: int) -> None:
+        self._kept, self._width, pointers = (gate, up, down), D, []
+        for (codes, scales), N, K in ((gate, F, D), (up, F, D), (down, D, F)):
+            check_matrix(codes, scales, format, N, K)
+            pointers += [codes.data_ptr(), scales.data_ptr()]
+        self._matrices = D, F, *pointers, FORMATS.index(format)
+        self._call = _library().pspx_swiglu
+
+    def __call__(self, x_TD: Tensor, y_TD: Tensor, rows: Sequence[int] | None = None) -> Tensor:
+        """y, which is written into, of x. rows: those that are read and written, each once; None: all."""
+        T = count = len(x_TD)
+        for tensor in (x_TD, y_TD):
+            _check(tensor, torch.float32, (T, self._width))
+        where = None
+        if rows is not None and (count := len(rows)) < T:
+            if not (min(rows) >= 0 and max(rows) < T):
+                raise ValueError(f"rows = {rows}, must be in 0 … {T - 1}")
+            where = (c_int64 * count)(*rows)
+        self._call(x_TD.data_ptr(), count, where, *self._matrices, y_TD.data_ptr(), threads())
+        return y_TD
+
+
 def swiglu(x_TD: Tensor, gate: Pair, up: Pair, down: Pair, format: str, F: int) -> Tensor:
-    """y [T,D] = W_down (silu(W_gate x) · (W_up x)), the hidden vector quantised again; pairs of codes and scales."""
-    T, D = x_TD.shape
+    """y [T,D] of x [T,D], see `SwiGLU`."""
     _check(x_TD, torch.float32)
-    pointers = []
-    for (codes, scales), N, K in ((gate, F, D), (up, F, D), (down, D, F)):
-        check_matrix(codes, scales, format, N, K)
-        pointers += [codes.data_ptr(), scales.data_ptr()]
-    y_TD = _empty(x_TD, T, D)
-    _library().pspx_swiglu(
-        x_TD.data_ptr(), T, None, D, F, *pointers, FORMATS.index(format), None, y_TD.data_ptr(), threads()
-    )
-    return y_TD
+    return SwiGLU(gate, up, down, format, F, x_TD.shape[1])(x_TD, _empty(x_TD, *x_TD.shape))
 
 
 def route(
@@ -185,6 +205,17 @@ def peak(threads: int) -> float:
 def padded(K: int) -> int:
     """S: K rounded up to 64."""
     return -(-K // 64) * 64
+
+
+@cache
+def function(name: str, *arguments: type) -> Callable[..., None]:
+    """A function of the library with the types of its arguments, which a design declares itself. BackendError: the
+    library was built without the file of that design's kernels."""
+    if not hasattr(_library(), name):
+        raise BackendError(f"backend = 'native' cannot run: the library was built without {name}")
+    found: Callable[..., None] = getattr(_library(), name)
+    found.argtypes, found.restype = arguments, None  # type: ignore[attr-defined]
+    return found
 
 
 def _library():  # type: ignore[no-untyped-def]  # noqa: ANN202

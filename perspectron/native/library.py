@@ -26,12 +26,9 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "pspx_poison": ([_INT], None),
     "pspx_linear": ([_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT, _LONG, _POINTER, _INT], None),
     "pspx_swiglu": (
-        [_POINTER, _LONG, _POINTER, _LONG, _LONG, *[_POINTER] * 6, _INT, _POINTER, _POINTER, _INT],
+        [_POINTER, _LONG, _POINTER, _LONG, _LONG, *[_POINTER] * 6, _INT, _POINTER, _INT],
         None,
     ),
-    "pspx_norm": ([_POINTER, _POINTER, ctypes.c_double, _LONG, _LONG, _POINTER], None),
-    "pspx_step_pdr": ([_POINTER, _POINTER, _LONG, *[_POINTER] * 2, _LONG, _POINTER, _INT], _INT),
-    "pspx_step_gqa": ([_POINTER, _POINTER, _LONG, *[_POINTER] * 3, _LONG, *[_POINTER] * 4, _INT], _INT),
     "pspx_route": (
         [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, *[_POINTER] * 3],
         None,
@@ -66,13 +63,6 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
         None,
     ),
     "pspx_turn": ([_POINTER, _INT, *[_POINTER] * 2, *[_LONG] * 4, _POINTER, _INT], None),
-    "pspx_drm": ([*[_POINTER] * 3, _INT], None),
-    "pspx_drm_backward": ([*[_POINTER] * 3, _INT], None),
-    "pspx_gru": ([*[_POINTER] * 2, ctypes.c_double, _POINTER, *[_LONG] * 4, *[_POINTER] * 3, _INT], None),
-    "pspx_gru_backward": (
-        [*[_POINTER] * 2, ctypes.c_double, *[_POINTER] * 5, *[_LONG] * 4, *[_POINTER] * 2, _INT],
-        None,
-    ),
     "pspx_tape": ([_POINTER, _LONG, _POINTER, _INT], _LONG),
     "pspx_read": ([_POINTER, _LONG, _INT], ctypes.c_uint64),
     "pspx_peak": ([_INT], ctypes.c_double),

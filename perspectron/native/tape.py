@@ -23,13 +23,13 @@ CODES = (
     "log1p", "sine", "cosine", "tanh", "sigmoid", "silu", "softplus", "log_sigmoid", "gelu", "gelu_tanh", "root",
     "inverse_root", "inverse", "magnitude", "sum", "norm", "any", "most", "fewest", "softmax", "rms_norm", "layer_norm",
     "gather", "scatter", "cholesky", "solve", "product", "attend", "packed",
-    "same",
+    "scan", "same",
 )  # fmt: skip
 KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bool: 3, torch.uint8: 3}
-FLOATS = ("softmax", "rms_norm", "layer_norm", "cholesky", "solve", "product", "attend", "packed")
+FLOATS = ("softmax", "rms_norm", "layer_norm", "cholesky", "solve", "product", "attend", "packed", "scan")
 """Instructions whose result and first operand are float32."""
 DIMENSIONS = 5
-OPERANDS = 5
+OPERANDS = 6
 _OPERAND = np.dtype(
     [("base", np.int64), ("offset", np.int64), ("kind", np.int64), ("stride", np.int64, DIMENSIONS)]
 )
@@ -95,10 +95,12 @@ class Tape:
     def __init__(self, bases: Sequence[Tensor]) -> None:
         self.bases = {memory(x): (1 + i, x.data_ptr()) for i, x in enumerate(bases)}
         self.kept, self.used = list[Tensor](), set[int]()
+        self.quantised: tuple[object, ...] = ()
+        """What the last packed product reads, where nothing has been written since."""
         # Packed products: the number of each instruction, what it reads and its result.
         self.products = list[tuple[int, Tensor, Tensor]]()
         self._made = list[np.ndarray]()
-        self._calls = list[tuple[int, Callable[[], object]]]()
+        self.calls = list[tuple[int, Callable[[], object]]]()
         # The address of the first instruction, how many there are, and what is called after them.
         self._parts = list[tuple[int, int, Callable[[], object] | None]]()
         self._tape = np.zeros(0, _INSTRUCTION)
@@ -123,13 +125,15 @@ class Tape:
                 raise Unrecordable(f"{code} of {tensor.dtype}")
             self.kept.append(tensor)
             self.used.add(memory(tensor))
+        if self.quantised and self.quantised[0] in (memory(operands[0]), memory(operands[-1])):
+            self.quantised = ()
         self._made.append(made)
 
     def call(self, function: Callable[[], object], read: Sequence[Tensor]) -> None:
         """Have Python do something between two instructions, with memory that stays where it is."""
         if any(memory(x) in self.bases for x in read):
             raise Unrecordable("a call that reads the state itself")
-        self._calls.append((len(self._made), function))
+        self.calls.append((len(self._made), function))
         self.used |= {memory(x) for x in read}
 
     def done(self, read: Sequence[Tensor] = (), most: int | None = None) -> None:
@@ -149,7 +153,7 @@ class Tape:
         self.products = [(at + self._checks, x, y) for at, x, y in self.products]
         self.kept = [x for x in self.kept if memory(x) in self.used and memory(x) not in self.bases]
         self._tape = np.stack(self._made) if self._made else self._tape
-        calls = [*((end + self._checks, call) for end, call in self._calls), (len(self._tape), None)]
+        calls = [*((end + self._checks, call) for end, call in self.calls), (len(self._tape), None)]
         starts = [0, *(end for end, _ in calls[:-1])]
         first, apart = self._tape.ctypes.data, _INSTRUCTION.itemsize
         self._native = _library().pspx_tape
@@ -334,4 +338,15 @@ def packed(tape: Tape, out: Tensor, x: Tensor, codes: Tensor, scales: Tensor, fo
     operands = (out, contiguous(tape, x), codes, scales.view(torch.uint8))
     axes = Axes.of((1, 1, T, N, K), *[[0] * DIMENSIONS] * len(operands))
     tape.products.append((len(tape), operands[1], out))
-    tape.write("packed", axes, operands, (FORMATS.index(format),))
+    reads = memory(operands[1]), operands[1].data_ptr(), T, K
+    tape.write("packed", axes, operands, (FORMATS.index(format), reads == tape.quantised))
+    tape.quantised = reads
+
+
+def scan(tape: Tape, out: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) -> None:
+    """One token of `native.pdr_scan`: out [B,1,D], and the state [B,D,R] in place."""
+    if not state.is_contiguous():
+        raise Unrecordable("a state of a scan whose numbers do not lie together")
+    operands = (out, *(contiguous(tape, x) for x in (q, k, v, gamma)), state)
+    axes = Axes.of((1, 1, *state.shape), *[[0] * DIMENSIONS] * len(operands))
+    tape.write("scan", axes, operands)

@@ -70,6 +70,11 @@ def swiglu(x: Tensor, gate: Packed, up: Packed, down: Packed, *, backend: str = 
     return y_TD.view(*x.shape[:-1], down.shape[0])
 
 
+def by_native(x: Tensor) -> bool:
+    """True if `native.SwiGLU` may be called with x, where `swiglu` would come to it."""
+    return x.is_cpu and x.dtype is torch.float32 and x.is_contiguous() and _plain(x) and native.wanted()
+
+
 def _linear(x_TK: Tensor, packed: Packed, backend: str) -> Tensor:
     x = x_TK.to(torch.float32).contiguous()
     backend = _backend(x, backend, packed)

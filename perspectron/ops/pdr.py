@@ -67,6 +67,8 @@ def scan(
     q = q * (R**-0.5 if scale is None else scale)
     if backend == "reference":
         return reference(q, k, v, gamma, state)
+    if T == 1 and (tape := dispatch.recorder()) is not None and dtype is torch.float32:
+        return tape.scanned(q, k, v, gamma, dispatch.owned(state, consume_state))
     if v.numel() > 0 and on_gpu.wanted(backend, R, q, k, v, gamma, state):
         owned = dispatch.owned(state, consume_state) if dispatch.gradients_off() else state
         return on_gpu.pdr(q, k, v, gamma, owned)

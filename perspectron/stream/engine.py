@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.layer import RoutedSwiGLU
-from perspectron.experts.router import RoutedConfig, Views
+from perspectron.experts.router import RoutedConfig
 from perspectron.model.block import Block
 from perspectron.model.model import LanguageModel
-from perspectron.model.state import LMState
 from perspectron.ops import packing
-from perspectron.ops.dispatch import recorder
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.stream import artifact, tensors
 from perspectron.stream.artifact import SHARED, TOKENIZER, Header, Manifest
@@ -28,7 +26,6 @@ from perspectron.stream.expert_file import ExpertLayout
 from perspectron.stream.experts import PackedExperts
 from perspectron.stream.reader import Method, ShardFile
 from perspectron.stream.speed import METHODS, Disk, probe
-from perspectron.stream.step import Step, step_of
 from perspectron.stream.usage import Usage
 from perspectron.util.config import require
 from perspectron.util.errors import ArtifactError, ConfigError, DataError
@@ -40,8 +37,7 @@ AHEAD = 2  # layers whose experts are guessed, so that the disk has work until t
 
 
 class StreamedModel(LanguageModel):
-    """The model of an artifact, for inference only: its numbers and modules stay as they are from the first token on.
-    Where hooks look on, the modules run each step."""
+    """The model of an artifact, for inference only."""
 
     cache: ShardCache | None = None
     digest = plan = ""
@@ -49,8 +45,6 @@ class StreamedModel(LanguageModel):
     def __init__(self, header: Header) -> None:
         super().__init__(header.model)
         self.header = header
-        self._step: Step | None = None
-        self._looked = False
         self._copies: DeviceExperts | None = None
         for name, format in header.quant.items():
             self._pack(name, format)
@@ -80,56 +74,16 @@ class StreamedModel(LanguageModel):
 
     def attach(self, source: ExpertSource, *, predict: bool) -> None:
         """Take experts from `source`; predict: hint what the next layers may want."""
-        self._step, self._looked = None, False
         for index, ffn in enumerate(self.routed):
             ffn.source = source
             ffn.following = tuple(self.routed[index + 1 : index + 1 + AHEAD]) if predict else ()
-
-    def hidden(
-        self,
-        ids_BT: Tensor | None = None,
-        state: LMState | None = None,
-        *,
-        inputs_embeds: Tensor | None = None,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-        consume_state: bool = False,
-        views: Views | None = None,
-    ) -> tuple[Tensor, LMState, dict[str, Term]]:
-        """The head's input, as for any model; one token of each row takes the shorter way, where there is one."""
-        others = inputs_embeds is not None or reset_BT is not None or views is not None
-        if state is None or ids_BT is None or others or not self._steps(ids_BT, state):
-            return super().hidden(
-                ids_BT,
-                state,
-                inputs_embeds=inputs_embeds,
-                reset_BT=reset_BT,
-                pad_BT=pad_BT,
-                consume_state=consume_state,
-                views=views,
-            )
-        assert self._step is not None
-        state = state if consume_state else state.fork()
-        pad_B = None if pad_BT is None else pad_BT[:, 0]
-        x_BD, state = self._step(self.placed(self.embedding(ids_BT), None)[0][:, 0], state, pad_B)
-        return self.norm(x_BD)[:, None], state, {}
 
     def terms(self, logits_BTV: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> dict[str, Term]:
         """None: a packed model is not trained."""
         return {}
 
-    def _steps(self, ids_BT: Tensor, state: LMState) -> bool:
-        if recorder() is not None or not torch.is_inference_mode_enabled() or self.training:
-            return False
-        if ids_BT.shape != (state.batch_size, 1):
-            return False
-        if not self._looked:
-            self._step, self._looked = step_of(self), True
-        return self._step is not None and not any(self._step.hooks) and self._step.takes(state)
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self._step, self._looked = None, False
         if self.cache is not None:
             self._place(self.cache)
         return self

@@ -13,18 +13,18 @@ header follows from them, so a file is refused if a single byte of its header di
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from xxhash import xxh3_64
 
+from perspectron import native
 from perspectron.experts.router import MOST_EXPERTS
 from perspectron.ops.packing import MAX_COLUMNS, Packed, check, sizes
 from perspectron.stream import tensors
@@ -40,12 +40,22 @@ MAX_HEADER = 2 << 20
 MAX_LAYER = 65535
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True)
+class Shard:
     """One expert: gate and up [hidden, d_model], down [d_model, hidden]."""
 
     gate: Packed
     up: Packed
     down: Packed
+
+    def __iter__(self) -> Iterator[Packed]:
+        return iter((self.gate, self.up, self.down))
+
+    @cached_property
+    def network(self) -> native.SwiGLU:
+        """The expert as the native library has it."""
+        gate, up, down = ((matrix.codes, matrix.scales) for matrix in self)
+        return native.SwiGLU(gate, up, down, self.gate.format, *self.gate.shape)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from perspectron.experts.router import Distances, FixedRouter, Routed, RoutedConfig, Views
 from perspectron.ops import packed
+from perspectron.ops.dispatch import recorder
 from perspectron.stream.cache import ExpertSource
 from perspectron.stream.expert_file import Shard
 from perspectron.util.config import require
@@ -58,33 +59,42 @@ class PackedExperts(Routed):
     ) -> tuple[Tensor, dict[str, Term]]:
         """Padding takes no expert, and gives 0. views: from which the rows choose their experts."""
         require(not self.training, "training", True, "False: packed experts do not learn, call eval()")
+        if (tape := recorder()) is not None and views is None and reset_BT is None and pad_BT is None:
+            return self.aside(tape, x_BTD, context_BTD), {}
         x_ND = x_BTD.flatten(0, 1)
         gate_N = None
         read_ND = self.read(x_BTD, context_BTD).flatten(0, 1)
+        if views is None and self.config.gate != "soft":
+            expert_N = self.router.nearest(read_ND)
+        else:
+            expert_N, gate_N = self._seen(read_ND, views)
+        if pad_BT is not None:
+            expert_N = expert_N.masked_fill(pad_BT.flatten(), -1)
+        y_ND = torch.zeros_like(x_ND)
+        by_native = packed.by_native(x_ND)
+        for rows, shard in self.visit(*self._wanted(expert_N, read_ND)):
+            if by_native:
+                shard.network(x_ND, y_ND, rows)
+            else:
+                row_n = torch.tensor(rows, device=x_ND.device)
+                y_ND.index_copy_(0, row_n, packed.swiglu(x_ND.index_select(0, row_n), *shard))
+        if gate_N is not None:
+            y_ND = y_ND * gate_N.to(y_ND.dtype)[:, None]
+        return y_ND.view_as(x_BTD), {}
+
+    def _seen(self, read_ND: Tensor, views: Views | None) -> tuple[Tensor, Tensor | None]:
+        """The experts of tokens by their views, and of a soft router the gates, each token for itself."""
         distances = self.router.distances(read_ND)
         expert_N = base_N = self.router.select(distances)
         if views is not None:
             expert_N = self.router.seen(distances, base_N, views)
-        if self.config.gate == "soft":
-            of_N = expert_N if views is not None and views.gate == "own" else base_N
-            alone = (
-                (Distances(q_A[None], d_E[None]), e[None])
-                for q_A, d_E, e in zip(*distances, of_N, strict=True)
-            )
-            gate_N = torch.cat([self.router.gates(*one) for one in alone])
-        if pad_BT is not None:
-            expert_N = expert_N.masked_fill(pad_BT.flatten(), -1)
-        y_ND = torch.zeros_like(x_ND)
-        for rows, shard in self.visit(*self._wanted(expert_N, read_ND)):
-            if len(rows) == len(x_ND):
-                y_ND = packed.swiglu(x_ND, shard.gate, shard.up, shard.down)
-            else:
-                row_n = torch.tensor(rows, device=x_ND.device)
-                y_nD = packed.swiglu(x_ND.index_select(0, row_n), shard.gate, shard.up, shard.down)
-                y_ND.index_copy_(0, row_n, y_nD)
-        if gate_N is not None:
-            y_ND = y_ND * gate_N.to(y_ND.dtype)[:, None]
-        return y_ND.view_as(x_BTD), {}
+        if self.config.gate != "soft":
+            return expert_N, None
+        of_N = expert_N if views is not None and views.gate == "own" else base_N
+        alone = (
+            (Distances(q_A[None], d_E[None]), e[None]) for q_A, d_E, e in zip(*distances, of_N, strict=True)
+        )
+        return expert_N, torch.cat([self.router.gates(*one) for one in alone])
 
     def visit(
         self, experts: list[int], guesses: Callable[[], list[list[int]]]
@@ -119,5 +129,4 @@ class PackedExperts(Routed):
         return experts, lambda: guesses
 
     def _guesses(self, x_ND: Tensor) -> list[Tensor]:
-        routers = [layer.router for layer in self.following]
-        return [router.select(router.distances(x_ND)) for router in routers]
+        return [layer.router.nearest(x_ND) for layer in self.following]

@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.designs.perspective.pdr import GATE_BIAS
 from perspectron.experts.router import RoutedConfig
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
@@ -137,25 +136,31 @@ def _shared(header: Header, seed: int) -> dict[str, Spec]:
             chunks = partial(draw.codes, seed + 7919 * index)
             specs[f"{name}.codes"] = Spec(module.codes.dtype, tuple(module.codes.shape), chunks)
             specs[f"{name}.scales"] = tensors.spec(draw.scales())
-    random = torch.Generator().manual_seed(seed)
-    for name, tensor in model.state_dict().items():
-        if name not in specs:
-            specs[name] = tensors.spec(_small(name, tensor, random))
-    return specs
+    _begin(model, torch.Generator().manual_seed(seed))
+    return {
+        name: tensors.spec(tensor) for name, tensor in model.state_dict().items() if name not in specs
+    } | specs
 
 
-def _small(name: str, tensor: Tensor, random: torch.Generator) -> Tensor:
-    """A tensor that is not packed: norms 1, a router whose queries fall anywhere, the decay's bias, else 0."""
-    made = torch.zeros(tensor.shape, dtype=tensor.dtype)
-    if name.endswith("norm.weight"):
-        made.fill_(1)
-    elif name.endswith("route_proj.weight"):
-        made.normal_(generator=random)
-    elif name.endswith("route_proj.bias"):
-        made.uniform_(generator=random)
-    elif name.endswith("p_proj.bias"):
-        made.fill_(GATE_BIAS)
-    return made
+@torch.no_grad()
+def _begin(model: LanguageModel, random: torch.Generator) -> None:
+    """Make the tensors that are not packed, as their modules begin: norms 1, a router's matrix normal, the rest 0 or as
+    a module says itself."""
+    for module in model.modules():
+        packed = ("codes", "scales") if isinstance(module, QuantLinear | QuantEmbedding) else ()
+        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is not None and name not in packed:
+                    made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+                    table[name] = nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
+        if isinstance(module, nn.RMSNorm | nn.LayerNorm):
+            module.weight.fill_(1)
+        elif isinstance(module, nn.Linear):
+            module.weight.normal_(generator=random)
+    for module in model.modules():
+        if callable(own := getattr(module, "init_weights", None)):
+            own(random)
 
 
 def _layer(path: Path, *, layer: int, experts: int, config: ModelConfig, seed: int) -> None:

@@ -33,8 +33,6 @@ pytestmark = [
     pytest.mark.cpu_only("recordings are steps on the CPU"),
 ]
 DESIGNS = list(presets.DESIGNS)
-EXPERTS = ("perspective-experts",)
-"""The design whose batches are left to the modules, which read an expert once for all rows."""
 FORMATS = ("2bit", "4bit", "int8")
 VARIANTS = [
     "perspective2[gated=true]", "perspective2[shift=false,first_values=false]",
@@ -69,8 +67,8 @@ def go_on(
         for ids_B1 in ids_NB1:
             if steps is not None:
                 done = steps.step(ids_B1, state)
-                assert done is not None or (model.config.name in EXPERTS and len(ids_B1) > 1)
-                _, logits, state = done or stepped(model, None, ids_B1, state)
+                assert done is not None
+                _, logits, state = done
             else:
                 _, logits, state = stepped(model, None, ids_B1, state)
             said.append(logits)
@@ -308,13 +306,6 @@ def test_a_recording_that_is_wrong_is_not_used(format, monkeypatch):
     if format is not None:
         convert(model, format)
     assert recorded(model).step(torch.tensor([[3]]), read(model, 1)) is None
-
-
-def test_batches_with_experts_are_stepped_by_the_modules():
-    model = small("perspective-experts")
-    with torch.inference_mode():
-        assert recorded(model).step(torch.ones(8, 1, dtype=torch.int64), read(model, 8)) is None
-        assert recorded(model).step(torch.tensor([[3]]), read(model, 1)) is not None
 
 
 @pytest.mark.parametrize("design", ["perspective-experts", "perspective2", "gpt2"])

@@ -9,7 +9,7 @@ from perspectron import native
 from perspectron.decode.operations import HANDLERS
 from perspectron.decode.recorder import Recorder
 from perspectron.native.tape import CODES, Stale, Tape, Unrecordable, places_of
-from perspectron.ops import packed
+from perspectron.ops import packed, pdr
 from perspectron.ops.dispatch import recorder
 from perspectron.ops.packing import LAYOUTS
 from perspectron.quant.formats import quantise
@@ -68,6 +68,13 @@ OPERATIONS = {
     "packed": lambda x, y, i: sum(packed.linear(x + y, PACKED[format, x.shape[1]]) for format in LAYOUTS),
     "packed, one after the other": lambda x, y, i: packed.linear(
         packed.linear(x.mT.contiguous().mT, PACKED["int8", x.shape[1]]), PACKED["4bit", ROWS]
+    ),
+    "scan": lambda x, y, i: sum(
+        part.sum(1)
+        for part in pdr.scan(
+            *(part[:, None] for part in (x, y, x, y.sigmoid())), (x[:, :, None] * y[:, None]).clone(),
+            checked=False,
+        )
     ),
     "constants": lambda x, y, i: torch.arange(x.shape[1]).float().mul_(1).add_(x[0])
     + torch.full((x.shape[1],), 2.0).exp(),

@@ -7,7 +7,6 @@ import gc
 import hashlib
 import json
 import os
-import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from perspectron.data import Tokenizer
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.decode.steps import steps_of
+from perspectron.decode.steps import Steps, stepped, steps_of
 from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.eval.timing import bench
 from perspectron.model.census import touched
@@ -46,7 +45,6 @@ from perspectron.stream.engine import StreamedModel, load_artifact
 from perspectron.stream.expert_file import ExpertLayout, dump, parse, planned, write_layer
 from perspectron.stream.reader import ShardFile, pread
 from perspectron.stream.speed import probe
-from perspectron.stream.step import step_of
 from perspectron.stream.synthetic import Draw, synthesize
 from perspectron.stream.tensors import aligned
 from perspectron.util.errors import ArtifactError, ConfigError, ShardError, StateError, StorageError
@@ -105,15 +103,18 @@ def ids(count: int = 40, rows: int = 1) -> torch.Tensor:
 def logits(model: LanguageModel, ids_BT: torch.Tensor, cut: int) -> torch.Tensor:
     """Read in one go up to `cut`, then token by token."""
     with torch.inference_mode():
-        out = [model(ids_BT[:, :cut])]
+        first, steps = model(ids_BT[:, :cut]), steps_of(model)
+        out, state = [first.logits], first.state
         for t in range(cut, ids_BT.shape[1]):
-            out.append(model(ids_BT[:, t : t + 1], out[-1].state))
-    return torch.cat([one.logits for one in out], 1)
+            _, logits_BV, state = stepped(model, steps, ids_BT[:, t : t + 1], state)
+            out.append(logits_BV[:, None])
+    return torch.cat(out, 1)
 
 
-def short(model: StreamedModel) -> bool:
-    """Whether the last token took the shorter way."""
-    return model._step is not None
+def recorded(model: StreamedModel) -> bool:
+    """Whether the last token was read by a recording."""
+    steps = steps_of(model)
+    return isinstance(steps, Steps) and steps._latest is not None
 
 
 def assert_alike(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -130,14 +131,14 @@ def test_streamed_is_resident_bit_by_bit(folder):
     model, _ = load_artifact(folder)
     assert isinstance(model, StreamedModel) and model.cache is not None and model.cache.resident
     expected = logits(model, ids(), 25)
-    assert short(model) == native.available()
+    assert recorded(model) == native.available()
     distinct = model.cache.distinct
     assert distinct == 18
     for count in (1, 2, 3, 7, distinct - 1):
         streamed, _ = load_artifact(folder, cache_bytes=slots(folder, count))
         assert not streamed.cache.resident and streamed.cache.slots == count
         assert torch.equal(logits(streamed, ids(), 25), expected)
-        assert short(streamed) == native.available()
+        assert recorded(streamed) == native.available()
         assert streamed.cache.counters.bytes_read > 0
         streamed.cache.close()
 
@@ -149,7 +150,7 @@ def test_by_way_of_device_buffers_bit_by_bit(folder, count):
     copies = DeviceExperts(model.cache, torch.device("cpu"))
     model.attach(copies, predict=True)
     assert torch.equal(logits(model, ids(), 25), expected)
-    assert short(model) == native.available()
+    assert recorded(model) == native.available()
     with copies.get(0, 1) as one, copies.get(0, 2) as other:
         assert not torch.equal(one.gate.codes, other.gate.codes)
         copies.hint(1, 0)
@@ -232,16 +233,16 @@ def test_a_row_of_a_batch_is_the_row_alone(full):
 
 
 @pytest.mark.skipif(not native.available(), reason="no native library")
-def test_the_short_way_of_a_token_is_that_of_the_modules(full):
+def test_a_recording_gives_what_the_modules_give(full):
     model, _ = load_artifact(full)
     with torch.inference_mode():
         states = [model(ids()[:, :3]).state for _ in range(2)]
         for t in range(3, 40):  # beyond the window
             token = ids()[:, t : t + 1]
-            ours, states[0], _ = model.hidden(token, states[0])
-            theirs, states[1], _ = LanguageModel.hidden(model, token, states[1])
-            assert_alike(ours, theirs)
-    assert short(model)
+            ours, _, states[0] = stepped(model, steps_of(model), token, states[0])
+            theirs, states[1], _ = model.hidden(token, states[1])
+            assert_alike(ours, theirs[:, 0])
+    assert recorded(model)
     for ours, theirs in zip(states[0].layers, states[1].layers, strict=True):
         assert torch.equal(ours.length_B, theirs.length_B) and int(ours.length_B) == 40
 
@@ -264,25 +265,16 @@ def with_two_widths_of_heads(config: ModelConfig) -> ModelConfig:
 
 
 @pytest.mark.skipif(not native.available(), reason="no native library")
-@pytest.mark.parametrize(
-    ("change", "cause"),
-    [
-        (with_positions, "model.positions = 64"),
-        (with_two_widths_of_heads, r"blocks.\d+.: heads of other width"),
-    ],
-)
-def test_what_the_short_way_cannot_do_the_modules_do_and_the_log_says_so(
-    tmp_path, tokenizer, caplog, change, cause
-):
+@pytest.mark.parametrize("change", [with_positions, with_two_widths_of_heads])
+def test_other_kinds_of_models_are_recorded_too(tmp_path, tokenizer, change):
     model = loaded_from(change(presets.get("perspective-tiny", **SIZES)), tokenizer, tmp_path / "a")
-    with caplog.at_level("INFO", "perspectron"), torch.inference_mode():
-        found = logits(model, ids(), 3)
+    found = logits(model, ids(), 3)
+    assert recorded(model)
+    with torch.inference_mode():
         state = model(ids()[:, :3]).state
         for t in range(3, 40):
-            x, state, _ = LanguageModel.hidden(model, ids()[:, t : t + 1], state)
-            assert torch.equal(model.head(x), found[:, t : t + 1])
-    assert not short(model)
-    assert len(caplog.messages) == 1 and re.search(cause, caplog.messages[0])
+            x, state, _ = model.hidden(ids()[:, t : t + 1], state)
+            assert_alike(model.head(x), found[:, t : t + 1])
 
 
 def test_threads_that_generate_at_once_give_what_each_gives_alone(full):
@@ -293,23 +285,23 @@ def test_threads_that_generate_at_once_give_what_each_gives_alone(full):
         return generate(model, tokenizer, [TEXT[: seed + 3]], max_tokens=40, sampling=sampling).ids[0]
 
     alone = [text(seed) for seed in range(6)]
-    assert short(model) == native.available()
+    assert recorded(model) == native.available()
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(text, range(6))) == alone
 
 
 @pytest.mark.skipif(not native.available(), reason="no native library")
-def test_the_short_way_does_not_heed_the_default_dtype(full):
+def test_a_recording_does_not_heed_the_default_dtype(full):
     found, before = [], torch.get_default_dtype()
     for dtype in (torch.float32, torch.bfloat16):
         model, _ = load_artifact(full)
         with torch.inference_mode():
             state = model(ids()[:, :3]).state
-            assert model._steps(ids()[:, :1], state)
             try:
                 torch.set_default_dtype(dtype)
                 for t in range(3):
-                    x_D, state = step_of(model)(torch.arange(64, dtype=torch.float32)[None] + t, state)
+                    x_D, _, state = stepped(model, steps_of(model), ids()[:, t : t + 1], state)
+                assert recorded(model)
             finally:
                 torch.set_default_dtype(before)
         found.append(x_D)
@@ -318,7 +310,7 @@ def test_the_short_way_does_not_heed_the_default_dtype(full):
 
 @pytest.mark.skipif(not native.available(), reason="no native library")
 @pytest.mark.parametrize("isa", ["avx512", "avx2", "scalar"])
-def test_the_short_way_has_the_same_bits_on_every_instruction_set(full, isa):
+def test_a_recording_has_the_same_bits_on_every_instruction_set(full, isa):
     model, _ = load_artifact(full)
     expected = logits(model, ids(), 3)
     try:

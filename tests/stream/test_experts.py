@@ -158,8 +158,8 @@ def test_another_device_is_waited_for_once(monkeypatch):
         expected = layer(x)[0]
         layer.following = (after,)
         guesses = after.router.route(x[0]).expert_N.tolist()
-        inner = FixedRouter.select
-        monkeypatch.setattr(FixedRouter, "select", lambda *args: inner(*args).as_subclass(Elsewhere))
+        inner = FixedRouter.nearest
+        monkeypatch.setattr(FixedRouter, "nearest", lambda *args: inner(*args).as_subclass(Elsewhere))
         layer.source.hint = lambda number, expert: hinted.append((number, expert))
         assert torch.equal(layer(x)[0], expected)
     assert Elsewhere.waits == 1

@@ -7,12 +7,16 @@ Shapes: L tokens, G groups of weights, N memories that share a group's, D width,
 """
 
 from collections.abc import Sequence
+from ctypes import c_double, c_int, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
-from perspectron.native import _check, _library, threads
+from perspectron.native import _check, function, threads
 from perspectron.native.panels import PANEL
+
+TYPES = (*[c_void_p] * 2, c_double, c_void_p, *[c_int64] * 4, *[c_void_p] * 3, c_int)
+TYPES_BACK = (*[c_void_p] * 2, c_double, *[c_void_p] * 5, *[c_int64] * 4, *[c_void_p] * 2, c_int)
 
 
 def _reset(reset_L1N1: Tensor | None, L: int, N: int) -> Tensor | None:
@@ -53,7 +57,7 @@ def forward(
     _check_all([(gates_LGNF, (L, G, N, 3 * D)), (n_LGND, (L, G, N, D)), (h_LGND, (L + 1, G, N, D))])
     _check_all([(wh_GpDP, (G, -(-3 * D // PANEL), D, PANEL))])
     rates, one = _rates(rate, G, N)
-    _library().pspx_gru(
+    function("pspx_gru", *TYPES)(
         *_pointers(wh_GpDP, rates),
         one,
         *_pointers(_reset(reset_L1N1, L, N)),
@@ -84,7 +88,7 @@ def backward(
         [(wh_GpFP, (G, -(-D // PANEL), 3 * D, PANEL)), *([] if draw is None else [(draw, (L, G, N, D))])]
     )
     rates, one = _rates(rate, G, N)
-    _library().pspx_gru_backward(
+    function("pspx_gru_backward", *TYPES_BACK)(
         *_pointers(wh_GpFP, rates),
         one,
         *_pointers(gates_LGNF, n_LGND, h_LGND, draw, _reset(reset_L1N1, L, N)),

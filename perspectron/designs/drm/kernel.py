@@ -15,8 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from perspectron.native import _check, _library, threads
+from perspectron.native import _check, function, threads
 from perspectron.native.panels import addresses, panels
+
+TYPES = (*[ctypes.c_void_p] * 3, ctypes.c_int)
 
 
 class Sizes(NamedTuple):
@@ -147,7 +149,9 @@ def forward(
     made = made if unit else made._replace(norm_TBN=None)
     weights, masks = [panels(w.mT) for w in matrices], _masks(sizes, reset_TB1, pad_TB1)
     tensors = addresses([*given, *weights, *biases, *masks, *made])
-    _library().pspx_drm(tensors, (ctypes.c_int64 * 6)(*sizes), (ctypes.c_double * 9)(*law), threads())
+    function("pspx_drm", *TYPES)(
+        tensors, (ctypes.c_int64 * 6)(*sizes), (ctypes.c_double * 9)(*law), threads()
+    )
     return made
 
 
@@ -172,7 +176,7 @@ def backward(
     dstart_BS, dfirst_BS = (dz_TBS.new_zeros(B, S) for _ in range(2))
     weights, masks = [panels(w) for w in matrices], _masks(sizes, reset_TB1, pad_TB1)
     tensors = addresses([dz_TBS, dv_TBS, *slopes, *read, *weights, *masks, *into, dstart_BS, dfirst_BS])
-    _library().pspx_drm_backward(
+    function("pspx_drm_backward", *TYPES)(
         tensors, (ctypes.c_int64 * 6)(*sizes), (ctypes.c_double * 3)(*law), threads()
     )
     return dstart_BS.sum(0), dfirst_BS

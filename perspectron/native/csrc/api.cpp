@@ -146,27 +146,33 @@ API void pspx_forked() { forked(); }
 
 API void pspx_poison(int on) { poison.store(on != 0); }
 
-API void pspx_linear(const float* x, int64_t T, int64_t K, const uint8_t* codes, const void* scales, int format,
-                     int64_t N, float* y, int threads) {
-  const Kernels& k = kernels();
-  const Matrix m = matrix(codes, scales, format, N, K);
-  threads = useful(threads, bytes_of(m), T);
-  const Tokens tokens = tokens_in_scratch(0, T, K);
-  Claims ready = token_claims(T), rows(m.blocks(), grain(k, m, T, threads));
-  if (T == 1) quantise_all(k, x, tokens, ready);
+namespace {
+
+// y = x Wᵀ of tokens that are quantised already, or of x.
+void multiply_all(const Kernels& k, const float* x, const Tokens& tokens, bool quantised, const Matrix& m, float* y, int threads) {
+  threads = useful(threads, bytes_of(m), tokens.T);
+  Claims ready = token_claims(tokens.T), rows(m.blocks(), grain(k, m, tokens.T, threads));
+  if (tokens.T == 1 && !quantised) quantise_all(k, x, tokens, ready);
   parallel(threads, [&](Team& team) {
-    if (T > 1) {
+    if (tokens.T > 1 && !quantised) {
       quantise_all(k, x, tokens, ready);
       team.barrier();
     }
-    for (int64_t first, last; rows.next(first, last);) k.multiply(m, tokens, first, last, y, N);
+    for (int64_t first, last; rows.next(first, last);) k.multiply(m, tokens, first, last, y, m.N);
   });
 }
 
-// rows: null, or which row of x, residual and y each token is. residual: null, or what is added to the result.
+}  // namespace
+
+API void pspx_linear(const float* x, int64_t T, int64_t K, const uint8_t* codes, const void* scales, int format,
+                     int64_t N, float* y, int threads) {
+  multiply_all(kernels(), x, tokens_in_scratch(0, T, K), false, matrix(codes, scales, format, N, K), y, threads);
+}
+
+// rows: null, or which row of x and y each token is.
 API void pspx_swiglu(const float* x, int64_t T, const int64_t* rows, int64_t D, int64_t F, const uint8_t* gate_codes,
                      const void* gate_scales, const uint8_t* up_codes, const void* up_scales, const uint8_t* down_codes,
-                     const void* down_scales, int format, const float* residual, float* y, int threads) {
+                     const void* down_scales, int format, float* y, int threads) {
   const Kernels& k = kernels();
   const Matrix gate = matrix(gate_codes, gate_scales, format, F, D), up = matrix(up_codes, up_scales, format, F, D);
   const Matrix down = matrix(down_codes, down_scales, format, D, F);
@@ -194,11 +200,8 @@ API void pspx_swiglu(const float* x, int64_t T, const int64_t* rows, int64_t D, 
     for (int64_t first, last; inner_blocks.next(first, last);) {
       k.multiply(down, inner, first, last, out, D);
       const int64_t row = first * ROWS[format], end = last * ROWS[format] < D ? last * ROWS[format] : D;
-      for (int64_t t = 0; t < T; t++) {
-        float* into = y + place(t) + row;
-        if (rows != nullptr) std::memcpy(into, out + t * D + row, size_t(end - row) * sizeof(float));
-        if (residual != nullptr) k.add(into, residual + place(t) + row, end - row);
-      }
+      for (int64_t t = 0; rows != nullptr && t < T; t++)
+        std::memcpy(y + place(t) + row, out + t * D + row, size_t(end - row) * sizeof(float));
     }
   });
 }
@@ -246,8 +249,42 @@ API double pspx_peak(int threads) {
   return double(made) / std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-#include "step.inl"
+// The router: z = W x + b; power distances from z to the E places on a torus, or −z of a switch (place null), less
+// what each expert is preferred by (handicap, or null); and the expert of the least, ties to the lowest id, a NaN
+// before all. z and distance: or null.
+API void pspx_route(const float* x, int64_t T, int64_t D, const float* weight, const float* bias, int64_t A,
+                    const float* place, const float* handicap, int64_t E, float* z, float* distance, int64_t* expert) {
+  const Kernels& k = kernels();
+  float* own = scratch<float>(SCORES, A);
+  for (int64_t t = 0; t < T; t++) {
+    for (int64_t a = 0; a < A; a++) own[a] = k.dot_product(x + t * D, weight + a * D, D) + bias[a];
+    if (z != nullptr) __builtin_memcpy(z + t * A, own, size_t(A) * sizeof(float));
+    float least = 0;
+    for (int64_t e = 0; e < E; e++) {
+      float d = 0;
+      if (place == nullptr) {
+        d = -own[e];
+      } else {
+        for (int64_t a = 0; a < A; a++) {
+          const float apart = own[a] - place[e * A + a], wrapped = apart - __builtin_nearbyintf(apart);
+          d += wrapped * wrapped;
+        }
+      }
+      if (handicap != nullptr) d -= handicap[e];
+      if (distance != nullptr) distance[t * E + e] = d;
+      if (e == 0 || d < least || (d != d && least == least)) least = d, expert[t] = e;
+    }
+  }
+}
 
 #include "api_training.inl"
 
 #include "api_tape.inl"
+
+#define PERSPECTRON_API
+#if __has_include("adr.inl")
+#include "adr.inl"
+#endif
+#if __has_include("drm.inl")
+#include "drm.inl"
+#endif

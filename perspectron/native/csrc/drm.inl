@@ -1,5 +1,43 @@
 // The recurrence of perspectron.designs.drm.op and its adjoint, a token of some texts at a time.
 
+#if defined(PERSPECTRON_TYPES)
+
+// With G = 3H, M = NS + N, Y = S + RS and C coefficients. Weights are in panels of 32 columns, of
+// y = x W: see walk.inl.
+struct DrmSizes {
+  int64_t T, B, S, H, N, R;
+  float dt, radius, strength;
+  int64_t coefficients() const { return N > 0 ? N : S; }
+};
+
+struct Drm : DrmSizes {
+  const float *drive, *first, *start;                     // [T][B][G], [B][S], [S] of a document
+  const float *read, *trunk, *direction, *metric, *flow;  // S to G, 2 × H to H, H to M, H to Y, H to C
+  const float *trunk_b, *direction_b, *metric_b, *flow_b;
+  const uint8_t *reset, *pad;                             // [T][B], or null
+  float *z, *p, *c, *x, *v;                               // [T][B][S], [T][B][G], [T][B][C], [T][B][S] both
+  float *V, *a, *d, *U, *inverse, *Q;                     // [T][B] of [N][S], [N], [S], [R][S], [S], [R][S]
+  float *q, *raw;                                         // [T][2][B][H], [T][B][S]
+  float* norm;                                            // [T][B][N], or null where directions are no unit vectors
+  float damping, floor, gate_bias, gate_temperature;
+  bool clip, squash;
+};
+
+struct DrmBackward : DrmSizes {
+  const float *dz, *dv;                                   // [T][B][S] both
+  const float *p_slope, *q_slope, *c_slope;               // as p, q and c
+  const float *mix, *gate_slope, *raw_slope;              // as a, a and raw
+  const float* squash;                                    // as z, or null
+  const float *moved, *norm_moved;                        // as z, [T][B]; or null both
+  const float *c, *x, *V, *U, *inverse, *Q, *norm;        // as above
+  const float *read, *trunk, *direction, *metric, *flow;  // the other way: G to S and so on
+  const uint8_t *reset, *pad;
+  float *dX, *dY, *dc, *dq, *dp;                          // [T][B][M], [T][B][Y], both added to; as c, q, p
+  float *dstart, *dfirst;                                 // [B][S] both, the first added to
+};
+
+#elif defined(PERSPECTRON_KERNELS)
+
 // Abramowitz and Stegun 7.1.26, as PyTorch has it: to 1.5e-7.
 inline Floats gelu_of(Floats x) {
   const Floats u = mul(x, broadcast(0.70710678f)), size = magnitude(u), one = broadcast(1.0f);
@@ -225,3 +263,53 @@ void drm(const M& m, int64_t first, int64_t last) {
     else drm_rows_back<rows>(m, row);
   });
 }
+
+#elif defined(PERSPECTRON_API)
+
+namespace {
+
+// The fields of a struct from pointers in their order.
+template <class M, class P, size_t n>
+void* const* taken(M& m, P* M::* const (&fields)[n], void* const* from) {
+  for (const auto field : fields) m.*field = static_cast<P*>(*from++);
+  return from;
+}
+
+template <class M>
+void sized(M& m, const int64_t* sizes, const double* law) {
+  m.T = sizes[0], m.B = sizes[1], m.S = sizes[2], m.H = sizes[3], m.N = sizes[4], m.R = sizes[5];
+  m.dt = float(law[0]), m.radius = float(law[1]), m.strength = float(law[2]);
+}
+
+}  // namespace
+
+// pointers: the fields of Drm or DrmBackward in their order; sizes: T, B, S, H, N, R; law: dt, radius, strength, and of
+// the first damping, floor, gate_bias, gate_temperature, clip, squash.
+API void pspx_drm(void* const* pointers, const int64_t* sizes, const double* law, int threads) {
+  Drm m{};
+  sized(m, sizes, law);
+  m.damping = float(law[3]), m.floor = float(law[4]), m.gate_bias = float(law[5]), m.gate_temperature = float(law[6]);
+  m.clip = law[7] != 0, m.squash = law[8] != 0;
+  const float* Drm::* const given[] = {&Drm::drive, &Drm::first, &Drm::start, &Drm::read, &Drm::trunk, &Drm::direction,
+                                       &Drm::metric, &Drm::flow, &Drm::trunk_b, &Drm::direction_b, &Drm::metric_b, &Drm::flow_b};
+  const uint8_t* Drm::* const masks[] = {&Drm::reset, &Drm::pad};
+  float* Drm::* const made[] = {&Drm::z, &Drm::p, &Drm::c, &Drm::x, &Drm::v, &Drm::V, &Drm::a, &Drm::d, &Drm::U,
+                                &Drm::inverse, &Drm::Q, &Drm::q, &Drm::raw, &Drm::norm};
+  taken(m, made, taken(m, masks, taken(m, given, pointers)));
+  shared(threads, m.B, ceil_div(m.B, threads), [&](int64_t first, int64_t last) { kernels().drm(m, first, last); });
+}
+
+API void pspx_drm_backward(void* const* pointers, const int64_t* sizes, const double* law, int threads) {
+  using M = DrmBackward;
+  M m{};
+  sized(m, sizes, law);
+  const float* M::* const given[] = {&M::dz, &M::dv, &M::p_slope, &M::q_slope, &M::c_slope, &M::mix, &M::gate_slope,
+                                     &M::raw_slope, &M::squash, &M::moved, &M::norm_moved, &M::c, &M::x, &M::V, &M::U,
+                                     &M::inverse, &M::Q, &M::norm, &M::read, &M::trunk, &M::direction, &M::metric, &M::flow};
+  const uint8_t* M::* const masks[] = {&M::reset, &M::pad};
+  float* M::* const made[] = {&M::dX, &M::dY, &M::dc, &M::dq, &M::dp, &M::dstart, &M::dfirst};
+  taken(m, made, taken(m, masks, taken(m, given, pointers)));
+  shared(threads, m.B, ceil_div(m.B, threads), [&](int64_t first, int64_t last) { kernels().drm_backward(m, first, last); });
+}
+
+#endif

@@ -64,14 +64,6 @@ struct Memory {  // of N memories, see memory.inl
   int64_t N, T, K, V, A, share;
 };
 
-struct Attend {  // of one token: softmax(scale · q kᵀ) v over a ring of W places, in which it takes its own
-  const float *q, *kv;               // [H][K]; [2][G][K], the keys and then the values, neither rotated
-  const float *cosine, *sine;        // [K / 2], of the position
-  float *k_ring, *v_ring, *o;        // [G][W][K] both; [H][K]
-  int64_t H, G, K, W, position;
-  float scale;
-};
-
 // Of a training; `g` and the d… are gradients. Types of void are float or bfloat16, all of one call the same.
 struct Entropy {  // loss = log Σ e^x − x at the target, of N rows; a target below 0 is left out
   const void* logits;      // [N][V]
@@ -147,59 +139,15 @@ struct Turn {  // rotary positions of N rows of heads
   int64_t H, K, stride;
 };
 
-// Of perspectron.designs.drm.op, with G = 3H, M = NS + N, Y = S + RS and C coefficients. Weights are in panels of 32 columns, of
-// y = x W: see walk.inl.
-struct DrmSizes {
-  int64_t T, B, S, H, N, R;
-  float dt, radius, strength;
-  int64_t coefficients() const { return N > 0 ? N : S; }
-};
-
-struct Drm : DrmSizes {
-  const float *drive, *first, *start;                     // [T][B][G], [B][S], [S] of a document
-  const float *read, *trunk, *direction, *metric, *flow;  // S to G, 2 × H to H, H to M, H to Y, H to C
-  const float *trunk_b, *direction_b, *metric_b, *flow_b;
-  const uint8_t *reset, *pad;                             // [T][B], or null
-  float *z, *p, *c, *x, *v;                               // [T][B][S], [T][B][G], [T][B][C], [T][B][S] both
-  float *V, *a, *d, *U, *inverse, *Q;                     // [T][B] of [N][S], [N], [S], [R][S], [S], [R][S]
-  float *q, *raw;                                         // [T][2][B][H], [T][B][S]
-  float* norm;                                            // [T][B][N], or null where directions are no unit vectors
-  float damping, floor, gate_bias, gate_temperature;
-  bool clip, squash;
-};
-
-struct DrmBackward : DrmSizes {
-  const float *dz, *dv;                                   // [T][B][S] both
-  const float *p_slope, *q_slope, *c_slope;               // as p, q and c
-  const float *mix, *gate_slope, *raw_slope;              // as a, a and raw
-  const float* squash;                                    // as z, or null
-  const float *moved, *norm_moved;                        // as z, [T][B]; or null both
-  const float *c, *x, *V, *U, *inverse, *Q, *norm;        // as above
-  const float *read, *trunk, *direction, *metric, *flow;  // the other way: G to S and so on
-  const uint8_t *reset, *pad;
-  float *dX, *dY, *dc, *dq, *dp;                          // [T][B][M], [T][B][Y], both added to; as c, q, p
-  float *dstart, *dfirst;                                 // [B][S] both, the first added to
-};
-
-constexpr int64_t GRU_ROWS = 8;  // memories of a piece
-
-struct Gru {  // r, c = σ(gates + h W); n = tanh(n + r (gates + h W)); h ← h + rate c (n − h), of N memories of G groups
-  const float *wh, *rates;         // [G] panels, D to 3D; [G][N], or null
-  const uint8_t* reset;            // [L][N], 1 where h is emptied first; or null
-  float *gates, *n, *h;            // [L][G][N][3D] r, c and what n adds, [L][G][N][D]; [L + 1][G][N][D]
-  float rate;
-  int64_t L, G, N, D;
-};
-
-struct GruBackward {  // of the same: dgates are of gates + h W, r, z and n; ĥ is h without its rate
-  const float *wh, *rates;     // 3D to D; as above
-  const float *gates, *n, *h;  // what forward left
-  const float* draw;           // the gradient of ĥ, divided by the rate: [L][G][N][D], or null
-  const uint8_t* reset;
-  float *dgates, *dh;          // [G][L][N][4][D]; [L + 1][G][N][D], added to
-  float rate;
-  int64_t L, G, N, D;
-};
+// A design's own kernels are one file, which may be missing: its types, its kernels and what Python calls of them.
+#define PERSPECTRON_TYPES
+#if __has_include("adr.inl")
+#include "adr.inl"
+#endif
+#if __has_include("drm.inl")
+#include "drm.inl"
+#endif
+#undef PERSPECTRON_TYPES
 
 // Of a recorded step, see tape.inl. The codes and kinds are those of perspectron/native/tape.py, in its order.
 enum Code : int64_t {
@@ -207,7 +155,7 @@ enum Code : int64_t {
   DIFFERENT, LESS, AT_MOST, BOTH, EITHER, NOT, EXP, LOG, LOG1P, SINE, COSINE, TANH, SIGMOID, SILU, SOFTPLUS, LOG_SIGMOID,
   GELU, GELU_TANH, ROOT, INVERSE_ROOT, INVERSE, MAGNITUDE,
   SUM, NORM, ANY, MOST, FEWEST, SOFTMAX, RMS_NORM, LAYER_NORM, GATHER, SCATTER, CHOLESKY, SOLVE, PRODUCT, ATTEND,
-  PACKED, SAME
+  PACKED, SCAN, SAME
 };
 enum Kind : int64_t { FLOAT, DOUBLE, LONG, BYTE };
 constexpr int DIMENSIONS = 5;
@@ -220,7 +168,7 @@ struct Operand {
 struct Instruction {
   int64_t code, size[DIMENSIONS];
   double number[3];
-  Operand at[5];
+  Operand at[6];
 };
 
 struct Kernels {
@@ -234,11 +182,7 @@ struct Kernels {
   void (*scan_backward)(const ScanBackward&, int64_t first, int64_t last);  // slabs of `rows` rows, B·⌈D / rows⌉
   void (*memory)(const Memory&, int64_t first, int64_t last);  // slabs of 64 columns, N·⌈V / 64⌉
   void (*memory_backward)(const Memory&, int64_t first, int64_t last);
-  void (*norm)(const float* x, const float* weight, float eps, int64_t n, float* y);
-  void (*add)(float* y, const float* x, int64_t n);
-  void (*sigmoid)(float* x, const float* bias, int64_t n);
   float (*dot_product)(const float* a, const float* b, int64_t n);
-  void (*attend)(const Attend&, int64_t head);  // one of the G
   uint64_t (*read)(const uint8_t* bytes, int64_t n);
   double (*dots)(int64_t repeats);  // multiply-adds made, all in registers
   // Rows, numbers or batches [first, last); [0] of float, [1] of bfloat16.
@@ -259,13 +203,17 @@ struct Kernels {
   void (*norm_backward)(const Norm&, int64_t first, int64_t last);
   void (*convolve)(const Conv&, int64_t first, int64_t last);
   void (*convolve_backward)(const Conv&, int64_t first, int64_t last);
-  void (*drm)(const Drm&, int64_t first, int64_t last);
-  void (*drm_backward)(const DrmBackward&, int64_t first, int64_t last);
-  void (*gru)(const Gru&, int64_t first, int64_t last);  // pieces of GRU_ROWS memories, G·⌈N / GRU_ROWS⌉
-  void (*gru_backward)(const GruBackward&, int64_t first, int64_t last);
   bool (*tape)(const Instruction&, void* const* bases);  // false for an index that is not there, or other bytes
   void (*tape_product)(const Instruction&, void* const* bases, int64_t first, int64_t last);  // columns
   void (*tape_attend)(const Instruction&, void* const* bases, int64_t first, int64_t last);   // pairs of a row and a key head
+#if __has_include("adr.inl")
+  void (*gru)(const Gru&, int64_t first, int64_t last);  // pieces of GRU_ROWS memories, G·⌈N / GRU_ROWS⌉
+  void (*gru_backward)(const GruBackward&, int64_t first, int64_t last);
+#endif
+#if __has_include("drm.inl")
+  void (*drm)(const Drm&, int64_t first, int64_t last);
+  void (*drm_backward)(const DrmBackward&, int64_t first, int64_t last);
+#endif
 };
 
 extern const Kernels SCALAR;
@@ -274,7 +222,7 @@ extern const Kernels AVX2, AVX512;
 #endif
 
 // Memory of this thread, 64-byte aligned, its contents unspecified; valid until the next call with the same slot.
-enum Slot { DENSE, SCALES, SUMS, QUERY, SCORES, BORDERS, KEYS, SLOTS };
+enum Slot { DENSE, SCALES, SUMS, SCORES, BORDERS, KEYS, SLOTS };
 void* scratch(Slot slot, size_t bytes);
 template <class T>
 T* scratch(Slot slot, int64_t count) {

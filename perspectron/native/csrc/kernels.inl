@@ -29,17 +29,20 @@ inline ALWAYS void unroll(F&& f) {
 
 #include "memory.inl"
 
-#include "token.inl"
-
 #include "training.inl"
 
 #include "attention.inl"
 
 #include "walk.inl"
 
+#define PERSPECTRON_KERNELS
+#if __has_include("adr.inl")
+#include "adr.inl"
+#endif
+#if __has_include("drm.inl")
 #include "drm.inl"
-
-#include "gru.inl"
+#endif
+#undef PERSPECTRON_KERNELS
 
 #include "tape.inl"
 
@@ -79,11 +82,18 @@ double dots_in_registers(int64_t repeats) {
 }
 
 constexpr Kernels table(const char* name) {
-  return {name, FEW, quantise, multiply, silu, scan, scan_backward, memory<false>, memory<true>, norm, add_to, sigmoid, dot_product, attend, read_all, dots_in_registers,
+  return {name, FEW, quantise, multiply, silu, scan, scan_backward, memory<false>, memory<true>, dot_product, read_all, dots_in_registers,
           {entropy<float>, entropy<uint16_t>}, {entropy_backward<float>, entropy_backward<uint16_t>},
           {gated<float>, gated<uint16_t>}, {gated_backward<float>, gated_backward<uint16_t>},
           {gelu<float>, gelu<uint16_t>}, {gelu_backward<float>, gelu_backward<uint16_t>},
           {decayed<float>, decayed<uint16_t>}, {decayed_backward<float>, decayed_backward<uint16_t>},
           {attention<float>, attention<uint16_t>}, {attention_backward<float>, attention_backward<uint16_t>}, {turn<float>, turn<uint16_t>},
-          shifted, shifted_backward, norm_rows, norm_backward, convolve, convolve_backward, drm<Drm>, drm<DrmBackward>, gru<Gru>, gru<GruBackward>, tape::run, tape::product, tape::attend_ring};
+          shifted, shifted_backward, norm_rows, norm_backward, convolve, convolve_backward, tape::run, tape::product, tape::attend_ring,
+#if __has_include("adr.inl")
+          gru<Gru>, gru<GruBackward>,
+#endif
+#if __has_include("drm.inl")
+          drm<Drm>, drm<DrmBackward>,
+#endif
+  };
 }

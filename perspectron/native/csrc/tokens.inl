@@ -1,4 +1,4 @@
-// What is done to tokens: quantising, and silu(gate) · up.
+// What is done to tokens: quantising, sums, and silu(gate) · up.
 
 // step = a / 127 with a = max |x|, q = x · (127 / a) to the nearest, ties to even. A token with NaN or infinity gets
 // step NaN; one so small that 127 / a is not finite counts as zero.
@@ -61,4 +61,20 @@ void silu(float* gate, const float* up, int64_t n) {
   each(gate, up, n, [](Floats a, Floats b) ALWAYS {
     return mul(div(a, add(broadcast(1.0f), exponential(mul(a, broadcast(-1.0f))))), b);
   });
+}
+
+inline ALWAYS float dot_of(const float* a, const float* b, int64_t n) {
+  Floats sum[4] = {broadcast(0), broadcast(0), broadcast(0), broadcast(0)};
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64)
+    unroll<4>([&](auto u) ALWAYS { sum[u] = fma(load_floats(a + i + 16 * u), load_floats(b + i + 16 * u), sum[u]); });
+  for (; i + 16 <= n; i += 16) sum[0] = fma(load_floats(a + i), load_floats(b + i), sum[0]);
+  if (i < n) sum[1] = fma(load_floats(a + i, n - i), load_floats(b + i, n - i), sum[1]);
+  return tree(add(add(sum[0], sum[1]), add(sum[2], sum[3])));
+}
+
+float dot_product(const float* a, const float* b, int64_t n) { return dot_of(a, b, n); }
+
+inline void add_to(float* y, const float* x, int64_t n) {
+  each(y, x, n, [](Floats a, Floats b) ALWAYS { return add(a, b); });
 }

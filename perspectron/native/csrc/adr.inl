@@ -1,5 +1,29 @@
 // The tokens of perspectron.designs.adr.gru_loop, forward and back, of some memories at a time that share weights.
 
+#if defined(PERSPECTRON_TYPES)
+
+constexpr int64_t GRU_ROWS = 8;  // memories of a piece
+
+struct Gru {  // r, c = σ(gates + h W); n = tanh(n + r (gates + h W)); h ← h + rate c (n − h), of N memories of G groups
+  const float *wh, *rates;         // [G] panels, D to 3D; [G][N], or null
+  const uint8_t* reset;            // [L][N], 1 where h is emptied first; or null
+  float *gates, *n, *h;            // [L][G][N][3D] r, c and what n adds, [L][G][N][D]; [L + 1][G][N][D]
+  float rate;
+  int64_t L, G, N, D;
+};
+
+struct GruBackward {  // of the same: dgates are of gates + h W, r, z and n; ĥ is h without its rate
+  const float *wh, *rates;     // 3D to D; as above
+  const float *gates, *n, *h;  // what forward left
+  const float* draw;           // the gradient of ĥ, divided by the rate: [L][G][N][D], or null
+  const uint8_t* reset;
+  float *dgates, *dh;          // [G][L][N][4][D]; [L + 1][G][N][D], added to
+  float rate;
+  int64_t L, G, N, D;
+};
+
+#elif defined(PERSPECTRON_KERNELS)
+
 // Exactly 0 far below, as padding has it.
 inline Floats gate_of(Floats x) { return chosen(x, broadcast(-87.0f), broadcast(0), sigmoid_of(x)); }
 
@@ -88,3 +112,20 @@ void gru(const M& m, int64_t first, int64_t last) {
     });
   }
 }
+
+#elif defined(PERSPECTRON_API)
+
+API void pspx_gru(const float* wh, const float* rates, double rate, const uint8_t* reset, int64_t L, int64_t G, int64_t N,
+                  int64_t D, float* gates, float* n, float* h, int threads) {
+  const Gru m{wh, rates, reset, gates, n, h, float(rate), L, G, N, D};
+  shared(threads, G * ceil_div(N, GRU_ROWS), 1, [&](int64_t first, int64_t last) { kernels().gru(m, first, last); });
+}
+
+API void pspx_gru_backward(const float* wh, const float* rates, double rate, const float* gates, const float* n,
+                           const float* h, const float* draw, const uint8_t* reset, int64_t L, int64_t G, int64_t N,
+                           int64_t D, float* dgates, float* dh, int threads) {
+  const GruBackward m{wh, rates, gates, n, h, draw, reset, dgates, dh, float(rate), L, G, N, D};
+  shared(threads, G * ceil_div(N, GRU_ROWS), 1, [&](int64_t first, int64_t last) { kernels().gru_backward(m, first, last); });
+}
+
+#endif
