@@ -319,6 +319,8 @@ class Rows:
         """The token drawn for each row, by its place; none for one that cannot be drawn from, or fails here."""
         kept_BV, ids = logits_BV, dict[int, int]()
         for at, step in enumerate(steps):
+            if not step.hooks and step.row.early == 0:
+                continue
             step.logits_1V = own_1V = logits_BV[at : at + 1]
             kept_1V = step.attempt(step.scores, own_1V)
             if kept_1V is None or kept_1V is own_1V:

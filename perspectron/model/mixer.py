@@ -65,6 +65,10 @@ class Mixer(nn.Module, abc.ABC):
         """Raise ConfigError, which calls the mixer `name`, if its step cannot be exported to ONNX: where control
         depends on data, or a text begins with a state that is not zero."""
 
+    def decay_gate(self) -> nn.Module | None:
+        """The module that gives the logits of decays for each row of its state [B,T,D], where there is one to draw."""
+        return None
+
     def idle_parameters(self) -> int:
         """Count the parameters that its config leaves without effect."""
         return 0

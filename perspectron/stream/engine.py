@@ -210,7 +210,7 @@ def load_shared(
         raise ArtifactError(f"{folder / artifact.CONFIG}: {cause}") from None
     wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
     weights, digest = tensors.read(folder / SHARED, wanted)
-    artifact.expect(folder / SHARED, digest, manifest.files[SHARED])
+    manifest.files[SHARED].check_digest(folder / SHARED, digest, ArtifactError)
     model.load_state_dict(weights, assign=True)
     model.requires_grad_(False).eval()
     model.digest = manifest.digest
