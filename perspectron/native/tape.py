@@ -97,8 +97,8 @@ class Tape:
         self.kept, self.used = list[Tensor](), set[int]()
         self.quantised: tuple[object, ...] = ()
         """What the last packed product reads, where nothing has been written since."""
-        # Packed products: the number of each instruction, what it reads and its result.
-        self.products = list[tuple[int, Tensor, Tensor]]()
+        # Packed products: the number of each instruction, what it reads and its result, None where that is a base.
+        self.products = list[tuple[int, Tensor, Tensor | None]]()
         self._made = list[np.ndarray]()
         self.calls = list[tuple[int, Callable[[], object]]]()
         # The address of the first instruction, how many there are, and what is called after them.
@@ -135,6 +135,25 @@ class Tape:
             raise Unrecordable("a call that reads the state itself")
         self.calls.append((len(self._made), function))
         self.used |= {memory(x) for x in read}
+
+    def give(self, x: Tensor, base: Tensor) -> bool:
+        """Have what was written so far use a base in the place of x; False where x is not all of its own memory, made
+        by an instruction."""
+        index, (start, size) = self.bases[memory(base)][0], (x.data_ptr(), x.untyped_storage().nbytes())
+        whole = x.is_contiguous() and (x.shape, x.dtype, x.nbytes) == (base.shape, base.dtype, size)
+        if (
+            not whole
+            or memory(x) in self.bases
+            or not any(made["at"][0]["offset"] == start for made in self._made)
+        ):
+            return False
+        for made in self._made:
+            for at in made["at"]:
+                if at["base"] == 0 and start <= at["offset"] < start + size:
+                    at["base"], at["offset"] = index, at["offset"] - start
+        own = memory(x)
+        self.products = [(n, a, None if b is None or memory(b) == own else b) for n, a, b in self.products]
+        return True
 
     def done(self, read: Sequence[Tensor] = (), most: int | None = None) -> None:
         """Let it be run. read: tensors of which constants were made; each run compares their bytes with those that they
