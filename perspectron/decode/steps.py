@@ -232,6 +232,7 @@ class _Recording:
         whole = overlaid if large else like
         self._check(model, whole(state, rows), whole(state, rows))
         recorder.rehearses = False
+        self._tape.pack()
         self.leave()
 
     def _check(self, model: LanguageModel, recorded: LMState, given: LMState) -> None:
