@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import common
 
 TESTS = ("tests/serve/test_guard.py", "tests/data/test_template.py")
-RUN = common.ROOT / "tests" / "vectors" / "run-0.1"
+RUN = common.ROOT / "tests" / "vectors" / "run"
 LIMIT = 60.0  # seconds for an answer
 SIZE = 15 << 20  # bytes of a large body
 JSON = "application/json"

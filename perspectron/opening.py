@@ -14,7 +14,7 @@ from perspectron.data import Shards, Tokenizer, encode, open_corpus, open_shards
 from perspectron.data.template import Template
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
-from perspectron.stream.artifact import ExpertFiles, Trained, is_artifact, read_header
+from perspectron.stream.artifact import ExpertFiles, Header, Trained, is_artifact, read_header
 from perspectron.stream.engine import load_artifact
 from perspectron.train import checkpoint
 from perspectron.train.checkpoint import Checkpoint
@@ -119,18 +119,20 @@ class Opened:
 def describe(path: Path) -> Folder:
     """The description of a folder. CheckpointError or ArtifactError if its config is missing or damaged."""
     if is_artifact(path):
-        header = read_header(path)
-        return Folder(path, header.model, None, header.quant, header.experts, header.trained)
+        return _of_artifact(path, read_header(path))
     folder = checkpoint.run_of(path)
-    config = checkpoint.load_config(folder)
+    return _of_run(folder, checkpoint.load_config(folder))
+
+
+def _of_artifact(path: Path, header: Header) -> Folder:
+    return Folder(path, header.model, None, header.quant, header.experts, header.trained)
+
+
+def _of_run(path: Path, config: RunConfig) -> Folder:
     train = config.train
-    return Folder(
-        folder,
-        config.model,
-        config,
-        trained=Trained(train.data, train.heldout, train.seq_len, config.rule),
-        dtype=torch.bfloat16 if train.dtype == "bfloat16" else None,
-    )
+    trained = Trained(train.data, train.heldout, train.seq_len, config.rule)
+    dtype = torch.bfloat16 if train.dtype == "bfloat16" else None
+    return Folder(path, config.model, config, trained=trained, dtype=dtype)
 
 
 def open_model(path: Path, *, cache_bytes: int | None = None, verify: bool = False) -> Opened:
@@ -140,14 +142,13 @@ def open_model(path: Path, *, cache_bytes: int | None = None, verify: bool = Fal
     a run takes neither. CheckpointError or ArtifactError if no model there is valid, ConfigError if the cache is too
     small.
     """
-    folder = describe(path)
-    if folder.run is None:
-        streamed, tokenizer = load_artifact(path, cache_bytes=cache_bytes, verify=verify)
-        return Opened(folder, streamed, tokenizer, streamed.line())
+    if is_artifact(path):
+        model, tokenizer = load_artifact(path, cache_bytes=cache_bytes, verify=verify)
+        return Opened(_of_artifact(path, model.header), model, tokenizer, model.line())
     for name, value in (("cache", cache_bytes), ("verify", verify or None)):
         require(value is None, name, value, "left out for a run, which is held in memory as a whole")
-    its, model, tokenizer = checkpoint.open_run(path)
-    return Opened(folder, model, tokenizer, checkpoint=its)
+    run = checkpoint.open_run(path)
+    return Opened(_of_run(run.folder, run.config), run.model, run.tokenizer, checkpoint=run.checkpoint)
 
 
 def load(

@@ -25,7 +25,7 @@ WARNED = ("deterministic", "no current CUDA context")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--vectors: a folder of conformance vectors for tests/test_conformance.py. --device: see tests/places.py."""
+    """--vectors: a folder of conformance vectors for tests/designs/drm. --device: see tests/places.py."""
     parser.addoption("--vectors", type=Path, default=Path(__file__).parent / "vectors", metavar="DIR")
     parser.addoption(
         "--device", choices=("cpu", "cuda", "away"), default="cpu", help="where the tests' tensors lie"

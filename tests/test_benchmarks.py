@@ -276,7 +276,9 @@ def test_constrained(results):
 def test_step(results):
     found = results("step")
     for sides in found["models"].values():
-        assert set(sides) == {"before", "now", "ratio"} and all(spread["median"] > 0 for spread in sides.values())
+        assert set(sides) == {"before", "now", "ratio"} and all(
+            spread["median"] > 0 for spread in sides.values()
+        )
 
 
 def test_systems(results):

@@ -27,7 +27,7 @@ from perspectron.util.errors import CheckpointError, ConfigError, DataError, Per
 from tests.train.test_shared_folders import held
 from tests.waiting import PATIENCE
 
-RUN = Path("tests/vectors/run-0.1")
+RUN = Path("tests/vectors/run")
 LAST = "checkpoints/step-00000006"
 
 
@@ -202,18 +202,18 @@ def test_other_pipes(tmp_path, capsys):
 INDEXES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda i: i["files"].pop("model.safetensors"), "files are 'training.safetensors', must be model.saf"),
     (lambda i: i.update(files={}), "files are none, must be"),
-    (lambda i: i.update(files=[]), "files = .., must be an object"),
+    (lambda i: i.update(files=[]), "files: expected `object`"),
     (lambda i: i["files"].update({"../../x": {"bytes": 1, "sha256": ""}}), "files are .*'../../x', must be"),
-    (lambda i: i["files"].update({"model.safetensors": 3}), "files.model.safetensors = 3, must be"),
-    (lambda i: i["files"]["model.safetensors"].update(bytes=-1), "78932 bytes, must be -1"),
-    (lambda i: i["files"]["model.safetensors"].update(bytes=True), "safetensors.bytes = True, must be of type int"),
-    (lambda i: i["files"]["model.safetensors"].update(sha256=None), "safetensors.sha256 = None, must be of type str"),
+    (lambda i: i["files"].update({"model.safetensors": 3}), "files.*: expected `object`"),
+    (lambda i: i["files"]["model.safetensors"].update(bytes=-1), "files.*bytes: expected `int` >= 0"),
+    (lambda i: i["files"]["model.safetensors"].update(bytes=True), "files.*bytes: expected `int`"),
+    (lambda i: i["files"]["model.safetensors"].update(sha256=None), "files.*sha256: expected `str`"),
     (lambda i: i["files"]["model.safetensors"].update(bytes=2**62), "78932 bytes, must be 4611686018427387904"),
-    (lambda i: i["progress"].update(step=-1), "of step -1, its folder is step-00000006"),
-    (lambda i: i["progress"].update(tokens=-1), "progress.tokens is -1, must be ≥ 0"),
-    (lambda i: i["progress"].update(tokens=1.5), "progress.tokens = 1.5, must be of type int"),
-    (lambda i: i.update(config=None), "config = None, must be an object"),
-    (lambda i: i.update(tokenizer=None), "tokenizer = None, must be of type str"),
+    (lambda i: i["progress"].update(step=-1), "progress.step: expected `int` >= 0"),
+    (lambda i: i["progress"].update(tokens=-1), "progress.tokens: expected `int` >= 0"),
+    (lambda i: i["progress"].update(tokens=1.5), "progress.tokens: expected `int`"),
+    (lambda i: i.update(config=None), "config: expected `object`"),
+    (lambda i: i.update(tokenizer=None), "tokenizer: expected `str`"),
 ]  # fmt: skip
 
 
@@ -273,13 +273,13 @@ def test_weights_of_another_dtype(run):
 
 
 RECORDS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda m: m.update(vocab_size=2**40), "vocab_size is 1099511627776, expected a whole number from 1 to 16777216"),
-    (lambda m: m.update(shard_tokens=2**62), "shard_tokens is 4611686018427387904, expected a whole number"),
-    (lambda m: m["splits"]["train"][0].update(tokens=2**61), "tokens is 2305843009213693952, expected a whole"),
+    (lambda m: m.update(vocab_size=2**40), "vocab_size: expected `int` <= 16777216"),
+    (lambda m: m.update(shard_tokens=2**62), "shard_tokens: expected `int` <= 1099511627776"),
+    (lambda m: m["splits"]["train"][0].update(tokens=2**61), "tokens: expected `int` <= 1099511627776"),
     (lambda m: m["splits"]["train"][0].update(tokens=2**39), r"train-00000.bin: \d+ bytes, expected 1099511627776"),
     (lambda m: m["splits"]["train"][0].update(documents=2**39), "documents is 549755813888, expected 1 to"),
     (lambda m: m["splits"]["train"][0].update(text_bytes=0), "text_bytes is 0, expected at least"),
-    (lambda m: m["splits"]["train"][0].update(text_bytes=2**62), "text_bytes is 4611686018427387904, expected a"),
+    (lambda m: m["splits"]["train"][0].update(text_bytes=2**62), "text_bytes: expected `int` <="),
 ]  # fmt: skip
 
 

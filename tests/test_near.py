@@ -16,7 +16,6 @@ from torch import Tensor
 import perspectron
 from perspectron import presets
 from perspectron.designs.delta.gdn import GDNConfig
-from perspectron.designs.drm.geometry import mixer_of
 from perspectron.designs.lens.prune import prune
 from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.model.block import Block, ShiftedState
@@ -237,8 +236,8 @@ def test_where_it_is_not_computed_it_is_refused():
         ConfigError, match="first_values = True, must be false in mingru: its mixers have no values"
     ):
         presets.get("mingru", first_values=True)
-    with pytest.raises(ConfigError, match=r"false in drm\[first_values=true\]: its mixers"):
-        presets.solve("drm[first_values=true]", 200_000, vocab_size=512, seq_len=64)
+    with pytest.raises(ConfigError, match=r"false in mingru\[first_values=true\]: its mixers"):
+        presets.solve("mingru[first_values=true]", 200_000, vocab_size=512, seq_len=64)
     assert build(replace(config("mingru"), first_values=True))  # a run that was trained so can be read
 
 
@@ -253,9 +252,7 @@ def test_what_is_handed_on_is_no_dict():
     assert not isinstance(seen[0], Mapping | list | tuple)
 
 
-def test_what_follows_a_path_or_removes_a_mixer_refuses_it():
-    with pytest.raises(ConfigError, match="shift = True, must be False: a path"):
-        mixer_of(build("drm"))
+def test_what_removes_a_mixer_refuses_it():
     attention = replace(config("transformer"), shift=False)
     with pytest.raises(ConfigError, match="first_values = True, must be False where attention is removed"):
         prune(perspectron.build(attention), [0])

@@ -58,11 +58,8 @@ def test_the_playground(tmp_path):
         assert look(page) == []
 
 
-def test_the_demo_and_the_geometry(tmp_path):
+def test_the_demo(tmp_path):
     from perspectron.designs.adr import demo
-    from perspectron.designs.drm import geometry_command as geometry
-    from perspectron.designs.drm.geometry import Options, measure
-    from tests.designs.drm.test_geometry import FEW, TINY
 
     model = {"parameters": 1000, "likeliest": [[" Rome", 0.8]] + [[" ,", 0.1]] * 4,
              "asked": {"told": 3, "unseen": 2, "unknown": 1},
@@ -70,12 +67,9 @@ def test_the_demo_and_the_geometry(tmp_path):
     literal = {"text": " ba", "token": 3, "leak": 0.2, "again": 0.1}
     results = {"prompt": demo.PROMPT, "steps": 6, "seconds": 5.0, "literal": literal,
                "models": {"adr": model, "gpt2": model}}  # fmt: skip
-    drm = perspectron.build(presets.get("drm", **TINY)).requires_grad_(False)
-    found = measure(drm, [i * i % 40 for i in range(2400)], Options(**FEW))
-    for name, page_ in (("demo", demo.page(results)), ("geometry", geometry.page(found))):
-        (tmp_path / f"{name}.html").write_text(page_)
-        with browsing((tmp_path / f"{name}.html").as_uri()) as page:
-            assert look(page) == []
+    (tmp_path / "demo.html").write_text(demo.page(results))
+    with browsing((tmp_path / "demo.html").as_uri()) as page:
+        assert look(page) == []
 
 
 def pictures(run: Path, folder: Path) -> None:

@@ -5,13 +5,12 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 from rich.table import Table
 
 from perspectron import native
-from perspectron.cli.keep import ADAPTER, CONVERSATION, USAGE, keep, kept
 from perspectron.cli.options import answer, open_model, perspectives_of, say, spoken, table
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
@@ -24,7 +23,7 @@ from perspectron.model.model import LanguageModel
 from perspectron.model.narrow import Dtype
 from perspectron.opening import Opened
 from perspectron.stream.engine import StreamedModel
-from perspectron.stream.usage import FIRST, Usage
+from perspectron.stream.usage import FILE, FIRST, Usage
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, DataError
 from perspectron.util.machine import pick_device
@@ -45,10 +44,6 @@ class Generate:
     Continue it later: perspectron generate runs/letters --load-state tree.state
 
     Read a long prompt from standard input: perspectron generate runs/letters - < other.txt
-
-    Save it with its adapter: perspectron generate runs/letters "Dear Sir" --keep talk
-
-    Continue from there: perspectron generate runs/letters --from talk --keep talk
 
     Adapt to the prompt while reading it: perspectron generate runs/routed "Dear Sir" --adapt
     """
@@ -74,11 +69,8 @@ class Generate:
     adapter: Path | None = None
     """Generate with this saved adapter; with --adapt, continue learning from it."""
     save_adapter: Path | None = None
-    """With --adapt and one prompt: save the adapter to this file."""
-    keep: Path | None = None
-    """Save everything to this folder: conversation, adapter, and with --warm the use of experts."""
-    from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Continue from a folder that --keep wrote."""
+    """With --adapt or --adapter, and one prompt: save the adapter to this file. With --save-state, `--load-state FILE
+    --adapter FILE` continues as if nothing had stopped."""
     warm: bool = False
     """First load the experts that this machine has used most; the artifact's usage.json counts them."""
     device: str = "auto"
@@ -105,19 +97,9 @@ class Generate:
     def __call__(self) -> int:
         if self.bench:
             self._check_bench()
-        for name in ("load_state", "adapter") if self.from_ is not None else ():
-            value = getattr(self, name)
-            require(value is None, name, str(value), "left out with --from, whose folder has its own")
         opened = open_model(self.run, self.cache, verify=self.verify)
-        if self.from_ is not None:
-            files = kept(self.from_, opened.model)
-            own = replace(self, load_state=files[CONVERSATION], adapter=files.get(ADAPTER))
-            return own._write(opened, files.get(USAGE))
-        return self._write(opened)
-
-    def _write(self, opened: Opened, counted: Path | None = None) -> int:
         model, tokenizer = opened.model, opened.tokenizer
-        usage = self._warm(opened, counted)
+        usage = self._warm(opened)
         if self.bench:
             return _bench(model, tokenizer, "".join(self.prompts), self.max_tokens, json=self.json)
         device = pick_device(self.device)
@@ -126,9 +108,8 @@ class Generate:
         if self.load_state is not None:
             conversation = Conversation.load(self.load_state, model)
             conversation = replace(conversation, state=conversation.state.to(device))
-        saves = self.save_state is not None or self.keep is not None
-        bound = "full without --save-state or --keep"
-        require(saves or self.state_dtype == "full", "state_dtype", self.state_dtype, bound)
+        full = self.save_state is not None or self.state_dtype == "full"
+        require(full, "state_dtype", self.state_dtype, "full without --save-state")
         texts, start = self._texts(conversation), time.perf_counter()
         hooks, adapter = (
             perspectives_of(self.perspectives, self.calibration, opened),
@@ -179,17 +160,15 @@ class Generate:
             after.save(self.save_state, model, self.state_dtype)
         if usage is not None:
             usage.save()
-        if self.keep is not None:
-            keep(self.keep, after, model, adapter, None if usage is None else usage.path, self.state_dtype)
 
-    def _warm(self, opened: Opened, counted: Path | None) -> Usage | None:
-        """Begin with what was used most, here or where the conversation was kept, and say so at the end."""
+    def _warm(self, opened: Opened) -> Usage | None:
+        """Begin with the experts that were used most."""
         if not self.warm:
             return None
         model = opened.model
         if not isinstance(model, StreamedModel):
             raise ConfigError("warm = True, must be left out for a run: artifacts have experts on disk")
-        return model.warm(opened.folder.path / USAGE, counted)
+        return model.warm(opened.folder.path / FILE)
 
     def _check_bench(self) -> None:
         """ConfigError for options that a measurement would ignore."""
@@ -203,26 +182,23 @@ class Generate:
             "adapt",
             "adapter",
             "save_adapter",
-            "keep",
-            "from_",
             "warm",
             "perspectives",
             "safety",
         ):
             value = getattr(self, name)
-            require(value in (None, (), False), name.strip("_"), value, "left out with --bench")
+            require(value in (None, (), False), name, value, "left out with --bench")
         for name, value in vars(self.sampling).items():
             require(value == getattr(SamplingConfig(), name), name, value, "left out with --bench")
 
     def _adapter(self, model: LanguageModel, texts: list[str]) -> Any:
         """An adapter for each row, as a hook, if any is asked for."""
-        saves = self.save_adapter is not None or self.keep is not None
-        require(self.save_adapter is None or self.adapt, "save_adapter", self.save_adapter, "with --adapt")
-        if not self.adapt and self.adapter is None:
+        saves, has = self.save_adapter is not None, self.adapt or self.adapter is not None
+        require(has or not saves, "save_adapter", self.save_adapter, "with --adapt or --adapter")
+        if not has:
             return None
-        name = "keep" if self.save_adapter is None else "save_adapter"
         one = not saves or len(texts) == 1
-        require(one, name, getattr(self, name), "left out with several adapted prompts")
+        require(one, "save_adapter", self.save_adapter, "left out with several adapted prompts")
         return part("hooks", "adapter")(model, self.adapter, learns=self.adapt, saves=saves)
 
     def _texts(self, conversation: Conversation | None) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 from perspectron.data import Tokenizer
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.designs.perspective.suites.gates import halflives
+from perspectron.eval.gates import halflives
 from perspectron.model.model import LanguageModel
 from perspectron.util.files import read_text, write_text
 from perspectron.util.plot import Heat, draw_heat, page_template, variables

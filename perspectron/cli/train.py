@@ -25,7 +25,6 @@ from perspectron.data import (
     open_shards,
     with_encoding,
 )
-from perspectron.data.corpus import RULE
 from perspectron.data.template import PLAIN, Template
 from perspectron.data.vocabulary import KINDS, made
 from perspectron.eval.budget import BYTES_PER_TOKEN, Budget, largest_vocabulary, settled, size_of, sized
@@ -160,7 +159,7 @@ class Train:
         def settle(config: RunConfig, shards: Shards) -> RunConfig:
             return settled(config, frozenset(self.given), budget, shards, _left(ends))
 
-        config = RunConfig(self._model(train, budget, ends), train, rule=_rule(train))
+        config = RunConfig(self._model(train, budget, ends), train)
         return fit(
             self._folder(),
             config,
@@ -264,13 +263,6 @@ class Train:
                 f"for a new run from its weights: --init {run} --out NEW"
             )
         return (saved, None) if steps == saved.train.steps else extend(run, steps)
-
-
-def _rule(train: TrainConfig) -> int:
-    """The rule by which the text is split: of the same text, that of the run whose weights it starts from, so that what
-    was trained on is not held out now."""
-    its = describe(Path(train.init)).of_run("init") if train.init else None
-    return RULE if its is None or its.train.data != train.data else its.rule
 
 
 def defaults(arguments: list[str]) -> Train:

@@ -4,7 +4,6 @@ DIR/rates/ARM/RATE and DIR/cells/ARM/SEED are ordinary runs, which `train --resu
 Finished trainings are skipped, so that an interrupted comparison resumes.
 """
 
-import contextlib
 import hashlib
 import json
 import math
@@ -18,7 +17,6 @@ from perspectron.compare import pool
 from perspectron.compare.plan import Plan, data_of, train_config, warm_up
 from perspectron.compare.pool import Ended, Job
 from perspectron.data import Tokenizer
-from perspectron.data.shuffle import ORDER
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.metrics import METRICS, measured, read_metrics
@@ -152,20 +150,13 @@ def train(
             write_json(cell.folder / FAILED, {"why": result.said.removeprefix("perspectron: error: ")})
         ended(cell, result)
 
-    known = [cell.folder for cell in wanted if (cell.folder / "config.json").is_file()]
-    # Seeds are paired by the order of their text: what 0.1 began goes on in the order that it had.
-    orders = []
-    for folder in known:
-        with contextlib.suppress(ConfigError, CheckpointError):  # its own training says what is wrong with it
-            orders.append(checkpoint.load_config(folder).order)
-    order = min(orders, default=ORDER)
     queue = []
     for name, cell in by_name.items():
         if not (cell.folder / "config.json").is_file():
             given = (cell.steps, cell.seed, *cell.rate, cell.measured)
             settings = train_config(out, plan.settings, *given)
             tokenizer.save(cell.folder / "tokenizer.json")
-            checkpoint.save_config(cell.folder, RunConfig(plan.arms[cell.arm].model, settings, order=order))
+            checkpoint.save_config(cell.folder, RunConfig(plan.arms[cell.arm].model, settings))
         arguments = ("perspectron", "train", "--resume", str(cell.folder))
         queue.append(Job(name, cell.folder, arguments))
     pool.work(

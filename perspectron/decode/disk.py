@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from perspectron.model.state import LMState, Stateful, read_state, write_state
 from perspectron.util.config import require
-from perspectron.util.errors import PerspectronError, StorageError
+from perspectron.util.errors import PerspectronError, StateError, StorageError
 from perspectron.util.files import locked, remove, sweep, temporary_beside
+from perspectron.util.schema import checked
 
 INDEX = "index.sqlite"
 PATIENCE = 30.0  # seconds to wait for another process that writes
@@ -41,6 +44,16 @@ class Prefix:
     state: LMState
     last_1D: Tensor
     seconds: float
+
+
+class _Extra(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file holds beside the state. last: `Prefix.last_1D` in float64, and its dtype."""
+
+    key: str
+    calls: int
+    seconds: float
+    last: list[float]
+    dtype: str
 
 
 @dataclass
@@ -168,16 +181,11 @@ class Disk:
 
     def _write(self, path: Path, key: str, prefix: Prefix) -> int:
         """Write a file without waiting for the disk: a loss of power may damage it, which its digest shows."""
-        extra = {
-            "key": key,
-            "calls": prefix.calls,
-            "seconds": prefix.seconds,
-            "last": prefix.last_1D.double()[0].tolist(),
-            "dtype": str(prefix.last_1D.dtype),
-        }
+        last_1D = prefix.last_1D
+        extra = _Extra(key, prefix.calls, prefix.seconds, last_1D.double()[0].tolist(), str(last_1D.dtype))
         temporary = temporary_beside(path)
         try:
-            write_state(temporary, prefix.state, self.model, extra=extra)
+            write_state(temporary, prefix.state, self.model, extra=msgspec.to_builtins(extra))
             temporary.replace(path)
         finally:
             with contextlib.suppress(OSError):
@@ -187,14 +195,27 @@ class Disk:
     def _read(self, key: str) -> Prefix | None:
         path = self._path(key)
         try:
-            state, extra = read_state(path, self.model)
-            kept = _kept(extra, key, state, self.model.config.d_model)
+            return self._prefix(path, key)
         except PerspectronError:
-            kept = None
-        if kept is None and path.exists():  # else another process has evicted it meanwhile
-            self.counters.damaged += 1
-            remove(path)
-        return kept
+            if path.exists():  # else another process has evicted it meanwhile
+                self.counters.damaged += 1
+                remove(path)
+            return None
+
+    def _prefix(self, path: Path, key: str) -> Prefix:
+        """The prefix that a file holds. StateError: damaged, or not one row of this key."""
+        state, values = read_state(path, self.model)
+        extra = checked(values, _Extra, StateError, path)
+        dtype = next((dtype for dtype in DTYPES if str(dtype) == extra.dtype), None)
+        if (
+            extra.key != key
+            or state.batch_size != 1
+            or len(extra.last) != self.model.config.d_model
+            or not dtype
+        ):
+            raise StateError(f"{path}: not a prefix of this key")
+        last_1D = torch.tensor([extra.last], dtype=torch.float64).to(dtype)
+        return Prefix(extra.calls, state, last_1D, max(extra.seconds, 0.0))
 
     def _nearest(self, index: sqlite3.Connection, keys: list[str]) -> tuple[str, float]:
         """The longest entry before the last of a chain, and its seconds."""
@@ -244,15 +265,3 @@ class Disk:
 def saved(seconds: float, before: float) -> float:
     """Seconds that an entry saves; the clock is coarse, and no state is worth nothing."""
     return max(seconds - before, 1e-9)
-
-
-def _kept(extra: object, key: str, state: LMState, width: int) -> Prefix | None:
-    """The prefix that a file holds; None unless the file is of this key and one row."""
-    if not isinstance(extra, dict) or extra.get("key") != key or state.batch_size != 1:
-        return None
-    last, seconds, calls = extra.get("last"), extra.get("seconds"), extra.get("calls")
-    whole = isinstance(last, list) and len(last) == width and all(type(x) is float for x in last)
-    dtype = next((dtype for dtype in DTYPES if str(dtype) == extra.get("dtype")), None)
-    if not whole or dtype is None or type(seconds) is not float or type(calls) is not int:
-        return None
-    return Prefix(calls, state, torch.tensor([last], dtype=torch.float64).to(dtype), max(seconds, 0.0))

@@ -195,9 +195,10 @@ class Rows:
             self._drawing.leave([own])
         elif own in self._reading:
             self._reading.remove(own)
-        kept = self._kept(own, self._state_of(own))
-        del self._rows[row], self._hooks[row]
-        return kept
+        try:
+            return self._kept(own, self._state_of(own))
+        finally:  # also where a hook raises
+            del self._rows[row], self._hooks[row]
 
     def _kept(self, row: Row, state: LMState) -> Conversation:
         for hook in self._hooks[row.handle]:
@@ -318,6 +319,8 @@ class Rows:
         """The token drawn for each row, by its place; none for one that cannot be drawn from, or fails here."""
         kept_BV, ids = logits_BV, dict[int, int]()
         for at, step in enumerate(steps):
+            if not step.hooks and step.row.early == 0:
+                continue
             step.logits_1V = own_1V = logits_BV[at : at + 1]
             kept_1V = step.attempt(step.scores, own_1V)
             if kept_1V is None or kept_1V is own_1V:

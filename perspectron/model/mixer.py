@@ -50,11 +50,15 @@ class Mixer(nn.Module, abc.ABC):
     calls_linears: bool = True
     """False if it reads the weights of its linear layers past their `forward`, where no hook sees an input; quantising
     then gives them 8 bits."""
-    dropout: nn.Module | None = None
+    dropout: nn.Module | None
     """What the block sets in training with dropout, for a mixer that has weights to drop; `drops` says so."""
     drops: bool = False
     kept_at_reset: ClassVar[tuple[str, ...]] = ()
     """Fields of its state that a reset keeps, also where the state is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = None  # of the instance: one of the class would hide the module that is set
 
     @abc.abstractmethod
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0) -> Any:
@@ -64,6 +68,10 @@ class Mixer(nn.Module, abc.ABC):
     def require_onnx(self, name: str) -> None:
         """Raise ConfigError, which calls the mixer `name`, if its step cannot be exported to ONNX: where control
         depends on data, or a text begins with a state that is not zero."""
+
+    def decay_gate(self) -> nn.Module | None:
+        """The module that gives the logits of decays for each row of its state [B,T,D], where there is one to draw."""
+        return None
 
     def idle_parameters(self) -> int:
         """Count the parameters that its config leaves without effect."""

@@ -1,5 +1,6 @@
 """One thread that owns a model: texts join and leave its rows at any step, and long prompts hold nobody up."""
 
+import contextlib
 import itertools
 import logging
 import statistics
@@ -248,9 +249,10 @@ class Engine:
                 self._tasks.remove(task)
         for row, job in list(self._jobs.items()):
             if job.cancelled:
-                self._rows.remove(row)
                 del self._jobs[row]
                 self.counters.cancelled += 1
+                with contextlib.suppress(PerspectronError):  # of a hook: nobody listens any more
+                    self._rows.remove(row)
 
     def _admit(self) -> None:
         """Let texts join while there are rows."""
@@ -274,22 +276,28 @@ class Engine:
 
     def _deliver(self, piece: Piece) -> None:
         job = self._jobs[piece.row]
+        event: Event = piece
         if piece.id is not None:
             job.ids.append(piece.id)
         if len(job.ids) == 1:
             job.spared = self._rows.spared(piece.row)
-        if piece.finished == "error":
-            self._rows.remove(piece.row)
+        if piece.finished is not None:
             del self._jobs[piece.row]
-            self.counters.failed += 1
-        elif piece.finished is not None:
-            job.session.leave(self._rows, piece.row, job.ids)
-            del self._jobs[piece.row]
-            self.counters.finished += 1
-            if self.store is not None and len(job.ids) >= self.store.chunk:
-                self._later.append(_Task(self._reread(job.session.tokens), 0))
+            try:
+                if piece.error is None:
+                    job.session.leave(self._rows, piece.row, job.ids)
+                else:
+                    self._rows.remove(piece.row)
+            except PerspectronError as error:  # of a hook, which has the row's last word
+                event = error if piece.error is None else piece
+            if event is not piece or piece.error is not None:
+                self.counters.failed += 1
+            else:
+                self.counters.finished += 1
+                if self.store is not None and len(job.ids) >= self.store.chunk:
+                    self._later.append(_Task(self._reread(job.session.tokens), 0))
         self.counters.drawn += piece.id is not None
-        job.emit(piece)
+        job.emit(event)
 
     def _reread(self, ids: list[int]) -> Generator[int, None, None]:
         """Read what was said as a prompt, for the store."""

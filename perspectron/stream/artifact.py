@@ -8,14 +8,15 @@ SHA-256 of every other file. The folder is written atomically.
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
+import msgspec
 import torch
+from msgspec import Struct
 
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.layer import EXPERTS, RoutedSwiGLU
@@ -32,7 +33,8 @@ from perspectron.stream.expert_file import ExpertLayout, Shard, planned, write_l
 from perspectron.stream.tensors import Spec
 from perspectron.util.config import dump, load, require
 from perspectron.util.errors import ArtifactError, ConfigError
-from perspectron.util.files import atomic, opened, read_json, safe_join, sha256
+from perspectron.util.files import Record, atomic, read_json, safe_join
+from perspectron.util.schema import checked
 
 FORMAT = "perspectron-artifact-1"
 CONFIG, TOKENIZER, SHARED, MANIFEST = "config.json", "tokenizer.json", "shared.safetensors", "manifest.json"
@@ -133,9 +135,8 @@ def write(
         for layer, save in experts.items():
             save(temporary / layer_file(layer))
         parts = {name: temporary / name for name in header.files()}
-        files = {name: {"bytes": part.stat().st_size, "sha256": sha256(part)} for name, part in parts.items()}
-        text = json.dumps({"format": FORMAT, "files": files}, indent=1)
-        (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
+        manifest = msgspec.to_builtins(Manifest({name: Record.of(part) for name, part in parts.items()}))
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
 def expert_files(config: ModelConfig, distinct: int = 0) -> ExpertFiles | None:
@@ -197,21 +198,24 @@ def _save_layer(path: Path, *, layer: int, module: RoutedSwiGLU) -> None:
 # ---------------------------------------------------------------- read
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """Contents of manifest.json. files: size and SHA-256 of each. digest: one SHA-256 of all of that."""
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag=FORMAT):
+    """manifest.json: size and SHA-256 of each file."""
 
-    files: dict[str, dict[str, Any]]
-    digest: str
+    files: dict[str, Record]
+
+    @property
+    def digest(self) -> str:
+        """One SHA-256 of all of that."""
+        text = json.dumps(msgspec.to_builtins(self.files), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_header(folder: Path) -> Header:
     """Header of the artifact in `folder`. ArtifactError, naming file and field."""
     path = safe_join(folder, CONFIG)
-    if any(folder.glob("experts/*.experts")):
-        raise ArtifactError(f"{folder}: its expert files are of version 0.1; quantize the run again")
+    values = read_json(path, ArtifactError)
     try:
-        return load(Header, read_json(path, ArtifactError), str(path))
+        return load(Header, values, str(path))
     except ConfigError as error:
         raise ArtifactError(f"{error}" if str(path) in str(error) else f"{path}: {error}") from None
 
@@ -222,41 +226,20 @@ def read_manifest(folder: Path, header: Header) -> Manifest:
     ArtifactError unless it lists exactly the files that there must be, and they are there in full size, in the folder
     itself: no link leads out of it."""
     path = safe_join(folder, MANIFEST)
-    read = read_json(path, ArtifactError)
-    known = read.get("files") if isinstance(read, dict) else None
-    if not isinstance(known, dict):
-        raise ArtifactError(f"{path}: not a manifest")
-    if read.get("format") != FORMAT:
-        raise ArtifactError(f"{path}: format {str(read.get('format'))[:40]!r}, must be {FORMAT!r}")
-    for name, entry in known.items():
-        size, sum_ = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
-        if type(size) is not int or size < 0 or not isinstance(sum_, str) or len(entry) != 2:
-            raise ArtifactError(f"{path}: files.{name[:80]!r} must tell its bytes and its sha256")
-    if unlike := set(known) ^ set(header.files()):
+    values = read_json(path, ArtifactError)
+    manifest = checked(values, Manifest, ArtifactError, path)
+    if unlike := manifest.files.keys() ^ set(header.files()):
         name = min(unlike)
-        verb = "lacks" if name not in known else "has"
+        verb = "lacks" if name not in manifest.files else "has"
         raise ArtifactError(
             f"{path}: {verb} {name[:80]!r}, must tell of the files that config.json says there are"
         )
-    for name, entry in known.items():
-        part = safe_join(folder, name)
-        with opened(part, ArtifactError) as file:
-            size = os.fstat(file.fileno()).st_size
-        if size != entry["bytes"]:
-            raise ArtifactError(f"{part}: {size} bytes, must be {entry['bytes']}")
-    text = json.dumps(known, sort_keys=True)
-    return Manifest(known, hashlib.sha256(text.encode()).hexdigest())
-
-
-def expect(path: Path, digest: str, entry: Mapping[str, Any]) -> None:
-    """Check a file's SHA-256 against the manifest's. ArtifactError: it is another."""
-    if digest != entry["sha256"]:
-        raise ArtifactError(f"{path}: damaged, its SHA-256 is not {entry['sha256'][:12]}…")
+    for name, record in manifest.files.items():
+        record.check(folder, name, ArtifactError, contents=False)
+    return manifest
 
 
 def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
     """Read these files whole; None: all. ArtifactError, naming it: one is not as it was written."""
     for name in manifest.files if names is None else names:
-        part = safe_join(folder, name)
-        with opened(part, ArtifactError) as file:
-            expect(part, hashlib.file_digest(file, "sha256").hexdigest(), manifest.files[name])
+        manifest.files[name].check(folder, name, ArtifactError)

@@ -148,12 +148,11 @@ class StreamedModel(LanguageModel):
             self.plan += f"in {cache.slots} slots ({_size(budget)}), read from disk ({disk}), "
             self.plan += f"up to {_size(len(files) * self.header.experts.shard_bytes)} for a token"
 
-    def warm(self, path: Path, start: Path | None = None) -> Usage:
-        """Begin with the experts that this machine used most, as the file has it, and count from now on. start: a file
-        of other machines, for one that has counted nothing."""
+    def warm(self, path: Path) -> Usage:
+        """Begin with the experts that this machine used most, as the file has it, and count from now on."""
         require(self.cache is not None, "warm", True, "left out for a model without experts on disk")
         assert self.cache is not None
-        usage = Usage(path, {ffn.layer: math.prod(ffn.config.torus) for ffn in self.routed}, start)
+        usage = Usage(path, {ffn.layer: math.prod(ffn.config.torus) for ffn in self.routed})
         self.cache.warm(usage)
         return usage
 
@@ -211,7 +210,7 @@ def load_shared(
         raise ArtifactError(f"{folder / artifact.CONFIG}: {cause}") from None
     wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
     weights, digest = tensors.read(folder / SHARED, wanted)
-    artifact.expect(folder / SHARED, digest, manifest.files[SHARED])
+    manifest.files[SHARED].check_digest(folder / SHARED, digest, ArtifactError)
     model.load_state_dict(weights, assign=True)
     model.requires_grad_(False).eval()
     model.digest = manifest.digest

@@ -11,6 +11,7 @@ import numpy as np
 from perspectron.util.errors import DataError, PerspectronError
 from perspectron.util.files import read_json, write_json
 
+FILE = "usage.json"
 FORMAT = "perspectron-usage-1"
 MEMORY = 0.001
 FIRST = 100  # tokens whose requests are counted
@@ -19,19 +20,18 @@ FIRST = 100  # tokens whose requests are counted
 class Usage:
     """A moving average for each layer's experts of whether a token asks for it, f ← 0.999 f + 0.001 · [asked].
 
-    experts: how many each layer has. A file that is missing, damaged or of other layers begins anew. start: another
-    such file, whose machines' mean this machine begins with where it has counted nothing. asked, served: of the first
-    hundred tokens, how many experts were asked for and how many of them were at hand.
+    experts: how many each layer has. A file that is missing, damaged or of other layers begins anew; a
+    machine that is not in it begins with the mean of those that are. asked, served: of the first hundred tokens, how
+    many experts were asked for and how many of them were at hand.
     """
 
-    def __init__(self, path: Path, experts: Mapping[int, int], start: Path | None = None) -> None:
+    def __init__(self, path: Path, experts: Mapping[int, int]) -> None:
         self.path, self._machine = path, platform.node() or "here"
         self._share = {layer: np.zeros(count) for layer, count in experts.items()}
         self._turns = dict.fromkeys(experts, 0)
         self.asked = self.served = 0
         known = self._read(path)
-        others = {} if start is None else self._read(start)
-        each = [known[self._machine]] if self._machine in known else list(others.values())
+        each = [known[self._machine]] if self._machine in known else list(known.values())
         for layer, share_E in self._share.items():
             found = [kept.get(str(layer)) for kept in each if isinstance(kept, dict)]
             if shares := [np.array(share) for share in found if _are_shares(share, len(share_E))]:

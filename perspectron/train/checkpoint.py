@@ -11,13 +11,17 @@ import os
 import re
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta, Struct
 from torch import Tensor
 
+from perspectron.data.corpus import RULE
+from perspectron.data.shuffle import ORDER
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.ternary import SHARE
 from perspectron.model.model import LanguageModel, require_memory
@@ -27,19 +31,18 @@ from perspectron.train.optim import falls_at
 from perspectron.util.config import dump, load, unlike
 from perspectron.util.errors import CheckpointError, ConfigError
 from perspectron.util.files import (
+    Record,
     atomic,
-    opened,
     read_json,
     remove,
     safe_join,
-    sha256,
     sweep,
     temporary_beside,
     write_json,
 )
+from perspectron.util.schema import checked
 from perspectron.util.tensors import load_tensors, save_tensors
 
-FORMAT = "perspectron-checkpoint-1"
 RUN_LOCK = ".run.lock"
 """Held while a run is trained; beside it `compare` keeps its cells by a lock of its own."""
 MODEL, TRAINING, INDEX = "model.safetensors", "training.safetensors", "checkpoint.json"
@@ -47,24 +50,31 @@ SHARD = re.compile(r"shard-\d{5}-model-00001-of-00001\.safetensors")
 """The name of a rank's shard, as torch.distributed.checkpoint has it."""
 
 
+Count = Annotated[int, Meta(ge=0)]
+
+
 @dataclass(frozen=True)
 class Progress:
     """The progress of a run: updates and tokens done, seconds spent, the loader's position, and held-out bits per byte
     at this step (None if not measured)."""
 
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
+    step: Count = 0
+    tokens: Count = 0
+    seconds: Annotated[float, Meta(ge=0)] = 0.0
     loader: dict[str, int] = field(default_factory=dict)
     heldout: float | None = None
 
 
-@dataclass(frozen=True)
-class Record:
-    """Size and digest of a file."""
+class _Index(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="perspectron-checkpoint-1"
+):
+    """checkpoint.json."""
 
-    bytes: int
-    sha256: str
+    progress: Progress
+    config: dict[str, Any]
+    tokenizer: str
+    files: dict[str, Record]
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,11 @@ def folder(run: Path) -> Path:
 
 
 def path_of(run: Path, step: int) -> Path:
-    return folder(run) / f"step-{step:08d}"
+    return folder(run) / _name(step)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def save(
@@ -104,28 +118,17 @@ def save(
         save_tensors(temporary / MODEL, lora.merged(model) if lora.is_adapted(model) else model.state_dict())
         if optimizer is not None:
             save_tensors(temporary / TRAINING, moments.training_state(model, optimizer))
-        files = {part.name: record(part) for part in temporary.iterdir()}
+        files = {part.name: Record.of(part) for part in temporary.iterdir()}
         write_index(temporary, config, tokenizer, progress, files)
     prune(run, config.train)
     return path
-
-
-def record(part: Path) -> Record:
-    """Size and digest of a file. OSError: not readable."""
-    return Record(part.stat().st_size, sha256(part))
 
 
 def write_index(
     path: Path, config: RunConfig, tokenizer: Tokenizer, progress: Progress, files: dict[str, Record]
 ) -> None:
     """Write checkpoint.json, which makes a checkpoint of the files in a folder."""
-    index: dict[str, Any] = {
-        "format": FORMAT,
-        "progress": asdict(progress),
-        "config": dump(config),
-        "tokenizer": tokenizer.fingerprint,
-        "files": {name: asdict(file) for name, file in files.items()},
-    }
+    index = msgspec.to_builtins(_Index(progress, dump(config), tokenizer.fingerprint, files))
     index["digest"] = _digest(index)
     (path / INDEX).write_text(json.dumps(index, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -143,7 +146,9 @@ def export(
 
 
 def _digest(index: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+    """Of all fields but the digest."""
+    fields = {name: value for name, value in index.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def prune(run: Path, train: TrainConfig) -> None:
@@ -180,30 +185,23 @@ def paths(run: Path) -> list[Path]:
 def read(path: Path) -> Checkpoint:
     """The checkpoint in a folder; CheckpointError unless its index is as it was written. The other files are
     not verified yet."""
-    index = read_json(safe_join(path, INDEX, CheckpointError), CheckpointError)
+    where = path / INDEX
+    values = read_json(safe_join(path, INDEX, CheckpointError), CheckpointError)
+    index = checked(values, _Index, CheckpointError, where)
+    if index.digest != _digest(values):
+        raise CheckpointError(f"{where}: damaged, it does not match its digest")
     try:
-        digest = index.pop("digest")
-        if index["format"] != FORMAT:
-            raise CheckpointError(f"{path / INDEX}: format {index['format']!r}, must be {FORMAT!r}")
-        if digest != _digest(index):
-            raise CheckpointError(f"{path / INDEX}: damaged, it does not match its digest")
-        known = index | {"config": _run_config(index["config"])}
-        whole = load(_Index, known, str(path / INDEX))
-    except (AttributeError, KeyError, TypeError):
-        raise CheckpointError(f"{path / INDEX}: not the index of a checkpoint") from None
+        config = run_config(index.config, where)
     except ConfigError as error:
         raise CheckpointError(f"{error}") from None
-    if not ({MODEL} <= whole.files.keys() <= {MODEL, TRAINING} or _of_ranks(whole.files)):
-        names = ", ".join(map(repr, whole.files))[:200] or "none"
+    if not ({MODEL} <= index.files.keys() <= {MODEL, TRAINING} or _of_ranks(index.files)):
+        names = ", ".join(map(repr, index.files))[:200] or "none"
         raise CheckpointError(
-            f"{path / INDEX}: files are {names}, must be {MODEL} and perhaps {TRAINING}, or a shard of each rank"
+            f"{where}: files are {names}, must be {MODEL} and perhaps {TRAINING}, or a shard of each rank"
         )
-    if path.name.startswith("step-") and path.name != path_of(path, whole.progress.step).name:
-        raise CheckpointError(f"{path / INDEX}: of step {whole.progress.step}, its folder is {path.name}")
-    for name in ("step", "tokens", "seconds"):
-        if (value := getattr(whole.progress, name)) < 0:
-            raise CheckpointError(f"{path / INDEX}: progress.{name} is {value}, must be ≥ 0")
-    return Checkpoint(path, whole.progress, whole.config, whole.tokenizer, whole.files)
+    if path.name.startswith("step-") and path.name != _name(index.progress.step):
+        raise CheckpointError(f"{where}: of step {index.progress.step}, its folder is {path.name}")
+    return Checkpoint(path, index.progress, config, index.tokenizer, index.files)
 
 
 def _of_ranks(files: Iterable[str]) -> bool:
@@ -211,21 +209,14 @@ def _of_ranks(files: Iterable[str]) -> bool:
     return bool(files) and all(SHARD.fullmatch(name) for name in files)
 
 
-@dataclass(frozen=True)
-class _Index:
-    """checkpoint.json, without its digest."""
-
-    format: str
-    progress: Progress
-    config: RunConfig
-    tokenizer: str
-    files: dict[str, Record]
-
-
-def _run_config(values: Any) -> Any:
-    """The values of a run's config. One that names no order of the windows, or no rule of its text's splits, is of a
-    version that had the first alone."""
-    return {"order": 1, "rule": 1} | values if isinstance(values, dict) else values
+def run_config(values: Any, where: object) -> RunConfig:
+    """A run's config from JSON. ConfigError as `load`; CheckpointError for one of a version that is no longer read."""
+    for name, version in (("order", ORDER), ("rule", RULE)):
+        if isinstance(values, dict) and (stored := values.get(name)) != version:
+            raise CheckpointError(
+                f"{where}: {name} is {stored!r}, must be {version}; other versions are no longer read: train it again"
+            )
+    return load(RunConfig, values, str(where))
 
 
 def found_in(run: Path) -> list[Checkpoint]:
@@ -249,15 +240,8 @@ def verify(checkpoint: Checkpoint, part: int = 0, parts: int = 1) -> None:
     there = {path.name for path in checkpoint.path.glob("*.safetensors")}
     if more := sorted(there - checkpoint.files.keys()):
         raise CheckpointError(f"{checkpoint.path / more[0]}: is not of this checkpoint")
-    for name, expected in list(checkpoint.files.items())[part::parts]:
-        path = safe_join(checkpoint.path, name, CheckpointError)
-        with opened(path, CheckpointError) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != expected.bytes:
-                raise CheckpointError(f"{path}: {size} bytes, must be {expected.bytes}")
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != expected.sha256:
-            raise CheckpointError(f"{path}: damaged, its SHA-256 is not {expected.sha256[:12]}…")
+    for name, record in list(checkpoint.files.items())[part::parts]:
+        record.check(checkpoint.path, name, CheckpointError)
 
 
 def restore(
@@ -367,7 +351,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 def load_config(run: Path) -> RunConfig:
     """The resolved config of a run; CheckpointError if there is none."""
     values = read_json(run / "config.json", CheckpointError)
-    return load(RunConfig, _run_config(values), f"{run / 'config.json'}")
+    return run_config(values, run / "config.json")
 
 
 def save_config(run: Path, config: RunConfig) -> None:
@@ -379,14 +363,26 @@ def run_of(path: Path) -> Path:
     return path.resolve().parent.parent if (path / INDEX).exists() else path
 
 
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run's folder and config, one of its checkpoints, the model with its weights and the tokenizer."""
+
+    folder: Path
+    config: RunConfig
+    checkpoint: Checkpoint
+    model: LanguageModel
+    tokenizer: Tokenizer
+
+
 def load_run(run: Path) -> tuple[LanguageModel, Tokenizer]:
     """The model and tokenizer of `open_run`, with the same errors."""
-    return open_run(run)[1:]
+    opened = open_run(run)
+    return opened.model, opened.tokenizer
 
 
-def open_run(run: Path) -> tuple[Checkpoint, LanguageModel, Tokenizer]:
-    """A run's best held-out checkpoint (its newest where none was measured), its model and its tokenizer; `run` may
-    also be one checkpoint's folder.
+def open_run(run: Path) -> OpenedRun:
+    """A run with the weights of its best held-out checkpoint, or of its newest where none was measured; `run` may also
+    be one checkpoint's folder.
 
     A damaged checkpoint gives a warning, and the newest valid one is used. CheckpointError if the run, its config or
     its tokenizer is missing or damaged, or no checkpoint is valid.
@@ -407,5 +403,5 @@ def open_run(run: Path) -> tuple[Checkpoint, LanguageModel, Tokenizer]:
             continue
         if errors:
             warnings.warn(f"{errors[0]}; using {checkpoint.path.name}", stacklevel=2)
-        return checkpoint, model, tokenizer
+        return OpenedRun(run, config, checkpoint, model, tokenizer)
     raise errors[0] if errors else CheckpointError(f"{folder(run)}: no checkpoint in it")

@@ -155,7 +155,7 @@ class RunConfig:
     version of the shuffle (`perspectron.data.shuffle`). rule: version of the way its text is read and split
     (`perspectron.data.corpus`). turns: changes of
     its length, of which `train.steps` is the last. id: the run's id, stored in its checkpoints; "" before a
-    trainer has created the run, and in runs from 0.1."""
+    trainer has created the run."""
 
     model: ModelConfig
     train: TrainConfig

@@ -42,7 +42,7 @@ from perspectron.train.team import Team
 from perspectron.util import registry
 from perspectron.util.config import require
 from perspectron.util.errors import NonFiniteError, StorageError
-from perspectron.util.files import atomic
+from perspectron.util.files import Record, atomic
 from perspectron.util.ranks import Ranks, together
 
 
@@ -282,7 +282,7 @@ class ParallelTrainer(Trainer):
             team.agree(lambda: stored(path, lambda: sharded.write(state, temporary, group)), group)
             mine = temporary / sharded.shard_of(team.rank)
             record = team.agree(
-                lambda: stored(path, lambda: checkpoint.record(mine) if mine.exists() else None), group
+                lambda: stored(path, lambda: Record.of(mine) if mine.exists() else None), group
             )
             records = team.gather(record, group)
             files = {sharded.shard_of(rank): one for rank, one in enumerate(records) if one is not None}

@@ -31,8 +31,8 @@ def changes(saved: RunConfig, config: RunConfig) -> list[str]:
     """The differences between a run's config and the one that a checkpoint was written with, a line for each value:
     "seed was 0, is 1". Told is what decides the next update; of more steps of a constant schedule, and of a dtype that
     was settled since, nothing."""
-    before: dict[str, Any] = dump(saved.train) | {"order": saved.order}
-    now: dict[str, Any] = dump(config.train) | {"order": config.order}
+    before: dict[str, Any] = dump(saved.train)
+    now: dict[str, Any] = dump(config.train)
     now |= {name: before[name] for name in WITHOUT_EFFECT}
     if saved.train.optim.schedule == "constant":
         for share in ("ternary_from", "ternary_until"):

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import math
@@ -11,13 +10,14 @@ import re
 import secrets
 import shutil
 import stat
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, Self
+
+from msgspec import Meta, Struct
+from platformdirs import user_cache_path
 
 from perspectron.util.errors import ArtifactError, PerspectronError, StorageError
 
@@ -54,12 +54,8 @@ def opened(path: Path, error: type[PerspectronError]) -> Iterator[BufferedReader
 
 def cache_folder() -> Path | None:
     """The folder for what can be found out again; it need not be there yet. None: there is no place for one."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        cache = Path(given) if given.startswith("/") else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return cache / "perspectron"
+    folder = user_cache_path("perspectron")
+    return folder if folder.is_absolute() else None
 
 
 def append_to(path: Path) -> FileIO:
@@ -77,6 +73,34 @@ def sha256(path: Path) -> str:
     """Hex SHA-256 of a file's bytes. OSError: not a regular file, or not readable."""
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Record(Struct, frozen=True, forbid_unknown_fields=True):
+    """Size and SHA-256 of a file, as manifests hold them."""
+
+    bytes: Annotated[int, Meta(ge=0)]
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """OSError: not a regular file, or not readable."""
+        return cls(path.stat().st_size, sha256(path))
+
+    def check(self, folder: Path, name: str, error: type[PerspectronError], *, contents: bool = True) -> None:
+        """`error`, naming the file: outside the folder, missing, of another size or, if its contents are read, not as
+        it was written."""
+        path = safe_join(folder, name, error)
+        with opened(path, error) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != self.bytes:
+                raise error(f"{path}: {size} bytes, must be {self.bytes}")
+            if contents:
+                self.check_digest(path, hashlib.file_digest(file, "sha256").hexdigest(), error)
+
+    def check_digest(self, path: Path, digest: str, error: type[PerspectronError]) -> None:
+        """`error`, naming the file, unless this is the digest of its bytes."""
+        if digest != self.sha256:
+            raise error(f"{path}: damaged, its SHA-256 is not {self.sha256[:12]}…")
 
 
 def sync(path: Path) -> None:
@@ -150,7 +174,7 @@ def temporary_beside(path: Path) -> Path:
     return path.with_name(f".{os.getpid()}-{secrets.token_hex(8)}.tmp")
 
 
-_TEMPORARY = re.compile(r"\.(\d+)-[0-9a-f]{16}\.tmp|\..*\.(\d+)(?:\.old)?\.tmp")  # the second: of 0.1
+_TEMPORARY = re.compile(r"\.(\d+)-[0-9a-f]{16}\.tmp")
 
 
 def sweep(folder: Path) -> None:
@@ -158,7 +182,7 @@ def sweep(folder: Path) -> None:
     files of other names."""
     for leftover in folder.glob(".*.tmp"):
         name = _TEMPORARY.fullmatch(leftover.name)
-        if name is not None and leftover.name not in _written and not _alive(int(name[1] or name[2])):
+        if name is not None and leftover.name not in _written and not _alive(int(name[1])):
             remove(leftover)
 
 
@@ -178,57 +202,29 @@ def _alive(pid: int) -> bool:
 @contextlib.contextmanager
 def locked(folder: Path, name: str = LOCK, patience: float = 0.0) -> Iterator[int]:
     """Keep a folder to this process and to those that inherit the descriptor yielded; the kernel frees it when the
-    last of them ends, however that is. Within one process it may be locked again.
+    last of them is killed. Within one process it may be locked again.
 
     StorageError: another process still has it after `patience` seconds, or nothing can be written there.
     """
+    from filelock import FileLock, Timeout  # takes long to import
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path, until = folder.resolve() / name, time.monotonic() + patience
-        while not _take(path):
-            if time.monotonic() >= until:
-                raise StorageError(
-                    f"{folder}: another process is using it; wait until that ends, or choose another folder"
-                )
-            time.sleep(min(PAUSE, patience))
+        lock = FileLock(folder.resolve() / name, is_singleton=True, thread_local=False)
+        lock.acquire(timeout=patience, poll_interval=PAUSE)
+    except Timeout:
+        raise StorageError(
+            f"{folder}: another process is using it; wait until that ends, or choose another folder"
+        ) from None
     except (OSError, RuntimeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise StorageError(f"{folder}: not a folder to write in ({why})") from None
+    held = os.dup(lock._context.lock_file_fd)  # type: ignore[arg-type]  # the lock closes its own in a child
     try:
-        yield _held[path][0]
+        yield held
     finally:
-        with _LOCKS:
-            descriptor, count = _held.pop(path)
-            if count > 1:
-                _held[path] = (descriptor, count - 1)
-            else:
-                os.close(descriptor)
-
-
-_LOCKS = threading.Lock()
-_held: dict[Path, tuple[int, int]] = {}  # descriptor of each lock of this process, and how often it was taken
-
-
-def _take(path: Path) -> bool:
-    """Lock a file, if no other process has it. OSError: it cannot be written."""
-    with _LOCKS:
-        if path in _held:
-            descriptor, count = _held[path]
-            _held[path] = (descriptor, count + 1)
-            return True
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            there = os.path.samestat(os.fstat(descriptor), path.stat())  # not deleted since it was opened
-        except (BlockingIOError, FileNotFoundError):
-            there = False
-        except OSError:  # a disk without locks: nothing to keep it by
-            there = True
-        if there:
-            _held[path] = (descriptor, 1)
-        else:
-            os.close(descriptor)
-        return there
+        os.close(held)
+        lock.release()
 
 
 def remove(path: Path) -> None:

@@ -9,9 +9,11 @@ import os
 import re
 from io import BufferedReader
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import msgspec
 import torch
+from msgspec import Meta, Struct
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -52,6 +54,17 @@ class Place(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+_Size = Annotated[int, Meta(ge=0, le=MAX_SIZE)]
+
+
+class _Entry(Struct, forbid_unknown_fields=True):
+    """A tensor in a header's JSON."""
+
+    dtype: str
+    shape: Annotated[list[_Size], Meta(max_length=MAX_AXES)]
+    data_offsets: tuple[_Size, _Size]
+
+
 def parse_header(text: bytes, room: int) -> tuple[dict[str, str], dict[str, Place]]:
     """(metadata, the place of each tensor by name in the order of the data) of a header before `room` bytes of data.
     ValueError unless the tensors follow one another without a gap, each of as many bytes as its shape says."""
@@ -82,26 +95,17 @@ def parse_header(text: bytes, room: int) -> tuple[dict[str, str], dict[str, Plac
 
 def _place(name: str, text: bytes) -> Place:
     """The place that an entry of a header tells. ValueError: not a possible one."""
-    if len(text) > _LONGEST:
-        raise ValueError(f"{name[:80]!r}: {len(text)} bytes about it, must be ≤ {_LONGEST}")
-    entry = parse_json(text.decode())
-    if (
-        not name.isprintable()
-        or not isinstance(entry, dict)
-        or set(entry) != {"dtype", "shape", "data_offsets"}
-    ):
-        raise ValueError(f"{name[:80]!r}: must tell dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{name[:80]!r}: dtype is {str(dtype)[:40]!r}, must be one of {', '.join(DTYPES)}")
-    for what, numbers, most in (("shape", shape, MAX_AXES), ("data_offsets", offsets, 2)):
-        whole = isinstance(numbers, list) and len(numbers) <= most and all(type(n) is int for n in numbers)
-        if not whole or not all(0 <= n <= MAX_SIZE for n in numbers):
-            bound = f"at most {most} whole numbers in 0 … {MAX_SIZE}"
-            raise ValueError(f"{name[:80]!r}: {what} is {str(numbers)[:80]}, must be {bound}")
-    if len(offsets) != 2:
-        raise ValueError(f"{name[:80]!r}: data_offsets is {offsets}, must be two")
-    return Place(offsets[0], offsets[1], DTYPES[dtype], tuple(shape))
+    if len(text) > _LONGEST or not name.isprintable():
+        raise ValueError(
+            f"{name[:80]!r}: {len(text)} bytes about it, must be ≤ {_LONGEST} and its name printable"
+        )
+    try:
+        entry = msgspec.json.decode(text, type=_Entry)
+    except msgspec.DecodeError as cause:
+        raise ValueError(f"{name[:80]!r}: {cause}") from None
+    if entry.dtype not in DTYPES:
+        raise ValueError(f"{name[:80]!r}: dtype is {entry.dtype[:40]!r}, must be one of {', '.join(DTYPES)}")
+    return Place(*entry.data_offsets, DTYPES[entry.dtype], tuple(entry.shape))
 
 
 def _in_order(places: dict[str, Place], room: int) -> dict[str, Place]:

@@ -1,7 +1,6 @@
-"""`generate --keep` and `--from`: what goes on is what was not interrupted, and a folder that is another is refused."""
+"""`generate --save-state` and `--load-state`: what goes on is what was not interrupted, under an adapter too."""
 
 import json
-import shutil
 
 import pytest
 
@@ -24,41 +23,23 @@ def told(capsys, *arguments) -> str:
     return json.loads(capsys.readouterr().out)["texts"][0]
 
 
-@pytest.mark.parametrize("adapt", [(), ("--adapt",)])
-def test_a_text_goes_on(run, tmp_path, capsys, adapt):
+@pytest.mark.parametrize("adapts", [False, True])
+def test_a_text_goes_on(run, tmp_path, capsys, adapts):
     capsys.readouterr()
+    talk, learned = tmp_path / "talk.state", tmp_path / "learned.safetensors"
+    adapt, saves, loads = ["--adapt"], ["--save-adapter", learned], ["--adapter", learned]
+    if not adapts:
+        adapt = saves = loads = []
     whole = told(capsys, run, "Dear Sir", "--max-tokens", 20, *adapt)
-    first = told(capsys, run, "Dear Sir", "--max-tokens", 9, "--keep", tmp_path / "talk", *adapt)
-    assert {path.name for path in (tmp_path / "talk").iterdir()} == {
-        "manifest.json", "conversation.state", *(["adapter.safetensors"] if adapt else []),
-    }  # fmt: skip
-    again = tmp_path / "talk"
-    second = told(capsys, run, "--from", again, "--keep", again, "--max-tokens", 6)
-    third = told(capsys, run, "--from", again, "--max-tokens", 5)
+    first = told(capsys, run, "Dear Sir", "--max-tokens", 9, "--save-state", talk, *adapt, *saves)
+    on = ["--load-state", talk, *loads]
+    second = told(capsys, run, *on, "--save-state", talk, *saves, "--max-tokens", 6)
+    third = told(capsys, run, *on, "--max-tokens", 5)
     assert first + second + third == whole
 
 
 def test_what_cannot_go_on(run, tmp_path, capsys):
-    talk = tmp_path / "talk"
-    told(capsys, run, "Dear Sir", "--max-tokens", 3, "--keep", talk)
-    cases = {
-        "manifest.json: no such file": lambda folder: shutil.rmtree(folder),
-        "not a folder that generate --keep wrote": lambda folder: (folder / "manifest.json").write_text("{}"),
-        "damaged, it is not what manifest.json says": lambda folder: (
-            folder / "conversation.state"
-        ).write_text(""),
-        "use the model that wrote it": lambda folder: (folder / "manifest.json").write_text(
-            (folder / "manifest.json").read_text().replace('"model": "', '"model": "0')
-        ),
-    }
-    for said, change in cases.items():
-        shutil.copytree(talk, tmp_path / "other")
-        change(tmp_path / "other")
-        assert main(["generate", str(run), "--from", str(tmp_path / "other")]) == 2
-        error = capsys.readouterr().err
-        assert said in error and error.count("\n") == 1, error
-        shutil.rmtree(tmp_path / "other", ignore_errors=True)
-    assert main(["generate", str(run), "--from", str(talk), "--load-state", "x"]) == 2
-    assert "left out with --from" in capsys.readouterr().err
+    assert main(["generate", str(run), "--save-adapter", str(tmp_path / "a")]) == 2
+    assert "with --adapt or --adapter" in capsys.readouterr().err
     assert main(["generate", str(run), "--warm"]) == 2
     assert "artifacts have experts on disk" in capsys.readouterr().err

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,9 +19,9 @@ from claims import keep
 from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.compare import measure, results, run
-from perspectron.compare.plan import Settings, data_of, read
+from perspectron.compare.plan import read
 from perspectron.compare.run import Cell, Rate
-from perspectron.data import Tokenizer, open_shards
+from perspectron.data import open_shards
 from perspectron.train import checkpoint
 from perspectron.util.errors import CheckpointError
 
@@ -128,25 +127,6 @@ def test_results_of_several_comparisons_are_one_report(whole, tmp_path, capsys):
         said = capsys.readouterr().err
         assert words in said and said.count("\n") == 1, said
     assert not (tmp_path / "c").exists()
-
-
-def test_cells_read_in_the_order_of_those_that_were_begun_before(tmp_path, monkeypatch):
-    """0.1 named no order of the windows; seeds are paired by it."""
-    settings = Settings(("transformer",), params=1000, tokens=10000, vocab_size=300)
-    plan = SimpleNamespace(
-        settings=settings, arms={"transformer": SimpleNamespace(model=presets.get("transformer-tiny"))}
-    )
-    Tokenizer.train(["some text"], 270).save(data_of(tmp_path, settings) / "tokenizer.json")
-    monkeypatch.setattr(run.pool, "work", lambda *given, **how: None)
-    wanted = [Cell("transformer", seed, Rate(1e-3, 0.1), 9, tmp_path / str(seed), 1) for seed in (0, 1, 2)]
-    orders = []
-    for begun in (1, 3):
-        run.train(tmp_path, plan, wanted[:begun], 1)
-        config = json.loads((tmp_path / "0" / "config.json").read_text())
-        orders += [checkpoint.load_config(cell.folder).order for cell in wanted[:begun]]
-        config.pop("order", None)
-        (tmp_path / "0" / "config.json").write_text(json.dumps(config))
-    assert orders == [2, 1, 1, 1]
 
 
 def test_what_is_done_is_not_done_again(whole, capsys):

@@ -166,7 +166,7 @@ def test_an_interrupted_encoding_continues_to_the_same_bytes(
     standing = {path: path.stat().st_mtime_ns for path in out.glob("*.bin")}
     assert (len(standing) > 2) == (after >= 30 or split == "heldout")
     out.mkdir(exist_ok=True)
-    (out / ".train-00099.bin.12345.tmp").write_bytes(b"left by a killed process")
+    (out / f".{2**22 + 1}-0123456789abcdef.tmp").write_bytes(b"left by a killed process")
     (out / "notes.txt").write_text("mine")
     encode(corpus_of(text_folder), tokenizer, out, shard_tokens=256)
     assert {path: path.stat().st_mtime_ns for path in standing} == standing, (

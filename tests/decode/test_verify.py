@@ -107,7 +107,7 @@ def test_gates_of_few_heads_depend_on_no_other_row(tokenizer) -> None:
 
 
 def test_the_command(capsys, monkeypatch) -> None:
-    run = "tests/vectors/run-0.1"
+    run = "tests/vectors/run"
     for name, few in (("BATCHES", (1, 3)), ("PIECES", (5,))):
         monkeypatch.setattr(verify.ways, "__kwdefaults__", verify.ways.__kwdefaults__ | {name.lower(): few})
     assert main(["verify", run, "--here"]) == 0

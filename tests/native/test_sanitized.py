@@ -59,10 +59,11 @@ def test_kernels_and_steps_stay_in_their_buffers(preloaded, tmp_path):
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    tests = [
-        f"tests/native/test_{name}.py" for name in ("products", "scan", "training", "tape")
+    tests = [f"tests/native/test_{name}.py" for name in ("products", "scan", "training", "tape")]
+    tests += [
+        "tests/stream/test_recorded.py",
+        *map(str, (ROOT / "tests" / "designs").glob("*/test_kernel.py")),
     ]
-    tests += ["tests/stream/test_recorded.py", *map(str, (ROOT / "tests" / "designs").glob("*/test_kernel.py"))]
     tests += ["-k", "not compiled and not trace"]  # those show that the kernels are not called
     command = [sys.executable, "-c", DRIVER, str(tmp_path / "_native.so"), *tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

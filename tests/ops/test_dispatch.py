@@ -8,9 +8,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from perspectron.designs.adr import gru
-from perspectron.designs.drm import law as drm_law
-from perspectron.designs.drm import op as drm
 from perspectron.ops import conv, delta, dispatch, experts, gla, pdr
 from perspectron.util.errors import BackendError
 
@@ -19,22 +16,6 @@ draw = torch.Generator().manual_seed(0)
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=draw, dtype=torch.float64)
-
-
-LAW = drm_law.Law(2, 1, 0.1, 3.0, True, 0.5, 0.3, 1e-4, 0.0, 1.0, 0, False, True, 1)
-
-
-def drm_scan(e_BTE: Tensor, z_BS: Tensor) -> Tensor:
-    S, H, N = 4, 6, 2
-    shapes = [(S,), (3 * H, S), (3 * H,), (H, 3), (2, H, H), (2 * H,), (N * S + N, H), (N * S + N,)]
-    weights = drm_law.Weights(*(normal(*s) for s in [*shapes, (2 * S, H), (2 * S,), (N, H), (N,)]))
-    state = drm_law.State(z_BS, z_BS.new_zeros(2, 0), torch.zeros(2, dtype=torch.int64))
-    return drm.scan(e_BTE, state, weights, LAW)[0]
-
-
-def gru_scan(x_BTGRD: Tensor, h_BGRD: Tensor) -> Tensor:
-    cells = gru.Cells(normal(1, 4, 12), normal(1, 4, 12), normal(1, 12), normal(1, 12))
-    return gru.scan(x_BTGRD, cells, 0.9, h_BGRD)[0]
 
 
 def swiglu(x_ND: Tensor, gate_EFD: Tensor) -> Tensor:
@@ -49,8 +30,6 @@ ONCE = {
         lambda q, v: delta.scan_rwkv7(q, q, v, -q, q, q.sigmoid())[0],
         [(2, 1, 3, 4), (2, 1, 3, 5)],
     ),
-    "gru.scan": (gru_scan, [(2, 3, 1, 1, 4), (2, 1, 1, 4)]),
-    "drm.scan": (drm_scan, [(2, 3, 3), (2, 4)]),
     "conv.convolve": (
         lambda u, w: conv.convolve(u, normal(2, 3, 5), w, normal(5), None, None)[0],
         [(2, 6, 5), (5, 1, 4)],
@@ -73,7 +52,7 @@ def test_a_second_derivative_is_an_error_also_where_the_input_is_reached_another
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        *((name, "use backend='reference'") for name in ("gla.scan", "gru.scan", "drm.scan")),
+        ("gla.scan", "use backend='reference'"),
         ("conv.convolve", "differentiate in reverse mode"),
     ],
 )

@@ -22,6 +22,7 @@ from perspectron.decode.store import PrefixStore
 from perspectron.serve.engine import FAIR, Closed, Engine, Full, Job, row_by_row_cost
 from perspectron.util.errors import ConfigError, PerspectronError
 from tests.decode.conftest import make
+from tests.decode.test_processors import STAGES, Failing
 from tests.decode.test_rows import GREEDY, SETTINGS, prompt_of
 from tests.waiting import PATIENCE, until
 
@@ -52,6 +53,27 @@ class Asked:
             assert isinstance(event, Piece), event
             found.append(event)
         return [piece.id for piece in found]
+
+
+@pytest.mark.parametrize("stage", ["begin", *STAGES, "end"])
+def test_a_text_whose_hook_raises_ends_with_the_error_and_the_others_go_on(engine, stage) -> None:
+    plain = [Asked(engine, prompt_of(9, number), 6) for number in (0, 1)]
+    engine.submit([one.job for one in plain])
+    expected = [one.ids() for one in plain]
+    for prompt in (9, 200):
+        asked = [Asked(engine, prompt_of(9, number), 6) for number in (0, 1)]
+        broken = Asked(engine, prompt_of(prompt, 2), 4)
+        broken.job.hooks = [Failing(stage, 0 if stage in ("begin", "prompt") else 3)]
+        engine.submit([asked[0].job, broken.job, asked[1].job])
+        event = None
+        while not isinstance(event, PerspectronError):
+            event = broken.events.get(timeout=PATIENCE)
+            event = getattr(event, "error", None) or event
+        assert str(event) == "hook Failing: ValueError: no more"
+        assert [one.ids() for one in asked] == expected
+    until(lambda: not engine.active)
+    assert engine.counters.failed == 2 and engine.counters.finished == 6
+    assert not engine._rows._rows and not engine._rows._hooks
 
 
 @pytest.mark.parametrize("together", [True, False])

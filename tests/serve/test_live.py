@@ -219,7 +219,7 @@ def test_an_idle_connection_outlives_what_clients_keep_of_theirs(monkeypatch) ->
     """httpx2, which OpenAI's client uses, closes its idle ones first; who sends as the server closes has an error."""
     made = list[uvicorn.Config]()
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, **_: made.append(self.config))
-    run = Path(__file__).parents[1] / "vectors/run-0.1"
+    run = Path(__file__).parents[1] / "vectors/run"
     assert main(["serve", str(run), "--port", "0", "--template", "plain"]) == 0
     assert made[0].timeout_keep_alive == 75 > openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry
 
@@ -252,7 +252,7 @@ def test_the_openai_client_with_schemas_tools_and_echoes(url, tiny) -> None:
 
 def test_a_signal_lets_what_is_under_way_end(tmp_path) -> None:
     root = Path(__file__).parents[2]
-    run = str(root / "tests/vectors/run-0.1")
+    run = str(root / "tests/vectors/run")
     command = [sys.executable, "-m", "perspectron", "serve", run, "--port", "0", "--keep", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
@@ -266,7 +266,7 @@ def test_a_signal_lets_what_is_under_way_end(tmp_path) -> None:
             return False
 
         until(answers)
-        stream = client.completions.create(model="run-0.1", prompt="def", max_tokens=300, seed=1, stream=True)
+        stream = client.completions.create(model="run", prompt="def", max_tokens=300, seed=1, stream=True)
         parts = [next(iter(stream))]
         server.send_signal(signal.SIGTERM)
         parts += list(stream)

@@ -237,9 +237,10 @@ def test_foreign_files_and_folders_are_left_alone(run, go_on):
 
 
 def test_leftovers_of_a_kill_are_removed(run, go_on):
-    (run / "checkpoints" / ".step-00000007.123.tmp").mkdir()
-    (run / "checkpoints" / ".step-00000007.123.tmp" / checkpoint.MODEL).write_bytes(b"half")
-    (run / ".config.json.123.tmp").write_text("{")
+    left = f".{2**22 + 1}-0123456789abcdef.tmp"  # of a process that cannot run
+    (run / "checkpoints" / left).mkdir()
+    (run / "checkpoints" / left / checkpoint.MODEL).write_bytes(b"half")
+    (run / left).write_text("{")
     checkpoint.load_run(run)
     go_on(run)
     assert list(run.rglob("*.tmp")) == []

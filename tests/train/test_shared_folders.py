@@ -192,7 +192,6 @@ def test_what_a_living_process_writes_is_not_swept(tmp_path):
     names = [
         other,
         f".{dead.pid}-0123456789abcdef.tmp",
-        f".config.json.{dead.pid}.tmp",
         ".somebody.else.tmp",
         ".x.tmp",
     ]

@@ -137,6 +137,9 @@ class PDR(Mixer):
         every = self.config.renorm_every
         require(every == 0, f"{name}.renorm_every", every, "0 to be exported to ONNX")
 
+    def decay_gate(self) -> nn.Module:
+        return self.p_proj
+
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> PDRState:

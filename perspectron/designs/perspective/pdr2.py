@@ -93,6 +93,9 @@ class PDR2(Mixer):
         else:
             self.p_proj.bias.fill_(GATE_BIAS)
 
+    def decay_gate(self) -> nn.Module:
+        return self.p_proj
+
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> PDR2State:

@@ -335,7 +335,9 @@ class _Asked(Hook):
     def verdict(self, step: Step, id: int) -> Verdict:
         if self.all.config.persistent and self.seen is None:
             self._read(self.row.unread[-1:])
-        base_1V = step.look(step.hidden_1D)  # by the head as the views are, to the bit, however the row was read
+        base_1V = step.look(
+            step.hidden_1D
+        )  # by the head as the views are, to the bit, however the row was read
 
         def look() -> Tensor:
             return self._look(step, base_1V)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -139,3 +140,10 @@ def test_what_cannot_be_measured(model, ids):
         mixer_of(perspectron.build(presets.get("drm", **TINY, geometry_interval=3)))
     with pytest.raises(DataError, match="100 tokens of text, need at least 2,256"):
         measure(model, ids[:100])
+
+
+def test_a_model_with_token_shift_is_refused():
+    """A path is followed from token to token."""
+    config = replace(presets.get("drm", **TINY), shift=True)
+    with pytest.raises(ConfigError, match="shift = True, must be False"):
+        geometry.mixer_of(perspectron.build(config))

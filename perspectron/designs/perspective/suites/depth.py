@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perspectron.decode.reading import END_OF_TEXT_ID
-from perspectron.designs.perspective.suites.gates import gates_of, recorded
 from perspectron.designs.perspective.suites.labels import LABELS, labels, of_tokens
+from perspectron.eval.gates import gates_of, recorded
 from perspectron.eval.subject import Subject
 from perspectron.model.model import LanguageModel
 from perspectron.util.config import at_least, require

@@ -21,11 +21,9 @@ def auroc(score_N: Floats, wrong_N: Floats) -> float:
     """Probability that a wrong token has the higher score than a right one, ties counting half; NaN without both."""
     from scipy.stats import rankdata
 
-    bad = float(wrong_N.sum())
-    good = len(wrong_N) - bad
-    if not bad or not good:
-        return math.nan
-    return float((rankdata(score_N)[wrong_N > 0].sum() - bad * (bad + 1) / 2) / (bad * good))
+    bad = wrong_N.sum()
+    pairs = bad * (len(wrong_N) - bad)
+    return float((rankdata(score_N)[wrong_N > 0].sum() - bad * (bad + 1) / 2) / pairs) if pairs else math.nan
 
 
 def quality(score_N: Floats, wrong_N: Floats) -> dict[str, float]:

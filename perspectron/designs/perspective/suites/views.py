@@ -7,7 +7,6 @@ Shapes: N tokens, P perspectives with the base first, V vocabulary, B rows, T ti
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -37,7 +36,6 @@ from perspectron.util.config import require
 from perspectron.util.errors import DataError
 from perspectron.util.stats import Floats
 
-GOLDEN = (math.sqrt(5) - 1) / 2
 BANDS = 4
 
 
@@ -159,24 +157,13 @@ def nll(log_NV: Tensor, target_N: Tensor, temperature: float) -> float:
 
 
 def fitted(log_NV: Tensor, target_N: Tensor) -> float:
-    """The temperature of least loss, by golden section over log T in [−2, 2]."""
-    return math.exp(golden(lambda x: nll(log_NV, target_N, math.exp(x)), -2.0, 2.0))
+    """The temperature of least loss, with its logarithm in [−2, 2]."""
+    from scipy.optimize import minimize_scalar
 
-
-def golden(loss: Callable[[float], float], low: float, high: float, width: float = 1e-3) -> float:
-    """The least of a function with one valley."""
-    a, b = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
-    at_a, at_b = loss(a), loss(b)
-    while high - low > width:
-        if at_a <= at_b:
-            high, b, at_b = b, a, at_a
-            a = high - GOLDEN * (high - low)
-            at_a = loss(a)
-        else:
-            low, a, at_a = a, b, at_b
-            b = low + GOLDEN * (high - low)
-            at_b = loss(b)
-    return (low + high) / 2
+    least = minimize_scalar(
+        lambda x: nll(log_NV, target_N, math.exp(x)), bounds=(-2.0, 2.0), method="bounded"
+    )
+    return math.exp(least.x)
 
 
 def calibrate(

@@ -63,7 +63,6 @@ def test_a_probe_finds_the_direction_of_what_is_wrong_and_is_judged_by_what_it_d
 
 
 def test_the_temperature_of_least_loss_is_found():
-    assert suite.golden(lambda x: (x - 0.3) ** 2, -2, 2) == pytest.approx(0.3, abs=2e-3)
     draw = torch.Generator().manual_seed(0)
     log = torch.randn(20_000, 5, generator=draw).log_softmax(1)
     target = torch.multinomial((log / 2).softmax(1), 1, generator=draw)[:, 0]

@@ -1,4 +1,4 @@
-"""The decays of a trained memory, token by token: the gates of PDR's rows over a text, and their half-lives.
+"""The decays of a trained memory, token by token: the gates of its rows over a text, and their half-lives.
 
 Shapes: B batch, T time, D rows of a layer's state.
 """
@@ -18,13 +18,11 @@ LONGEST = 1e6  # tokens: beyond, float32 does not tell decays from 1
 
 
 def gates_of(model: LanguageModel) -> dict[int, nn.Module]:
-    """The modules that give the logits of decays for each row, by the number of their block: of `pdr` and `pdr2`."""
+    """The modules that give the logits of decays for each row, by the number of their block."""
     found = {}
     for number, block in enumerate(model.blocks):
-        gate = (
-            getattr(block.mixer, "p_proj", None) if isinstance(block, Block) and block.config.mixer else None
-        )
-        if isinstance(gate, nn.Module):
+        gate = block.mixer.decay_gate() if isinstance(block, Block) and block.config.mixer else None
+        if gate is not None:
             found[number] = gate
     return found
 

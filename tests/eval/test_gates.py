@@ -7,7 +7,7 @@ import torch
 
 import perspectron
 from perspectron import presets
-from perspectron.designs.perspective.suites.gates import halflives
+from perspectron.eval.gates import halflives
 
 SIZES = {"d_model": 32, "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "vocab_size": 300, "period": 2}
 

@@ -1,6 +1,6 @@
 """The DRM emitter against vectors of an implementation that nobody here wrote (float64, an .npz each).
 
-`pytest tests/test_conformance.py --vectors DIR` reads any such folder; the two in tests/vectors are the default. A
+`pytest tests/designs/drm --vectors DIR` reads any such folder; the two in tests/vectors are the default. A
 vector's config is mapped to ours; a switch of the original that is not built here fails by its name.
 
 Shapes: B batch, T time, S state, H hidden, N directions, R rank, Q vocabulary.
@@ -22,7 +22,7 @@ from perspectron.designs.drm.mixer import DRMConfig, Risk
 from perspectron.designs.drm.terms import Losses
 from perspectron.model.config import BlockConfig, ModelConfig, NoResidualConfig
 
-OWN = Path(__file__).parent / "vectors"
+OWN = Path(__file__).parents[2] / "vectors"
 NORM_EPS = 1e-6
 LOSSES = {name: f"lambda_{name}" for name in (
     "action", "dim_sparsity", "dim_entropy", "dim_variance", "active_fraction", "metric_reg", "metric_diversity",
