@@ -208,7 +208,9 @@ class _Recording:
         with recorder:
             hidden_B1D, after, _ = model.hidden(ids_B1, traced, consume_state=True)
             hidden_BD.copy_(hidden_B1D[:, 0])
-            logits_BV.copy_(model.head(hidden_B1D[:, 0]))
+            logits = model.head(hidden_B1D[:, 0])
+            if not recorder.tape.give(logits, logits_BV):
+                logits_BV.copy_(logits)
         self._tape = recorder.tape
         self._hidden_BD, self._logits_BV = hidden_BD, logits_BV
         self._apart = [x.nbytes for x in (ids_B1, hidden_BD, logits_BV)]
@@ -230,6 +232,7 @@ class _Recording:
         whole = overlaid if large else like
         self._check(model, whole(state, rows), whole(state, rows))
         recorder.rehearses = False
+        self._tape.pack()
         self.leave()
 
     def _check(self, model: LanguageModel, recorded: LMState, given: LMState) -> None:

@@ -30,6 +30,7 @@ FLOATS = ("softmax", "rms_norm", "layer_norm", "cholesky", "solve", "product", "
 """Instructions whose result and first operand are float32."""
 DIMENSIONS = 5
 OPERANDS = 6
+ALIGNED = 64
 _OPERAND = np.dtype(
     [("base", np.int64), ("offset", np.int64), ("kind", np.int64), ("stride", np.int64, DIMENSIONS)]
 )
@@ -97,10 +98,11 @@ class Tape:
         self.kept, self.used = list[Tensor](), set[int]()
         self.quantised: tuple[object, ...] = ()
         """What the last packed product reads, where nothing has been written since."""
-        # Packed products: the number of each instruction, what it reads and its result.
-        self.products = list[tuple[int, Tensor, Tensor]]()
+        # Packed products: the number of each instruction, what it reads and its result, None where that is a base.
+        self.products = list[tuple[int, Tensor, Tensor | None]]()
         self._made = list[np.ndarray]()
         self.calls = list[tuple[int, Callable[[], object]]]()
+        self._read = set[int]()  # memory that calls read
         # The address of the first instruction, how many there are, and what is called after them.
         self._parts = list[tuple[int, int, Callable[[], object] | None]]()
         self._tape = np.zeros(0, _INSTRUCTION)
@@ -135,6 +137,26 @@ class Tape:
             raise Unrecordable("a call that reads the state itself")
         self.calls.append((len(self._made), function))
         self.used |= {memory(x) for x in read}
+        self._read |= {memory(x) for x in read}
+
+    def give(self, x: Tensor, base: Tensor) -> bool:
+        """Have what was written so far use a base in the place of x; False where x is not all of its own memory, made
+        by an instruction."""
+        index, (start, size) = self.bases[memory(base)][0], (x.data_ptr(), x.untyped_storage().nbytes())
+        whole = x.is_contiguous() and (x.shape, x.dtype, x.nbytes) == (base.shape, base.dtype, size)
+        if (
+            not whole
+            or memory(x) in self.bases
+            or not any(made["at"][0]["offset"] == start for made in self._made)
+        ):
+            return False
+        for made in self._made:
+            for at in made["at"]:
+                if at["base"] == 0 and start <= at["offset"] < start + size:
+                    at["base"], at["offset"] = index, at["offset"] - start
+        own = memory(x)
+        self.products = [(n, a, None if b is None or memory(b) == own else b) for n, a, b in self.products]
+        return True
 
     def done(self, read: Sequence[Tensor] = (), most: int | None = None) -> None:
         """Let it be run. read: tensors of which constants were made; each run compares their bytes with those that they
@@ -161,6 +183,46 @@ class Tape:
             (first + start * apart, end - start, call)
             for start, (end, call) in zip(starts, calls, strict=True)
         ]
+
+    def pack(self) -> None:
+        """Let results that are not wanted at the same time have the same memory, so that it stays in the processor's
+        caches. What was recorded must not be looked at any more: it is gone."""
+        kept = {memory(x): x.untyped_storage() for x in self.kept if memory(x) not in self._read}
+        spans = sorted((x.data_ptr(), x.nbytes()) for x in kept.values() if x.nbytes())
+        starts = np.array([start for start, _ in spans], np.int64)
+        at, code = self._tape["at"], self._tape["code"]
+        own = np.searchsorted(starts, at["offset"], "right") - 1
+        inside = at["offset"] - starts[own] < np.array([size for _, size in spans])[own]
+        own = np.where((at["base"] == 0) & (own >= 0) & inside, own, -1)
+        # A product without a third part names its result there.
+        own[(code == CODES.index("product")) & (self._tape["number"][:, 1] == 0), 3] = -1
+        first, last = dict[int, int](), dict[int, int]()
+        for time, operands in enumerate(own.tolist()):
+            for span in operands:
+                if span >= 0:
+                    written = time >= self._checks and span == operands[0] and span not in operands[1:]
+                    first.setdefault(span, time if written else -1)
+                    last[span] = time
+        moved, live, room = dict[int, int](), list[tuple[int, int, int]](), 0  # (start, end, last use)
+        for span in sorted((x for x in first if first[x] >= 0), key=lambda x: first[x]):
+            live = sorted(x for x in live if x[2] >= first[span])
+            size, place = -(-spans[span][1] // ALIGNED) * ALIGNED, 0
+            for start, end, _ in live:
+                if place + size <= start:
+                    break
+                place = max(place, end)
+            live.append((place, place + size, last[span]))
+            moved[span], room = place, max(room, place + size)
+        arena = torch.empty(room + ALIGNED, dtype=torch.uint8)
+        base = -(-arena.data_ptr() // ALIGNED) * ALIGNED
+        shift = np.zeros(len(spans) + 1, np.int64)  # the last one is for what stays
+        for span, place in moved.items():
+            shift[span] = base + place - spans[span][0]
+        own = np.where(np.isin(own, list(moved)), own, -1)
+        at["offset"] += shift[own]
+        gone = {spans[span][0] for span in moved}
+        self.kept = [x for x in self.kept if x.untyped_storage().data_ptr() not in gone] + [arena]
+        self.products = []
 
     def same(self) -> bool:
         """True if what runs do not compare is as it was."""
