@@ -44,7 +44,7 @@ def own(monkeypatch):
 
 
 def test_every_folder_is_found_and_every_name_stands_for_something():
-    assert {"adr", "drm", "lens", "perspective", "transformer"} <= designs().keys()
+    assert {"adr", "lens", "perspective", "transformer"} <= designs().keys()
     for table in registry.TABLES:
         if table != "titles":
             for name in places(table):
