@@ -226,12 +226,14 @@ def measured(args: Any, runs: Path, report: common.Report) -> dict[str, Any]:
     report.say(f"coherence: {results['coherence']}")
     tokens, steps = (2300, 40) if args.quick else (args.tokens, args.steps)
     few = ["--tokens", str(tokens), "--steps", str(steps)] + (["--points", "300"] if args.quick else [])
-    results["geometry"] = [asked("geometry", str(path), *few) for path in run["drm"]]
+    results["geometry"] = [asked("drm", "geometry", str(path), *few) for path in run["drm"]]
     size = ["--tokens", "1600", "--set", "longest=256"] if args.quick else ["--tokens", "10000"]
     results["depth"] = [asked("eval", str(path), "--suite", "depth", *size) for path in run["pdr"]]
     results["states"] = states(run["pdr"][0], CONTEXTS[:1] if args.quick else CONTEXTS)
     report.say(f"states: {results['states']}")
-    results["gate"] = asked("gate", *map(str, [*run["pdr"], *run.get("gla", []), *run["staged"]]))
+    results["gate"] = asked(
+        "perspective", "gate", *map(str, [*run["pdr"], *run.get("gla", []), *run["staged"]])
+    )
     report.say(f"gate: {results['gate']}")
     return results
 

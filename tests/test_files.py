@@ -1,12 +1,14 @@
 """Names, JSON and what else is read from a folder that somebody else wrote."""
 
+import errno
+import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
 from perspectron.util.errors import ArtifactError
-from perspectron.util.files import parse_json, read_json, safe_join
+from perspectron.util.files import locked, parse_json, read_json, safe_join
 
 
 def test_names_do_not_lead_out_of_a_folder(tmp_path: Path) -> None:
@@ -59,3 +61,13 @@ def test_files_of_others_may_have_whole_numbers_beyond_64_bits(number: int) -> N
         parse_json(str(number))
     for fits in (2**63 - 1, -(2**63)):
         assert type(found := parse_json(str(fits), infinite=True)) is int and found == fits
+
+
+@pytest.mark.parametrize("reason", [errno.ENOLCK, errno.ENOTSUP])
+def test_a_folder_on_a_disk_without_locks_can_be_used(reason: int, tmp_path: Path, monkeypatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(tmp_path / "run") as held:
+        assert os.fstat(held)

@@ -14,8 +14,8 @@ import pytest
 
 import perspectron
 from perspectron import presets
-from perspectron.cli import playground
 from perspectron.data import Tokenizer
+from perspectron.designs.perspective import playground
 from perspectron.train import metrics
 from tests.browser import CHROMIUM, browsing, look
 

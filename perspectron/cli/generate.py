@@ -175,17 +175,8 @@ class Generate:
         require(len(self.prompts) <= 1, "prompts", len(self.prompts), "at most 1 with --bench")
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1 with --bench")
         require(self.device in ("auto", "cpu"), "device", self.device, "left out with --bench")
-        for name in (
-            "load_state",
-            "save_state",
-            "stop",
-            "adapt",
-            "adapter",
-            "save_adapter",
-            "warm",
-            "perspectives",
-            "safety",
-        ):
+        left_out = "load_state save_state stop adapt adapter save_adapter warm perspectives safety"
+        for name in left_out.split():
             value = getattr(self, name)
             require(value in (None, (), False), name, value, "left out with --bench")
         for name, value in vars(self.sampling).items():
@@ -215,13 +206,8 @@ class Generate:
     ) -> None:
         if self.json:
             counts = [len(ids) for ids in result.ids]
-            fields = {
-                "texts": result.texts,
-                "finished": result.finished,
-                "tokens": counts,
-                "seconds": seconds,
-            }
-            print(json.dumps(fields | more))
+            fields = {"texts": result.texts, "finished": result.finished, "tokens": counts}
+            print(json.dumps(fields | {"seconds": seconds} | more))
         elif single:
             print()
         else:

@@ -105,16 +105,10 @@ class Quantize:
         written = sum(file.stat().st_size for file in self.out.rglob("*") if file.is_file())
         formats = report.bytes | ({"experts": report.expert_bytes} if report.experts else {})
         fields: dict[str, Any] = {
-            "model": name,
-            "out": str(self.out),
-            "bytes_before": report.before,
-            "bytes_after": sum(formats.values()),
-            "bytes_by_format": formats,
-            "bytes_written": written,
-            "bits_per_byte_before": before,
-            "bits_per_byte_after": after,
-            "kept": report.kept,
-        }
+            "model": name, "out": str(self.out), "bytes_before": report.before, "bytes_after": sum(formats.values()),
+            "bytes_by_format": formats, "bytes_written": written, "bits_per_byte_before": before,
+            "bits_per_byte_after": after, "kept": report.kept,
+        }  # fmt: skip
         rows = [
             ("bytes in memory", f"{report.before:,}", f"{sum(formats.values()):,}"),
             *((f"  {format}", "", f"{count:,}") for format, count in formats.items()),

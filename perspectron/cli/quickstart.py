@@ -9,7 +9,6 @@ from rich.table import Table
 
 import perspectron
 from perspectron import presets
-from perspectron.cli import playground
 from perspectron.cli.console import Console
 from perspectron.cli.fit import fit
 from perspectron.cli.options import table
@@ -26,6 +25,7 @@ from perspectron.train.loop import CURVE
 from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig
 from perspectron.util.config import require
+from perspectron.util.registry import at, designs
 
 PROMPT = "def read_lines(path):\n"
 STATE = "conversation.state"
@@ -119,6 +119,7 @@ class Quickstart:
             ("parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,}"),
             ("held-out bits per byte", f"{bits:.3f}"), ("memory, for any length of text", f"{state:,} bytes"),
         ]  # fmt: skip
+        playground = at(f"{designs()['perspective'].package}.playground")
         page = self.out / playground.PAGE
         playground.write(page, model, tokenizer, self.out / "perspective" / CURVE, facts)
         console.print(f"\n[bold]5  A page[/]  with its loss curve, samples and memory: {escape(str(page))}")

@@ -96,12 +96,8 @@ class Serve:
             app = create(served, key=self._key())
             for one in served:
                 way = "all rows in one step" if one.engine.together else "each row in a step of its own"
-                cost = (
-                    ""
-                    if one.engine.cost is None
-                    else f" (one by one takes {one.engine.cost:.2f} times as long)"
-                )
-                say(f"{one.name}: {way}{cost}")
+                cost = one.engine.cost
+                say(f"{one.name}: {way}" + (f" (one by one takes {cost:.2f} times as long)" if cost else ""))
             config = uvicorn.Config(
                 app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=DRAIN,
@@ -130,23 +126,15 @@ class Serve:
         kept = self.keep is not None or self.disk == type(self).__dataclass_fields__["disk"].default
         require(kept, "disk", self.disk, "left out without --keep, which names the folder")
         require(0 <= self.port < 65536, "port", self.port, "≥ 0 and < 65536")
-        for name in ("max_tokens", "max_prompt"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
         require(
             self.rows <= FEW, "rows", self.rows, f"≤ {FEW}, beyond which other rows change a row's last bits"
         )
-        for name in ("rows", "queue"):
-            require(
-                getattr(self, name) >= (name == "rows"), name, getattr(self, name), f"≥ {int(name == 'rows')}"
-            )
+        for name, least in {"max_tokens": 1, "max_prompt": 1, "rows": 1, "queue": 0}.items():
+            require(getattr(self, name) >= least, name, getattr(self, name), f"≥ {least}")
         key = self._key()
         require(key is None or len(key) >= 8, "api_key", "of less than 8 characters", "8 characters or more")
-        require(
-            key is not None or _loopback(self.host),
-            "host",
-            self.host,
-            "127.0.0.1 or localhost without --api-key",
-        )
+        bound = "127.0.0.1 or localhost without --api-key"
+        require(key is not None or _loopback(self.host), "host", self.host, bound)
 
     def _key(self) -> str | None:
         return self.api_key if self.api_key is not None else os.environ.get(KEY) or None

@@ -139,20 +139,10 @@ class Train:
             raise ConfigError(f"{flag} is an option of the staged recipe; add --recipe staged")
         if recipe is not None:
             for name in ("minutes", "tokens", "epochs"):
-                require(
-                    getattr(self, name) is None,
-                    name,
-                    getattr(self, name),
-                    "left out with a recipe; use --steps",
-                )
+                value = getattr(self, name)
+                require(value is None, name, value, "left out with a recipe; use --steps")
             model = presets.get(self.preset or STAGED, **assignments(self.set))
-            return fit(
-                self._folder(),
-                RunConfig(model, train, recipe),
-                as_json=self.json,
-                log=self.log,
-                layout=self.layout,
-            )
+            return fit(self._folder(), RunConfig(model, train, recipe), **options)
         budget = self._budget(train)
         ends = None if budget.minutes is None else self.began + 60 * budget.minutes
 
@@ -160,15 +150,7 @@ class Train:
             return settled(config, frozenset(self.given), budget, shards, _left(ends))
 
         config = RunConfig(self._model(train, budget, ends), train)
-        return fit(
-            self._folder(),
-            config,
-            as_json=self.json,
-            settle=settle,
-            ends=ends,
-            log=self.log,
-            layout=self.layout,
-        )
+        return fit(self._folder(), config, settle=settle, ends=ends, **options)
 
     def _settings(self) -> TrainConfig:
         """The training, with its text and other runs by their full paths. A run's text is the default of one from its

@@ -73,7 +73,8 @@ class Mixture(Joined):
 def weight_of(text: str, where: str) -> Fraction:
     """A weight as a number. DataError, naming `where`: it is none."""
     try:
-        weight = Fraction(text) if len(text) < 32 else Fraction(0)
+        # 1e9999999 would take seconds, and one more digit hours.
+        weight = Fraction(text) if len(text) < 32 and "e" not in text.lower() else Fraction(0)
     except (ValueError, ZeroDivisionError):
         weight = Fraction(0)
     if not 0 < weight <= 1 or FINEST % weight.denominator:

@@ -229,7 +229,7 @@ class Rows:
         """Read a chunk of the prompts of these rows: of each row that came to its end, which is drawn from now; and
         the pieces of those of which a hook failed."""
         read, done, pieces = list[Read](), list[Row](), list[Piece]()
-        for row in rows:
+        for row in list(rows):
             last_1D = self._found(row)
             if row.start < len(row.unread):
                 try:

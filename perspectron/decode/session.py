@@ -155,11 +155,10 @@ class Session:
                 for piece in rows.step():
                     if piece.error is not None:
                         raise piece.error
-                    if piece.id is None:
-                        continue
-                    ids.append(piece.id)
-                    if len(ids) % rows.chunk == 0:
-                        marks[len(ids)] = rows.conversation(handle).state
+                    if piece.id is not None:
+                        ids.append(piece.id)
+                        if len(ids) % rows.chunk == 0:
+                            marks[len(ids)] = rows.conversation(handle).state
                     pieces.append(piece.text)
                     if piece.text and on_text is not None:
                         on_text(piece.text)

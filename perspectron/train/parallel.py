@@ -87,6 +87,8 @@ class ParallelTrainer(Trainer):
         self._spread_experts()
         if self.ranks.columns > 1:
             split_sequence(self.model, self.ranks)
+            if self.teacher is not None:
+                split_sequence(self.teacher.model, self.ranks)
         ignored = set(self._experts)
         for index, block in enumerate(blocks):
             if index in shared:

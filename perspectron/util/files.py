@@ -217,9 +217,11 @@ def locked(folder: Path, name: str = LOCK, patience: float = 0.0) -> Iterator[in
             f"{folder}: another process is using it; wait until that ends, or choose another folder"
         ) from None
     except (OSError, RuntimeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise StorageError(f"{folder}: not a folder to write in ({why})") from None
-    held = os.dup(lock._context.lock_file_fd)  # type: ignore[arg-type]  # the lock closes its own in a child
+        if not isinstance(error, OSError) or error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+            why = error.strerror if isinstance(error, OSError) else error
+            raise StorageError(f"{folder}: not a folder to write in ({why})") from None
+    own = lock._context.lock_file_fd  # which the lock closes in a child; None on a disk without locks
+    held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC) if own is None else os.dup(own)
     try:
         yield held
     finally:

@@ -8,10 +8,11 @@ from markupsafe import Markup
 
 import perspectron
 from perspectron import presets
-from perspectron.cli import playground
+from perspectron.cli.options import printable
 from perspectron.data import Tokenizer
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.designs.perspective import playground
 
 SIZES = {"d_model": 32, "layers": 2, "hidden": 32, "heads": 2, "vocab_size": 300}
 CURVE = '<svg viewBox="0 0 1 1"><style>:root{}</style><title>loss &amp; more</title></svg>'
@@ -61,7 +62,7 @@ def test_it_shows_samples_the_curve_and_the_memory_of_each_recurrent_layer(token
         for text in generate(
             model, tokenizer, list(playground.PROMPTS), max_tokens=60, sampling=sampling
         ).texts:
-            assert Markup.escape(playground.printable(text)) in page
+            assert Markup.escape(printable(text)) in page
 
 
 def test_a_model_without_decays_has_no_pictures_of_them(tokenizer, tmp_path):

@@ -148,12 +148,16 @@ def test_eval_reads_what_training_held_out(run, artifact, text, capsys):
 
 
 def test_routes_of_an_artifact(artifact, text, tmp_path, capsys):
-    found = json.loads(said(capsys, "routes", artifact, "--text", text / "0.txt", "--tokens", 50, "--json"))
+    found = json.loads(
+        said(capsys, "perspective", "routes", artifact, "--text", text / "0.txt", "--tokens", 50, "--json")
+    )
     assert found["tokens"] == 50 and all(sum(layer["load"]) == 50 for layer in found["layers"])
     assert (artifact / "routes/routes.svg").exists()
     long = tmp_path / "long.txt"
     long.write_text((text / "0.txt").read_text() * 2)
-    traced = json.loads(said(capsys, "trace", artifact, "--text", long, "--tokens", 1024, "--json"))
+    traced = json.loads(
+        said(capsys, "perspective", "trace", artifact, "--text", long, "--tokens", 1024, "--json")
+    )
     assert traced["tokens"] == 1024
 
 

@@ -238,6 +238,10 @@ def test_a_source_that_is_too_short_for_a_window_is_named(mixed: Shards) -> None
         ({"sources": {}}, r"sources: expected `object` of length >= 1"),
         ({"sources": {"digits": "1/2"}}, "the weights sum to 0.5, expected 1"),
         ({"sources": {"digits": 0.7, "words": 0.3}}, r"sources\[\.\.\.\]: expected `str`, got `float`"),
+        (
+            {"sources": {"digits": "1e99999999", "words": "3/10"}},
+            "sources.digits is '1e99999999', must be above 0",
+        ),
         ({"sources": {"digits": "7/10", "gone": "3/10"}}, "gone/manifest.json: no such file"),
         ({"sources": {"digits": "7/10", "../up": "3/10"}}, "must be a short relative path"),
         ({"version": 2}, "version: expected `int` <= 1"),

@@ -264,3 +264,31 @@ def test_a_row_that_shares_no_prefix_reads_its_prompt_itself(perspective, tokeni
     pieces = drain(rows)
     assert own.read == [0, *ids] and rows.spared(private) == 0 < rows.spared(shared)
     assert len({piece.id for piece in pieces}) == 1
+
+
+class Stopping(Hook):
+    """Stops its row before a token."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def verdict(self, step, id):
+        return Mark(stop=step.row.drawn == self.at)
+
+
+def test_a_session_says_what_was_held_back_when_a_hook_stopped_it(perspective, tokenizer):
+    text = generate(perspective, tokenizer, ["the cat"], max_tokens=2, sampling=WARM).texts[0]
+    pieces, stop = [], [text[-1] + "\0"]  # so that the last character may begin it
+    session = Session(perspective, tokenizer).read("the cat")
+    said = session.say(6, sampling=WARM, hooks=[Stopping(2)], stop=stop, on_text=pieces.append)
+    assert text and said == text == "".join(pieces)
+
+
+def test_a_hook_that_fails_while_its_row_reads_leaves_no_other_row_behind(perspective, tokenizer):
+    rows = Rows(perspective, tokenizer, chunk=2)
+    failing, other = (
+        rows.add("and then the", max_tokens=1, hooks=hooks) for hooks in ([Failing("prompt")], [])
+    )
+    before = rows.unread[other]
+    assert [piece.row for piece in rows.step()] == [failing]
+    assert rows.unread == {other: before - 2}

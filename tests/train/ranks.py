@@ -42,6 +42,8 @@ FAMILIES = (
     "ssd-tiny",
     "transformer-tiny",
 )
+TAUGHT = "-taught"
+"""The end of the name of a model that also learns from another run."""
 
 
 def free_port() -> int:
@@ -109,6 +111,8 @@ class Cases:
         self.shards: Shards = open_shards(data)
 
     def config(self, name: str, steps: int = 3, **train: Any) -> RunConfig:
+        if name.endswith(TAUGHT):
+            name, train = name.removesuffix(TAUGHT), train | {"teacher": str(self.out / "one-gpt2-tiny")}
         model = small(
             name, **(EXPERTS if name == "perspective-tiny" else {"layers": 2} if name != "drm-104k" else {})
         )
@@ -169,7 +173,8 @@ LAYOUTS = [
     *((2, Layout("fsdp"), name, f"fsdp2-{name}") for name in FAMILIES),
     (2, Layout("fsdp", expert_parallel=2), "perspective-tiny", "experts2"),
     *((2, Layout("fsdp", context_parallel=2), name, f"context2-{name}")
-      for name in ("perspective-tiny", "perspective2-tiny", "gla-tiny", "ssd-tiny", "transformer-tiny", "gpt2-tiny")),
+      for name in ("perspective-tiny", "perspective2-tiny", "gla-tiny", "ssd-tiny", "transformer-tiny", "gpt2-tiny",
+                   "ssd-tiny-taught")),
     (4, Layout("fsdp"), "perspective-tiny", "fsdp4"),
     (4, Layout("ddp"), "drm-104k", "ddp4"),
     (4, Layout("hsdp"), "perspective-tiny", "hsdp4"),

@@ -13,8 +13,7 @@ import perspectron
 from perspectron import presets
 from perspectron.cli.console import Console
 from perspectron.cli.fit import fit
-from perspectron.cli.options import table
-from perspectron.cli.playground import printable
+from perspectron.cli.options import printable, table
 from perspectron.compare.report.page import Section, rendered
 from perspectron.compare.report.tables import Cell
 from perspectron.compare.report.tables import Table as PageTable

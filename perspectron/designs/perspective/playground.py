@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from perspectron.cli.options import printable
 from perspectron.data import Tokenizer
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
@@ -32,7 +33,7 @@ def write(
     """Write the page. curve: the run's picture of its losses. facts: names and values of the table at its top.
     StorageError when it cannot be written."""
     ids = tokenizer.encode(TEXT)[:SHOWN]
-    page = page_template("perspectron.cli", "playground.html.j2").render(
+    page = page_template("perspectron.designs.perspective", "playground.html.j2").render(
         name=model.config.name,
         facts=facts,
         curve=_inline(read_text(curve, MOST_CURVE)) if curve.is_file() else "",
@@ -60,11 +61,6 @@ def _samples(model: LanguageModel, tokenizer: Tokenizer) -> list[dict[str, Any]]
         pairs = zip(PROMPTS, map(printable, texts), strict=True)
         samples.append({"temperature": temperature, "texts": [{"prompt": p, "text": t} for p, t in pairs]})
     return samples
-
-
-def printable(text: str) -> str:
-    """The text without control characters, which an untrained model may write."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def _heats(model: LanguageModel, tokenizer: Tokenizer, ids: list[int]) -> list[str]:
