@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 """A recording must give the modules' numbers up to this share of the largest."""
 
 
-PIECE = 1 << 16
+PIECE = 1 << 14
 """Numbers that are compared at once."""
 
 

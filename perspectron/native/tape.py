@@ -108,7 +108,7 @@ class Tape:
         self._tape = np.zeros(0, _INSTRUCTION)
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._made) or len(self._tape)
 
     def write(self, code: str, axes: Axes, operands: Sequence[Tensor], numbers: Sequence[float] = ()) -> None:
         """Add an instruction; the axes have an operand's strides for each of the tensors."""
@@ -174,7 +174,7 @@ class Tape:
         self._made += made
         self.products = [(at + self._checks, x, y) for at, x, y in self.products]
         self.kept = [x for x in self.kept if memory(x) in self.used and memory(x) not in self.bases]
-        self._tape = np.stack(self._made) if self._made else self._tape
+        self._tape, self._made = np.stack(self._made) if self._made else self._tape, []
         calls = [*((end + self._checks, call) for end, call in self.calls), (len(self._tape), None)]
         starts = [0, *(end for end, _ in calls[:-1])]
         first, apart = self._tape.ctypes.data, _INSTRUCTION.itemsize
