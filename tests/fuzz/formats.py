@@ -11,6 +11,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -282,8 +283,10 @@ class Samples:
             action: safety.Action = "mask" if found.tokens else "project"
             with contextlib.suppress(PerspectronError):
                 safe = safety.Safety(found, action)
-                safe.read(torch.ones(2, SIZES["d_model"])), found.scores(torch.ones(2, SIZES["d_model"]))
-                safe.masked(torch.zeros(1, self.config.vocab_size))
+                step: Any = SimpleNamespace(hidden_1D=torch.ones(1, SIZES["d_model"]), verdicts={})
+                guard, row = safe.begin(step), step.hidden_1D
+                guard.hidden(row, step), found.scores(row)
+                guard.logits(torch.zeros(1, self.config.vocab_size), step)
             return kept
 
         def reseal(path: Path) -> None:
