@@ -38,7 +38,7 @@ def main() -> None:
         expected[..., [0, at]] = expected[..., [at, 0]]
         swapped = torch.where(ids == at, 0, ids)
         for lens in (False, True):
-            model, _ = foreign.read(Path(folder), lens=lens)
+            model, *_ = foreign.read(Path(folder), lens=lens)
             found[model.config.name] = {
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
                 "largest_difference": float((model(swapped).logits - expected).abs().max()),

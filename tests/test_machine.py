@@ -46,7 +46,7 @@ def test_the_processor_and_its_cores():
 
 ALLOCATIONS = """
 import torch
-from perspectron import machine
+from perspectron.util import machine
 def pages(): return int(open("/proc/self/statm").read().split()[1])
 def taken_and_freed():
     blocks = [torch.ones(1 << 20) for _ in range(40)]
