@@ -89,7 +89,7 @@ def test_a_keyword_comes_before_a_field_of_the_same_name():
 
 def test_a_name_of_ones_own_is_of_no_design():
     config = dataclasses.replace(presets.get("gpt2-tiny"), name="mine")
-    with pytest.raises(ConfigError, match="model name = 'mine', must be one of .*perspective2"):
+    with pytest.raises(ConfigError, match=r"model name = 'mine', must be one of .*perspective2"):
         presets.design_of(config)
 
 
@@ -99,7 +99,7 @@ def test_a_budget_below_the_embedding_says_what_would_do():
 
 
 def test_an_unknown_design_lists_those_there_are():
-    with pytest.raises(ConfigError, match="design = 'rwkv', must be one of .*perspective2"):
+    with pytest.raises(ConfigError, match=r"design = 'rwkv', must be one of .*perspective2"):
         presets.solve("rwkv", 1_000_000, vocab_size=512, seq_len=64)
 
 

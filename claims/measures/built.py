@@ -19,7 +19,7 @@ from perspectron import presets
 from perspectron.designs.perspective.pdr import PDRConfig
 from perspectron.model.census import Census, FlopCounter, census
 from perspectron.model.config import BlockConfig, RouteGatedConfig, SequentialConfig
-from perspectron.model.mixer import mixers
+from perspectron.model.mixer import build as build_mixer
 from perspectron.model.model import LanguageModel
 from perspectron.ops import pdr
 from perspectron.stream.plan import Needs, needs
@@ -55,7 +55,7 @@ def model(name: str, *sizes: tuple[str, Any]) -> LanguageModel:
 def mixer(config: MixerConfig, width: int = D) -> Any:
     """A mixer of the document's width, alone."""
     with torch.device("meta"):
-        return mixers()[config.kind](width, 1e-6, config)
+        return build_mixer(width, 1e-6, config)
 
 
 def matrices(module: nn.Module) -> int:
