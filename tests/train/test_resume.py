@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -169,8 +170,16 @@ def test_what_came_after_the_checkpoint_is_forgotten(runs, tmp_path):
     runs.assert_same(runs.outcome(again), runs.outcome(whole))
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """An interrupt that is not ignored, as it is in a shell's background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_stops(runs, tmp_path, number):
+def test_a_signal_saves_and_stops(runs, tmp_path, number, heard):
     whole = runs.trainer(tmp_path / "whole")
     whole.fit()
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
