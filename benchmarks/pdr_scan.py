@@ -87,7 +87,7 @@ def prefixes(elements: Pair) -> Pair:
 SCANS: dict[str, Scan] = {
     "kernel": lambda *x: pdr.scan(*x, backend="native"),
     "tree": lambda *x: pdr.scan(*x, backend="torch"),
-    "loop": lambda *x: pdr.scan(*x, backend="reference"),
+    "loop": lambda *x: pdr.scan(*x, backend="naive"),
     "materialised": materialised,
 }
 

@@ -221,7 +221,7 @@ def lens_against_plain(report: common.Report, sizes: Sizes, repeats: int) -> dic
         torch.autograd.grad(o, (q, k, v, u, gates), do)
 
     def explicit() -> None:
-        torch.autograd.grad(lens.reference(q, k, v, u, gates.softmax(-1)), (q, k, v, u, gates), do)
+        torch.autograd.grad(lens.naive(q, k, v, u, gates.softmax(-1)), (q, k, v, u, gates), do)
 
     seconds = common.interleave(
         {"plain": plain, "pytorch": pytorch, "lens": lenses, "explicit": explicit}, repeats

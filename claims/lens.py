@@ -96,7 +96,7 @@ def _helps(id: str, where: str, text: str, step: str, before: str) -> Claim:
 RECIPROCITY = (
     Claim("lens-rec-compute", "§1; §Compute", "Reciprocity: compute cost ZERO (transpose is free)", "0 %",
           of(lambda: Evidence((_extra("reciprocity"),), f"{_extra('reciprocity'):.2%} of a token at 1,024")),
-          ("when a whole text is read in the document's form, which keeps S (`designs/lens/op.reference`)",
+          ("when a whole text is read in the document's form, which keeps S (`designs/lens/op.naive`)",
           of(tried.reciprocal_products))),
     Claim("lens-rec-time", "§1", "Zero overhead", worded("as fast as plain attention", 0, 1.05), _slower,
           command=command("kernels")),

@@ -589,7 +589,7 @@ def test_the_readout_can_be_normed():
     normed.load_state_dict(plain.state_dict() | {"norm.weight": torch.linspace(0.5, 2, D).double()})
     x = torch.randn(2, 30, D, generator=torch.Generator().manual_seed(1)).double()
     q, k, v = plain.q_proj(x), plain.k_proj(x), plain.v_proj(x)
-    o, _ = pdr.scan(q, k, v, torch.sigmoid(plain.p_proj(x)), backend="reference")
+    o, _ = pdr.scan(q, k, v, torch.sigmoid(plain.p_proj(x)), backend="naive")
     expected = o * (o.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * torch.linspace(0.5, 2, D).double()
     y, _, _ = normed(x, start(normed, 2))
     torch.testing.assert_close(y, plain.o_proj(expected), rtol=1e-12, atol=1e-12)

@@ -174,15 +174,15 @@ def _function(name: str, steps: bool) -> Callable[..., Result]:
 # ---------------------------------------------------------------- the reference, and errors
 
 
-def reference(name: str, leaves: Values, do: Tensor | None, tokens: int) -> Values:
+def naive(name: str, leaves: Values, do: Tensor | None, tokens: int) -> Values:
     """Outputs and gradients, in float64, of the first row's first tokens; `do` is the gradient of the outputs."""
     time = 1 if name == "pdr" else 2
     first = {key: x.detach()[:1].narrow(time, 0, tokens).double() for key, x in leaves.items()}
     if do is None:
         with torch.no_grad():
-            return {"o": run_ours(name, first, None, "reference")[0]}
+            return {"o": run_ours(name, first, None, "naive")[0]}
     wanted = {key: x.requires_grad_() for key, x in first.items()}
-    o, _ = run_ours(name, wanted, None, "reference")
+    o, _ = run_ours(name, wanted, None, "naive")
     gradients = torch.autograd.grad(o, list(wanted.values()), do[:1].narrow(time, 0, tokens).double())
     return {"o": o.detach(), **dict(zip(wanted, gradients, strict=True))}
 

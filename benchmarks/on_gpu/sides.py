@@ -154,7 +154,7 @@ def _case(place: Place, name: str, B: int, T: int, d: int, tokens: int) -> tuple
     values = recurrences.drawn(name, B, T, d, place.device)
     do = torch.randn_like(values["v"]).bfloat16().float()
     leaves = recurrences.ours(name, values)
-    exact = recurrences.reference(name, leaves, do, tokens)
+    exact = recurrences.naive(name, leaves, do, tokens)
     gate = leaves["gate"][tuple(slice(0, n) for n in exact["gate"].shape)]
     return values, exact | {"log": exact["gate"] * gate}, do
 
@@ -183,7 +183,7 @@ def _theirs(
             raise
         stands_in = f"our reference: fla's kernels do not run interpreted ({type(why).__name__})"
         own = recurrences.ours(name, values)
-        return Side(name, own, partial(_run, name, "reference"), do), {"is": stands_in}
+        return Side(name, own, partial(_run, name, "naive"), do), {"is": stands_in}
 
 
 def _checked(sides: Mapping[str, Side], exact: Values, tokens: int) -> tuple[dict[str, Any], Values]:
@@ -301,7 +301,7 @@ def _one_token(place: Place, name: str, d: int, B: int, graph: bool) -> dict[str
 
 def _exact_step(name: str, leaves: Values, first: Tensor) -> tuple[Tensor, Tensor]:
     doubled = {key: x.double() for key, x in leaves.items()}
-    return recurrences.run_ours(name, doubled, first.double(), "reference")
+    return recurrences.run_ours(name, doubled, first.double(), "naive")
 
 
 def _attempt(

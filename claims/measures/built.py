@@ -156,7 +156,7 @@ def step() -> tuple[int, ...]:
     """FLOPs of the four operations on a PDR layer's state for a token, as equation 2.1 has them: v kᵀ, diag(γ) S, the
     sum, S q."""
     inputs = (meta(1, 1, R), meta(1, 1, R), meta(1, 1, D), meta(1, 1, D), meta(1, D, R))
-    return tuple(flops for _, flops in operations(pdr.reference, *inputs).ran)
+    return tuple(flops for _, flops in operations(pdr.naive, *inputs).ran)
 
 
 def mixer_flops(config: MixerConfig, context: int, width: int = D) -> int:

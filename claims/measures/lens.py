@@ -46,7 +46,7 @@ def diagonal() -> float:
 def reciprocal_products() -> Evidence:
     """Matrix products of the document's own form that reciprocity adds, over those of attention."""
     q, k, v, u, w = _heads()
-    products = len(operations(lens.reference, q, k, v, u, w).products())
+    products = len(operations(lens.naive, q, k, v, u, w).products())
     return Evidence(
         (float(products - 3),), f"{products} matrix products, q kᵀ, k u and that with v: Sᵀ adds none"
     )
@@ -67,9 +67,9 @@ def centred() -> Evidence:
 def as_query_bias() -> Evidence:
     """Difference between discoverability and a bias on the queries."""
     q, k, v, u, w = _heads()
-    with_u = lens.reference(q, k, v, u, w * torch.tensor([1.0, 0.0, 1.0]))
+    with_u = lens.naive(q, k, v, u, w * torch.tensor([1.0, 0.0, 1.0]))
     biased = q + (w[:, 2:] / w[:, :1] * 8**0.5 * u)[:, None]
-    return below(apart(with_u, lens.reference(biased, k, v, u, w * torch.tensor([1.0, 0.0, 0.0]))), 1e-12)
+    return below(apart(with_u, lens.naive(biased, k, v, u, w * torch.tensor([1.0, 0.0, 0.0]))), 1e-12)
 
 
 def mixture() -> tuple[float, ...]:

@@ -40,7 +40,7 @@ from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.native import tape
 from perspectron.native.tape import Stale, Unrecordable, memory, places_of
-from perspectron.ops.dispatch import check_consumed, owned, watched
+from perspectron.ops.dispatch import check_consumed, owned, under_tracing
 
 ROWS = 8
 """Rows of a larger batch that take a step together. Their number is a multiple of it (`decode.batch.WIDTH`), so that a
@@ -91,7 +91,7 @@ def stepped(
     reads [B,D], logits [B,V], the new state, which may be the same object). ValueError: gradients are on. Otherwise as
     `LanguageModel.hidden`."""
     check_consumed(True)
-    quiet = not watched() and not torch.is_autocast_enabled(ids_B1.device.type)
+    quiet = not under_tracing() and not torch.is_autocast_enabled(ids_B1.device.type)
     if steps is not None and quiet and (done := steps.step(ids_B1, state)) is not None:
         return done
     hidden_B1D, state, _ = model.hidden(ids_B1, state, consume_state=True)

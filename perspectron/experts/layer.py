@@ -14,7 +14,7 @@ from perspectron.experts.router import Choice, Routed, RoutedConfig, Views, wide
 from perspectron.experts.ternary import int8, ternary
 from perspectron.experts.torus import balance, gini, likeness, neighbour_delta, nudged, smoothness
 from perspectron.ops import experts
-from perspectron.ops.dispatch import once, recorder
+from perspectron.ops.dispatch import once_differentiable, recorder
 from perspectron.util import ranks
 from perspectron.util.streams import normal_slices
 from perspectron.util.terms import Term
@@ -214,7 +214,7 @@ class _StraightThrough(torch.autograd.Function):
         def gradients(dy_ND: Tensor, y_ND: Tensor, gate_N: Tensor) -> tuple[Tensor, Tensor]:
             return dy_ND, torch.linalg.vecdot(dy_ND, y_ND).to(gate_N.dtype) / gate_N
 
-        return once("the straight-through gate", gradients, dy_ND, *ctx.saved_tensors)
+        return once_differentiable("the straight-through gate", gradients, dy_ND, *ctx.saved_tensors)
 
     @staticmethod
     def jvp(ctx: Any, dy_ND: Tensor, dgate_N: Tensor) -> Tensor:

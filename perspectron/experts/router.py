@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from perspectron import native
 from perspectron.experts.ternary import Rule, Schedule
 from perspectron.experts.torus import distance2, lattice
-from perspectron.ops.dispatch import affine, full_precision, watched
+from perspectron.ops.dispatch import affine, full_precision, under_tracing
 from perspectron.util.config import FFNConfig, at_least, one_of, positive, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.streams import gumbel
@@ -153,7 +153,7 @@ class Router:
     def positions(self) -> Tensor:
         """The positions of the experts [E,A], each less than half a cell from the centre of its own; at least
         float32."""
-        made = _cells.__wrapped__ if watched(self.weight_AD.detach()) else _cells
+        made = _cells.__wrapped__ if under_tracing(self.weight_AD.detach()) else _cells
         place_EA, n_A = made(self.config.torus, self.weight_AD.device, wider(self.weight_AD.dtype))
         if self.offset_EA is None:
             return place_EA

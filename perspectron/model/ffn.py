@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.ops import fused
-from perspectron.ops.fused import evenly, gated
+from perspectron.ops.fused import batch_invariant, gated
 from perspectron.util.config import FFNConfig, require
 from perspectron.util.terms import Term
 
@@ -104,7 +104,7 @@ class SwiGLU(Network):
 
 def gelu(x: Tensor, activation: Activation) -> Tensor:
     """GELU, exact or by tanh."""
-    return fused.gelu(x) if activation == "gelu_tanh" else evenly(F.gelu, x)
+    return fused.gelu(x) if activation == "gelu_tanh" else batch_invariant(F.gelu, x)
 
 
 class MLP(Network):
@@ -141,7 +141,7 @@ class ContextMLP(Network):
             context_BTD = context_BTD.detach() if self.config.stop_gradient else context_BTD
             narrow = self.config.context_rank > 0
             x_BTD = torch.cat([x_BTD, self.context_proj(context_BTD) if narrow else context_BTD], -1)
-        gate = evenly(torch.sigmoid, self.gate_proj(x_BTD))
+        gate = batch_invariant(torch.sigmoid, self.gate_proj(x_BTD))
         return self.down_proj(gelu(self.up_proj(x_BTD), self.config.activation) * gate)
 
 

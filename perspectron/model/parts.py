@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from perspectron.model.masks import Inputs, Mask
 from perspectron.ops.conv import convolve
-from perspectron.ops.fused import evenly, mixed, shifted
+from perspectron.ops.fused import batch_invariant, mixed, shifted
 from perspectron.util.streams import stream
 
 STEP = (0.001, 0.1)  # what Mamba draws its steps Δ from, evenly in their logarithm
@@ -218,7 +218,7 @@ class ValueResidual(nn.Module):
 
 def blend(first_BTC: Tensor, values_BTC: Tensor, gate_BTC: Tensor) -> Tensor:
     """Values as far on the way to the first ones as the gate's σ says; in their own dtype."""
-    share_BTC = evenly(torch.sigmoid, gate_BTC).to(values_BTC.dtype)
+    share_BTC = batch_invariant(torch.sigmoid, gate_BTC).to(values_BTC.dtype)
     return torch.lerp(values_BTC, first_BTC.to(values_BTC.dtype), share_BTC)
 
 
@@ -242,12 +242,12 @@ def unit(x: Tensor) -> Tensor:
 
 def softplus(x: Tensor) -> Tensor:
     """log(1 + eˣ), with the same bits in a batch of any size."""
-    return evenly(F.softplus, x, least=0)
+    return batch_invariant(F.softplus, x, least=0)
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e⁻ˣ), with the same bits in a batch of any size."""
-    return evenly(torch.sigmoid, x, least=0)
+    return batch_invariant(torch.sigmoid, x, least=0)
 
 
 def softplus_of_steps(parameter: Tensor, generator: torch.Generator) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from perspectron import native
 from perspectron.native import training
-from perspectron.ops.dispatch import gradients_off, owned, recorder, watched
+from perspectron.ops.dispatch import gradients_off, owned, recorder, under_tracing
 from perspectron.ops.fused import fits, recorded
 
 Drop = Callable[[Tensor], Tensor] | None
@@ -168,7 +168,11 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     if gradients_off():
         plain = all(x.dtype is torch.float32 and x.device.type == "cpu" for x in (q, k, v))
         return (
-            plain and v.shape[3] != k.shape[3] and q.numel() > 0 and not watched(q, k, v) and native.wanted()
+            plain
+            and v.shape[3] != k.shape[3]
+            and q.numel() > 0
+            and not under_tracing(q, k, v)
+            and native.wanted()
         )
     return fits(q, k, v, dtypes=(torch.float32, torch.bfloat16))
 
@@ -322,7 +326,7 @@ def angles(position_BT: Tensor, width: int, base: float) -> tuple[Tensor, Tensor
     """Cosine and sine [B,T,K/2] of the rotary angles of heads K = `width` wide, in float64: a far position costs no
     precision."""
     half, place = width // 2, position_BT.device
-    made = _frequencies.__wrapped__ if watched(position_BT) else _frequencies
+    made = _frequencies.__wrapped__ if under_tracing(position_BT) else _frequencies
     angle_BTF = position_BT[:, :, None] * made(half, base, place)
     return angle_BTF.cos(), angle_BTF.sin()
 

@@ -22,7 +22,7 @@ U = 2**-8
 
 @dataclass(frozen=True)
 class Case:
-    """An operation on fixed inputs: `run(backend, *inputs)` gives its outputs; the backends beside "reference"; the
+    """An operation on fixed inputs: `run(backend, *inputs)` gives its outputs; the backends beside "naive"; the
     bounds of its errors. Without a bound for gradients it has none."""
 
     op: str

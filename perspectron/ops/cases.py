@@ -127,7 +127,7 @@ def _recurrent() -> Iterator[Case]:
 
 
 def _conv(backend: str, u: Tensor, window: Tensor, weight: Tensor, bias: Tensor, begins: Tensor) -> Tensors:
-    if backend != "reference":
+    if backend != "naive":
         return conv.convolve(u, window, weight, bias, begins, None)
     T, Z = u.shape[1], window.shape[1]
     all_BSC = torch.cat([window, u], 1)

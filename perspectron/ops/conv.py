@@ -13,7 +13,7 @@ from torch import Tensor
 from perspectron import native
 from perspectron.native import training
 from perspectron.ops.attention import places
-from perspectron.ops.dispatch import once, refuse, watched
+from perspectron.ops.dispatch import once_differentiable, refuse, under_tracing
 
 BLOCK = 16
 
@@ -76,7 +76,7 @@ def _fast(*tensors: Tensor) -> bool:
     """True if the native kernel computes these: float32 on a CPU, watched by nothing."""
     plain = all(x.device.type == "cpu" and x.dtype is torch.float32 for x in tensors)
     some = tensors[0].numel() > 0 and tensors[0].shape[1] >= len(tensors[1])
-    return plain and some and not watched(*(x.detach() for x in tensors)) and native.wanted()
+    return plain and some and not under_tracing(*(x.detach() for x in tensors)) and native.wanted()
 
 
 class _Convolution(torch.autograd.Function):
@@ -98,7 +98,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_BTC: Tensor) -> tuple[Tensor | None, ...]:
-        return *once("conv.convolve", _backward, *ctx.saved_tensors, dy_BTC), None
+        return *once_differentiable("conv.convolve", _backward, *ctx.saved_tensors, dy_BTC), None
 
     jvp = refuse("conv.convolve has no forward-mode derivative; differentiate in reverse mode")
 

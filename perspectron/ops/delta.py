@@ -30,7 +30,7 @@ from perspectron.ops.tree import Recurrence
 from perspectron.ops.triton import delta_scan as on_gpu
 
 CHUNK = 32  # on a CPU, in training, a fifth faster than 64
-BACKENDS = ("auto", "reference", "torch", "triton")
+BACKENDS = ("auto", "naive", "torch", "triton")
 Result = tuple[Tensor, Tensor]
 
 
@@ -52,7 +52,7 @@ def scan(
 
     Any T, also 0 and 1; gates in [0, 1]. I − k eᵀ must not expand: keys of length 1 and e = β k with β in [0, 2].
     Computes and returns in float32 or, if any input is, in float64; autocast does not reach inside. Differentiable once
-    in every input, in reverse and in forward mode. `backend`: "reference" is the plain step loop, "torch" the chunks,
+    in every input, in reverse and in forward mode. `backend`: "naive" is the plain step loop, "torch" the chunks,
     "triton" the kernels for float32 on a GPU, for K ≤ 128 and in reverse mode alone; "auto" the chunks, those kernels
     (once `perspectron selftest --device cuda` has passed there), the native kernel (`perspectron.ops.memory`) in
     trainings on a CPU in float32, or, for one token where gradients are off, the step.
@@ -69,8 +69,8 @@ def scan(
     if _on_gpu(backend, q, k, v, e, alpha, state):
         return on_gpu.run(q, e, k, None, v, alpha, _given(state, consume_state), scale, 1.0)
     q = q * scale
-    if backend == "reference":
-        return reference(q, k, e, v, alpha, state)
+    if backend == "naive":
+        return naive(q, k, e, v, alpha, state)
     if _one(backend, v):
         return _step_(q, k, e, v, alpha, dispatch.owned(state, consume_state))
     if backend == "auto" and fits(q, k, v, e, alpha, state):
@@ -101,7 +101,7 @@ def scan_rwkv7(
     if _on_gpu(backend, q, k, v, a, b, alpha, state):
         return on_gpu.run(q, a, b, k, v, alpha, _given(state, consume_state), scale, -1.0)
     q = q * scale
-    if backend == "reference":
+    if backend == "naive":
         return reference_rwkv7(q, k, v, a, b, alpha, state)
     if _one(backend, v):
         return _step_rwkv7_(q, k, v, a, b, alpha, dispatch.owned(state, consume_state))
@@ -157,7 +157,7 @@ def _on_gpu(backend: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> b
 def _one(backend: str, v: Tensor) -> bool:
     """True if the step is to be taken."""
     if backend == "auto":
-        dispatch.say(
+        dispatch.log_once(
             "delta.scan: auto runs the torch chunks on %s, the step for one token, the native kernel in training",
             v.device.type,
         )
@@ -172,7 +172,7 @@ def _run(kind: Recurrence, *inputs_and_state: Tensor) -> Result:
 # ---------------------------------------------------------------- token by token
 
 
-def reference(q: Tensor, k: Tensor, e: Tensor, v: Tensor, alpha: Tensor, state_BHKV: Tensor) -> Result:
+def naive(q: Tensor, k: Tensor, e: Tensor, v: Tensor, alpha: Tensor, state_BHKV: Tensor) -> Result:
     """The plain loop of `scan`, unscaled; the oracle of every other path."""
     return _loop(_step, (q, k, e, v, alpha), v, state_BHKV)
 

@@ -29,7 +29,7 @@ def known(backend: str, backends: tuple[str, ...]) -> None:
         raise BackendError(f"backend = {backend!r}, must be one of {', '.join(backends)}")
 
 
-def say(message: str, *args: str) -> None:
+def log_once(message: str, *args: str) -> None:
     """Write a line of the log, once for each message; not while a compiler traces, which would take it into its
     graph."""
     if not is_compiling():
@@ -41,7 +41,7 @@ def _say(message: str, *args: str) -> None:
     logging.getLogger("perspectron").info(message, *args)
 
 
-def watched(*tensors: Tensor) -> bool:
+def under_tracing(*tensors: Tensor) -> bool:
     """True if something else than PyTorch's own kernels sees these tensors (a compiler, a trace, a dispatch mode, a
     functional transform), so that code that reads their memory cannot be used."""
     if is_compiling() or _get_tracing_state() is not None:
@@ -82,7 +82,7 @@ def widest(*tensors: Tensor) -> torch.dtype:
 def check_gates(gate: Tensor) -> None:
     """Raise ValueError unless all gates are in [0, 1]; where something watches, which sees no values, nothing is
     checked."""
-    if gate.numel() == 0 or gate.is_meta or watched(gate.detach()):
+    if gate.numel() == 0 or gate.is_meta or under_tracing(gate.detach()):
         return
     low, high = (float(end) for end in gate.detach().aminmax())
     if not (low >= 0 and high <= 1):  # as NaN is not
@@ -166,7 +166,7 @@ def refuse(message: str) -> Any:
     return staticmethod(raises)
 
 
-def once(op: str, backward: Callable[..., tuple[Any, ...]], *inputs: Any) -> tuple[Any, ...]:
+def once_differentiable(op: str, backward: Callable[..., tuple[Any, ...]], *inputs: Any) -> tuple[Any, ...]:
     """The gradients `backward(*inputs)` of an operation, without autocast, of which there is no second derivative.
 
     They are computed in an autograd.Function of their own, so that differentiating them is an error: torch's
@@ -190,7 +190,7 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
             f"a gradient was differentiated again, and {ctx.op} is differentiable once: leave out create_graph=True, "
-            "or take the operation's reference, if it has one"
+            "or take the operation's naive form, if it has one"
         )
 
     jvp = backward

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perspectron.ops.dispatch import gradients_off, once
-from perspectron.ops.fused import evenly
+from perspectron.ops.dispatch import gradients_off, once_differentiable
+from perspectron.ops.fused import batch_invariant
 
 HUGE = 1 << 22  # bytes from which huge pages are asked for
 FEW = 64  # tokens, of a step of many texts, that are read in full groups
@@ -59,7 +59,7 @@ def swiglu(
     return y_ND, sample
 
 
-def reference(x_ND: Tensor, expert_N: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+def naive(x_ND: Tensor, expert_N: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
     """The networks token by token; the oracle."""
     outputs = []
     for x_D, e in zip(x_ND, expert_N.tolist(), strict=True):
@@ -121,7 +121,13 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dy_ND: Tensor | None, dsample: Tensor | None, *_: None) -> tuple[Any, ...]:
         learn = any(ctx.needs_input_grad[1:4])
         run = functools.partial(_gradients, ctx.groups, ctx.units, ctx.rounded, learn)
-        return *once("experts.swiglu", run, dy_ND, dsample, *ctx.saved_tensors), None, None, None, None
+        return (
+            *once_differentiable("experts.swiglu", run, dy_ND, dsample, *ctx.saved_tensors),
+            None,
+            None,
+            None,
+            None,
+        )
 
     @staticmethod
     def jvp(ctx: Any, dx_ND: Tensor | None, *tangents: Any) -> tuple[Tensor, Tensor, None, None, None]:
@@ -179,7 +185,7 @@ def _put_back(sorted_ND: Tensor, order_N: Tensor) -> Tensor:
 
 def _hidden(a: Tensor, b: Tensor, rounded: Callable[[Tensor], Tensor] | None) -> Tensor:
     """The hidden units, as the down projection reads them."""
-    h = evenly(F.silu, a) * b
+    h = batch_invariant(F.silu, a) * b
     return h if rounded is None else rounded(h)
 
 

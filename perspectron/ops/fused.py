@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from perspectron import native
 from perspectron.native import training
-from perspectron.ops.dispatch import gradients_off, watched
+from perspectron.ops.dispatch import gradients_off, under_tracing
 
 IGNORE = -100
 LANES = 64  # numbers of half precision in two of the widest vectors, which PyTorch takes at a time
@@ -37,7 +37,7 @@ def fits(*tensors: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -
         and first.dtype in dtypes
         and all(x.device.type == "cpu" and x.dtype is first.dtype for x in tensors)
         and forward_ad._current_level < 0
-        and not watched(*(x.detach() for x in tensors))
+        and not under_tracing(*(x.detach() for x in tensors))
         and first.numel() > 0
         and native.wanted()
     )
@@ -145,16 +145,16 @@ def gated(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _gated(a: Tensor, b: Tensor) -> Tensor:
-    return evenly(F.silu, a) * b
+    return batch_invariant(F.silu, a) * b
 
 
-def evenly(function: Callable[[Tensor], Tensor], x: Tensor, *, least: int = CUT) -> Tensor:
+def batch_invariant(function: Callable[[Tensor], Tensor], x: Tensor, *, least: int = CUT) -> Tensor:
     """function(x) of each number, which depends neither on how many there are nor on the threads, where nothing
     differentiates and there are more than `least`. PyTorch cuts a large tensor among its threads, and takes what is
     left of a vector at the end of a piece by other instructions, which differ by rounding: x is filled up to whole
     vectors."""
     n = x.numel()
-    if watched(x) or not gradients_off() or x.device.type != "cpu" or n <= least:
+    if under_tracing(x) or not gradients_off() or x.device.type != "cpu" or n <= least:
         return function(x)
     threads = torch.get_num_threads()
     pieces = 1 if n <= CUT else math.lcm(threads, min(threads, 1 + n // GRAIN))
@@ -181,7 +181,7 @@ def gelu(x: Tensor) -> Tensor:
     if fits(x, dtypes=(torch.float32, torch.bfloat16)):
         y: Tensor = _Gelu.apply(x.contiguous())
         return y
-    return evenly(_gelu, x)
+    return batch_invariant(_gelu, x)
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -213,9 +213,11 @@ def decayed(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _decayed(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     p = p.to(torch.promote_types(p.dtype, torch.float32))
-    gamma = evenly(torch.sigmoid, p)
+    gamma = batch_invariant(torch.sigmoid, p)
     # √(1 − γ²), by a logarithm of 1 − γ, whose gradient is finite where γ rounds to 1
-    return gamma, v * (evenly(lambda p: torch.exp(0.5 * F.logsigmoid(-p)), p) * torch.sqrt(1 + gamma))
+    return gamma, v * (
+        batch_invariant(lambda p: torch.exp(0.5 * F.logsigmoid(-p)), p) * torch.sqrt(1 + gamma)
+    )
 
 
 class _Decayed(torch.autograd.Function):

@@ -21,7 +21,7 @@ from perspectron.ops.tree import Recurrence
 from perspectron.ops.triton import scan as on_gpu
 
 CHUNK = 64
-BACKENDS = ("auto", "reference", "torch", "triton")
+BACKENDS = ("auto", "naive", "torch", "triton")
 
 
 @dispatch.in_full_precision
@@ -41,7 +41,7 @@ def scan(
 
     Any T, also 0 and 1; gates in [0, 1]. `scale` is K^-½ when not given. Computes and returns in float32 or, if
     any input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse
-    mode. `backend`: "reference" is the plain step loop, "torch" the tree, "triton" the kernels for float32 on a GPU,
+    mode. `backend`: "naive" is the plain step loop, "torch" the tree, "triton" the kernels for float32 on a GPU,
     for V ≤ 256; "auto" the tree, those kernels (once `perspectron selftest --device cuda` has passed there), the
     native kernel (`perspectron.ops.memory`) in trainings on a CPU in float32, or, for one token where gradients are
     off, the step.
@@ -64,13 +64,13 @@ def scan(
     q, k, v, gate = (x.to(dtype) for x in inputs)
     state = v.new_zeros(B, H, K, v.shape[-1]) if state_BHKV is None else state_BHKV.to(dtype)
     q = q * (K**-0.5 if scale is None else scale)
-    if backend == "reference":
-        return reference(q, k, v, gate, state)
+    if backend == "naive":
+        return naive(q, k, v, gate, state)
     if v.numel() > 0 and on_gpu.wanted(backend, v.shape[-1], q, k, v, gate, state):
         owned = dispatch.owned(state, consume_state) if dispatch.gradients_off() else state
         return on_gpu.gla(q.expand(B, H, T, K), k.expand(B, H, T, K), v, gate, owned)
     if backend == "auto":
-        dispatch.say(
+        dispatch.log_once(
             "gla.scan: auto runs the torch tree on %s, the step for one token, the native kernel in training",
             q.device.type,
         )
@@ -98,7 +98,7 @@ def _check(inputs: list[Tensor], state_BHKV: Tensor | None) -> None:
         raise ValueError(f"state has shape {tuple(state_BHKV.shape)}, want {(B, H, K, V)}")
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
+def naive(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
     """The plain loop, unscaled; the oracle of every other path."""
     outputs = [v[:, :, :0]]
     for t in range(v.shape[2]):

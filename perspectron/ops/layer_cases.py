@@ -51,7 +51,7 @@ def _seen(q: Tensor, k: Tensor, v: Tensor, before: int, window: int) -> Tensor:
 
 
 def _attention(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-    if backend == "reference":
+    if backend == "naive":
         return (_seen(q, k, v, 0, q.shape[2]),)
     return (attention.attend(q, k, v, causal=True),)
 
@@ -59,7 +59,7 @@ def _attention(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
 def _window(backend: str, q: Tensor, k: Tensor, v: Tensor, old_k: Tensor, old_v: Tensor) -> Tensors:
     """A chunk after a full window, and the ring afterwards."""
     B, T, W = len(q), q.shape[2], old_k.shape[2]
-    if backend == "reference":
+    if backend == "naive":
         k, v = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2)
         return _seen(q, k, v, W, W), *(x[:, :, T:].roll(T % W, 2) for x in (k, v))
     before = torch.full((B,), W, device=q.device)
@@ -73,7 +73,7 @@ def _window(backend: str, q: Tensor, k: Tensor, v: Tensor, old_k: Tensor, old_v:
 def _cache(backend: str, q: Tensor, k: Tensor, v: Tensor, old_k: Tensor, old_v: Tensor) -> Tensors:
     """A chunk after as many tokens as a third of the cache has slots."""
     B, T, past = len(q), q.shape[2], old_k.shape[2] // 3
-    if backend == "reference":
+    if backend == "naive":
         k, v = torch.cat([old_k[:, :, :past], k], 2), torch.cat([old_v[:, :, :past], v], 2)
         return (_seen(q, k, v, past, k.shape[2]),)
     before = torch.full((B,), past, device=q.device)
@@ -83,7 +83,7 @@ def _cache(backend: str, q: Tensor, k: Tensor, v: Tensor, old_k: Tensor, old_v: 
 
 def _rope(backend: str, x: Tensor) -> Tensors:
     at = torch.arange(x.shape[2], device=x.device).expand(len(x), -1) + 1000
-    if backend != "reference":
+    if backend != "naive":
         return (attention.rope(x, attention.angles(at, x.shape[-1], 1e4)),)
     angle = at[:, None, :, None] * 1e4 ** (
         -torch.arange(0, 1, 2 / x.shape[-1], dtype=torch.float64, device=x.device)
@@ -115,7 +115,7 @@ def _pointwise() -> Iterator[Case]:
 
 
 def _entropy(backend: str, logits: Tensor, target: Tensor) -> Tensors:
-    if backend != "reference":
+    if backend != "naive":
         return fused.entropies(logits, target), fused.entropy(logits, target)
     there = target != fused.IGNORE
     picked = logits.log_softmax(-1).gather(1, target.clamp_min(0)[:, None])[:, 0]
@@ -124,29 +124,29 @@ def _entropy(backend: str, logits: Tensor, target: Tensor) -> Tensors:
 
 
 def _norm(backend: str, x: Tensor, weight: Tensor) -> Tensors:
-    if backend == "reference":
+    if backend == "naive":
         return (x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight,)
     norm = fused.RMSNorm(len(weight), eps=1e-5, device=x.device, dtype=x.dtype)
     return (torch.func.functional_call(norm, {"weight": weight}, (x,)),)
 
 
 def _gated(backend: str, a: Tensor, b: Tensor) -> Tensors:
-    return (a / (1 + (-a).exp()) * b if backend == "reference" else fused.gated(a, b),)
+    return (a / (1 + (-a).exp()) * b if backend == "naive" else fused.gated(a, b),)
 
 
 def _gelu(backend: str, x: Tensor) -> Tensors:
-    if backend != "reference":
+    if backend != "naive":
         return (fused.gelu(x),)
     return (0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),)
 
 
 def _decayed(backend: str, p: Tensor, v: Tensor) -> Tensors:
     gamma = torch.sigmoid(p)
-    return (gamma, (1 - gamma**2).sqrt() * v) if backend == "reference" else fused.decayed(p, v)
+    return (gamma, (1 - gamma**2).sqrt() * v) if backend == "naive" else fused.decayed(p, v)
 
 
 def _shifted(backend: str, x: Tensor, last: Tensor, mix: Tensor, begins: Tensor) -> Tensors:
-    if backend != "reference":
+    if backend != "naive":
         return fused.shifted(x, last, mix, begins)
     before = torch.cat([last[:, None], x[:, :-1]], 1).masked_fill(begins[:, :, None], 0)
     return tuple((1 - m) * x + m * before for m in mix)
@@ -170,8 +170,8 @@ def _networks() -> Iterator[Case]:
 
 
 def _experts(backend: str, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, expert: Tensor) -> Tensors:
-    if backend == "reference":
-        return (experts.reference(x, expert, gate, up, down),)
+    if backend == "naive":
+        return (experts.naive(x, expert, gate, up, down),)
     return (experts.swiglu(x, expert, gate, up, down)[0],)
 
 

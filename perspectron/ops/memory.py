@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from perspectron.native import training
-from perspectron.ops.dispatch import once, refuse
+from perspectron.ops.dispatch import once_differentiable, refuse
 
 
 def scan(
@@ -41,6 +41,8 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
         saved = iter(ctx.saved_tensors)
         inputs = [next(saved) if there else None for there in ctx.there]
-        return once("the scan", training.memory_backward, *inputs, do.contiguous(), dstate.contiguous())
+        return once_differentiable(
+            "the scan", training.memory_backward, *inputs, do.contiguous(), dstate.contiguous()
+        )
 
     jvp = refuse("the native scan has no forward-mode derivative; use backend='torch'")

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from perspectron import native
-from perspectron.ops.dispatch import full_precision, known, refuse, say, watched
+from perspectron.ops.dispatch import full_precision, known, log_once, refuse, under_tracing
 from perspectron.ops.packing import GROUP, LAYOUTS, Packed, dequantise, digits, parameters
 from perspectron.ops.triton import packed as on_gpu
 from perspectron.util.errors import BackendError
 
-BACKENDS = ("auto", "reference", "torch", "native", "triton")
+BACKENDS = ("auto", "naive", "torch", "native", "triton")
 EXACT = 1024  # columns whose products of two int8 a float32 sums exactly: 127² · 1024 < 2²⁴
 LANES = 16
 DECODED = 1 << 22  # weights at a time
@@ -34,7 +34,7 @@ def linear(x: Tensor, packed: Packed, *, backend: str = "auto") -> Tensor:
     """The product x Wᵀ [..., N] of x [..., K], computed in float32 on x rounded to 8 bits; in x's dtype.
 
     A token that is not finite gives NaN. backend: "native" is the compiled library, on a CPU; "triton" is kernels for a
-    GPU; "torch" runs anywhere; "reference" computes in float64; "auto": native where it can, or, once a selftest has
+    GPU; "torch" runs anywhere; "naive" computes in float64; "auto": native where it can, or, once a selftest has
     passed on the GPU, triton. No derivatives: backward and forward mode raise RuntimeError. BackendError: unknown, or
     it cannot run here.
     """
@@ -84,7 +84,7 @@ def _linear(x_TK: Tensor, packed: Packed, backend: str) -> Tensor:
         y_TN = on_gpu.linear(x, packed)
     else:
         with full_precision(x):
-            y_TN = (_reference if backend == "reference" else _torch)(x, packed)
+            y_TN = (_naive if backend == "naive" else _torch)(x, packed)
     return y_TN.to(x_TK.dtype)
 
 
@@ -98,8 +98,8 @@ def _swiglu(x_TD: Tensor, weights: tuple[Packed, Packed, Packed], backend: str) 
             x_TD.dtype
         )
     with full_precision(x):
-        run = _reference if backend == "reference" else _torch
-        silu = F.silu if backend == "reference" else _silu
+        run = _naive if backend == "naive" else _torch
+        silu = F.silu if backend == "naive" else _silu
         return run(silu(run(x, gate)) * run(x, up), down).to(x_TD.dtype)
 
 
@@ -118,7 +118,7 @@ def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     return q_TK, (most_T / 127).where(most_T.isfinite(), torch.nan)
 
 
-def _reference(x_TK: Tensor, packed: Packed) -> Tensor:
+def _naive(x_TK: Tensor, packed: Packed) -> Tensor:
     """The product in float64, but for the rounding of x."""
     q_TK, step_T = quantise(x_TK)
     y_TN = F.linear(q_TK.double(), dequantise(packed, torch.float64))
@@ -256,7 +256,7 @@ def _backend(x: Tensor, backend: str, *matrices: Packed) -> str:
     """The backend that runs."""
     if on_gpu.wanted(backend, x, *matrices):
         return "triton"
-    if backend in ("reference", "torch"):
+    if backend in ("naive", "torch"):
         return backend
     if backend == "native":
         why = native.reason() if x.device.type == "cpu" else f"x is on {x.device}, not on the cpu"
@@ -264,7 +264,7 @@ def _backend(x: Tensor, backend: str, *matrices: Packed) -> str:
             raise BackendError(f"backend = 'native' cannot run: {why}")
         return backend
     chosen = "native" if x.device.type == "cpu" and native.wanted() else "torch"
-    say("packed: auto runs %s on %s", chosen, x.device.type)
+    log_once("packed: auto runs %s on %s", chosen, x.device.type)
     return chosen
 
 
@@ -275,7 +275,7 @@ def _plain(x: Tensor) -> bool:
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
             raise RuntimeError(NO_GRADIENT)
         return False
-    return torch.is_inference_mode_enabled() and not watched(x) and not x.is_meta
+    return torch.is_inference_mode_enabled() and not under_tracing(x) and not x.is_meta
 
 
 def _traced() -> bool:

@@ -24,7 +24,7 @@ from perspectron.util.errors import BackendError
 
 CHUNK = 128
 WIDEST = 256  # columns of a state that the kernel trains; for more, the tree's matrix products may be faster
-BACKENDS = ("auto", "reference", "torch", "native", "triton")
+BACKENDS = ("auto", "naive", "torch", "native", "triton")
 
 
 @dispatch.in_full_precision
@@ -44,7 +44,7 @@ def scan(
 
     Any T, also 0 and 1; gates in [0, 1]. `scale` is R^-½ when not given. Computes and returns in float32 or, if any
     input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse and in forward
-    mode. `backend`: "reference" is the plain step loop, "torch" the tree, "native" the kernel for float32 on the CPU
+    mode. `backend`: "naive" is the plain step loop, "torch" the tree, "native" the kernel for float32 on the CPU
     outside of forward mode, "triton" the kernels for float32 on a GPU, for R ≤ 256, likewise; "auto" a kernel where it
     can run and is faster (on a GPU, once `perspectron selftest --device cuda` has passed there), else the tree or, for
     one token where gradients are off, the step.
@@ -65,8 +65,8 @@ def scan(
     q, k, v, gamma = (x.to(dtype) for x in inputs[:4])
     state = v.new_zeros(B, D, R) if state_BDR is None else state_BDR.to(dtype)
     q = q * (R**-0.5 if scale is None else scale)
-    if backend == "reference":
-        return reference(q, k, v, gamma, state)
+    if backend == "naive":
+        return naive(q, k, v, gamma, state)
     if T == 1 and (tape := dispatch.recorder()) is not None and dtype is torch.float32:
         return tape.scanned(q, k, v, gamma, dispatch.owned(state, consume_state))
     if v.numel() > 0 and on_gpu.wanted(backend, R, q, k, v, gamma, state):
@@ -81,7 +81,7 @@ def scan(
             return o, last
         if backend == "native":
             raise BackendError(f"backend = 'native': {obstacle}")
-        dispatch.say(
+        dispatch.log_once(
             "pdr.scan: auto runs the torch tree on %s and, without gradients, the step for one token",
             q.device.type,
         )
@@ -107,7 +107,7 @@ def _check(q_BTR: Tensor, k_BTR: Tensor, v_BTD: Tensor, gamma_BTD: Tensor, state
 
 def _obstacle(*tensors: Tensor) -> str | None:
     """The reason why the native kernel cannot run on these; None if it can."""
-    if dispatch.watched(*(x.detach() for x in tensors)):
+    if dispatch.under_tracing(*(x.detach() for x in tensors)):
         return "not under a compiler, a trace or a functional transform"
     if forward_ad._current_level >= 0:
         return "it has no forward-mode derivative"
@@ -149,7 +149,7 @@ class _Native(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:
         given = (*ctx.saved_tensors, do.contiguous(), dstate.contiguous())
-        return dispatch.once("pdr.scan", _native_backward, *given)
+        return dispatch.once_differentiable("pdr.scan", _native_backward, *given)
 
     jvp = dispatch.refuse("pdr.scan on the native kernel has no forward-mode derivative; use backend='torch'")
 
@@ -160,7 +160,7 @@ def _native_backward(
     return training.scan_backward(q, k, v, gamma, state[None] if borders is None else borders, *out)
 
 
-def reference(
+def naive(
     q_BTR: Tensor, k_BTR: Tensor, v_BTD: Tensor, gamma_BTD: Tensor, state_BDR: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The plain loop, unscaled; the oracle of every other path."""

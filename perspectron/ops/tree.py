@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perspectron.ops.dispatch import full_precision, gradients_off, once
+from perspectron.ops.dispatch import full_precision, gradients_off, once_differentiable
 
 Tensors = tuple[Tensor, ...]
 
@@ -139,12 +139,14 @@ class _Scan(torch.autograd.Function):
         *inputs, state, borders = ctx.saved_tensors
         do = torch.zeros_like(inputs[2]) if do is None else do
         dstate = torch.zeros_like(borders[0]) if dstate is None else dstate
-        return None, *once(ctx.kind.op, _backward, ctx.kind, *inputs, state, borders, do, dstate)
+        return None, *once_differentiable(
+            ctx.kind.op, _backward, ctx.kind, *inputs, state, borders, do, dstate
+        )
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.kind.tangent is None:
-            raise RuntimeError(f"{ctx.kind.op} has no forward-mode derivative; use backend='reference'")
+            raise RuntimeError(f"{ctx.kind.op} has no forward-mode derivative; use backend='naive'")
         primals = ctx.saved_tensors
         with full_precision(primals[0]):
             filled = [torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=True)]

@@ -175,7 +175,7 @@ def test_gradients_are_those_of_the_plain_operations(gate):
     def plain() -> Tensor:
         flat = x.flatten(0, 1)
         choice = module.router.route(flat)
-        y = experts.reference(flat, choice.expert_N, *module.weights())
+        y = experts.naive(flat, choice.expert_N, *module.weights())
         if gate != "none":
             own = choice.distance2_NE.div(-module.config.tau).log_softmax(1)
             log_g = own.gather(1, choice.expert_N[:, None])

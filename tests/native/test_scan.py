@@ -37,7 +37,7 @@ def close(found, exact):
 def test_equals_the_reference(isa, T, B, D, R, use_isa):
     use_isa(isa)
     tensors = inputs(T, B, D, R)
-    exact = pdr.scan(*(x.double() for x in tensors), backend="reference")
+    exact = pdr.scan(*(x.double() for x in tensors), backend="naive")
     with torch.inference_mode():
         close(pdr.scan(*tensors, backend="native"), exact)
 
@@ -83,7 +83,7 @@ def test_writes_into_a_state_to_be_consumed(contiguous):
         assert torch.equal(state, before)
         _, after = pdr.scan(*tensors[:4], state, backend="native", consume_state=True)
     assert after.data_ptr() == state.data_ptr()
-    exact = pdr.scan(*(x.double() for x in (*tensors[:4], before)), backend="reference")
+    exact = pdr.scan(*(x.double() for x in (*tensors[:4], before)), backend="naive")
     close([after], exact[1:])
 
 
@@ -131,10 +131,10 @@ def test_gradients_equal_those_of_the_reference(isa, T, B, D, R, use_isa):
     def gradients(backend, dtype):
         tensors = [x.to(dtype).requires_grad_() for x in inputs(T, B, D, R)]
         outputs = pdr.scan(*tensors, backend=backend)
-        weights = [x.cos() for x in pdr.scan(*(x.detach().double() for x in tensors), backend="reference")]
+        weights = [x.cos() for x in pdr.scan(*(x.detach().double() for x in tensors), backend="naive")]
         return torch.autograd.grad(outputs, tensors, [w.to(dtype) for w in weights])
 
-    for a, b in zip(gradients("native", torch.float32), gradients("reference", torch.float64), strict=True):
+    for a, b in zip(gradients("native", torch.float32), gradients("naive", torch.float64), strict=True):
         assert (a - b).norm() <= 2e-6 * b.norm().clamp_min(1e-30)
 
 
@@ -247,7 +247,7 @@ def test_autograd_sees_that_the_state_is_no_more_what_it_was():
 def test_an_expanded_state_is_not_written(T, backend):
     *tensors, state = inputs(T)
     expanded = state[:1].expand(2, -1, -1)
-    exact = pdr.scan(*(x.double() for x in (*tensors, expanded)), backend="reference")
+    exact = pdr.scan(*(x.double() for x in (*tensors, expanded)), backend="naive")
     with torch.inference_mode():
         close(pdr.scan(*tensors, expanded, backend=backend, consume_state=True), exact)
     assert torch.equal(expanded[0], inputs(T)[4][0])

@@ -63,7 +63,7 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gdn", "kda", "gdn2", "rwkv7"])
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("backend", ["naive", "torch"])
 def test_vectors_of_an_implementation_nobody_here_wrote(kind, backend):
     with np.load(VECTORS / f"delta-{kind}.npz", allow_pickle=False) as file:
         given = {name: torch.from_numpy(file[name]) for name in file.files}
@@ -89,7 +89,7 @@ def test_vectors_of_an_implementation_nobody_here_wrote(kind, backend):
 
 def test_the_loops_are_the_recurrences():
     q, k, e, v, gate, state = inputs(3)
-    o, end = delta.scan(q, k, e, v, gate, state, scale=2.0, backend="reference")
+    o, end = delta.scan(q, k, e, v, gate, state, scale=2.0, backend="naive")
     for b in range(B):
         for h in range(H):
             S = state[b, h]
@@ -99,7 +99,7 @@ def test_the_loops_are_the_recurrences():
                 close(o[b, h, t], 2.0 * S.T @ q[b, h, t], 1e-12)
             close(end[b, h], S, 1e-12)
     q, k, v, a, w, gate, state = inputs(3, "read first")
-    o, end = delta.scan_rwkv7(q, k, v, a, w, gate, state, scale=2.0, backend="reference")
+    o, end = delta.scan_rwkv7(q, k, v, a, w, gate, state, scale=2.0, backend="naive")
     for b in range(B):
         for h in range(H):
             S = state[b, h]
@@ -155,7 +155,7 @@ def test_orthonormal_keys_hold_the_last_value_of_each():
 def test_chunks_equal_the_loop(T, order, A):
     tensors = inputs(T, order, A)
     for scale in (1.0, 0.3):
-        fast, slow = (SCANS[order](*tensors, scale=scale, backend=b) for b in ("torch", "reference"))
+        fast, slow = (SCANS[order](*tensors, scale=scale, backend=b) for b in ("torch", "naive"))
         for a, b in zip(fast, slow, strict=True):
             close(a, b, 1e-12)
 
@@ -192,7 +192,7 @@ def test_steps_that_consume_the_state_equal_the_whole(order, A):
 @pytest.mark.parametrize("of", [(0,), (1,), (0, 1)], ids=["outputs", "state", "both"])
 def test_gradients_equal_those_of_the_loop(T, order, A, of):
     tensors = inputs(T, order, A)
-    fast, slow = (gradients(order, tensors, backend, of) for backend in ("torch", "reference"))
+    fast, slow = (gradients(order, tensors, backend, of) for backend in ("torch", "naive"))
     assert sum(x.abs().max() > 0 for x in slow) >= 4
     for i, (a, b) in enumerate(zip(fast, slow, strict=True)):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10, msg=lambda m, n=i: f"input {n}: {m}")
@@ -217,7 +217,7 @@ def test_tangents_equal_those_of_the_loop(T, order, A):
             torch.func.jvp(lambda *x, b=b: SCANS[order](*x, backend=b, checked=False), tuple(tensors), only)[
                 1
             ]
-            for b in ("torch", "reference")
+            for b in ("torch", "naive")
         )
         assert slow[0].abs().max() > 0
         for a, b in zip(fast, slow, strict=True):
@@ -256,11 +256,11 @@ def test_a_second_derivative_is_an_error_not_a_silent_zero(order, A):
 def test_float32_follows_float64(T, order, A):
     single = inputs(T, order, A, dtype=torch.float32)
     double = [x.double() for x in single]
-    exact = SCANS[order](*double, backend="reference")
+    exact = SCANS[order](*double, backend="naive")
     for a, b in zip(SCANS[order](*single), exact, strict=True):
         assert a.dtype == torch.float32
         assert (a - b).norm() < 2e-6 * b.norm()
-    for a, b in zip(gradients(order, single), gradients(order, double, "reference"), strict=True):
+    for a, b in zip(gradients(order, single), gradients(order, double, "naive"), strict=True):
         assert (a - b).norm() < 1e-5 * b.norm()
 
 
@@ -270,9 +270,9 @@ def test_extreme_gates_in_float32(fill, order, A):
     *tensors, gate, state = inputs(300, order, A, dtype=torch.float32)
     single = [*tensors, torch.full_like(gate, fill), state]
     double = [x.double() for x in single]
-    for a, b in zip(SCANS[order](*single), SCANS[order](*double, backend="reference"), strict=True):
+    for a, b in zip(SCANS[order](*single), SCANS[order](*double, backend="naive"), strict=True):
         assert (a - b).norm() < 5e-6 * b.norm()
-    for a, b in zip(gradients(order, single), gradients(order, double, "reference"), strict=True):
+    for a, b in zip(gradients(order, single), gradients(order, double, "naive"), strict=True):
         assert (a - b).norm() <= 2e-5 * b.norm()  # with gates of 0 the first state has none
 
 
@@ -281,7 +281,7 @@ def test_the_same_key_at_every_token_is_solved_exactly():
     q, k, _, v, gate, state = inputs(150)
     k = k[:, :, :1].expand_as(k)
     tensors = [q, k, 2 * k, v, torch.ones_like(gate), state]
-    for a, b in zip(delta.scan(*tensors), delta.scan(*tensors, backend="reference"), strict=True):
+    for a, b in zip(delta.scan(*tensors), delta.scan(*tensors, backend="naive"), strict=True):
         close(a, b, 1e-12)
 
 
@@ -291,7 +291,7 @@ def test_low_precision_inputs_give_a_float32_state_even_under_autocast(order, A)
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         o, state = SCANS[order](*tensors)
     assert o.dtype == state.dtype == torch.float32
-    exact = SCANS[order](*(x.double() for x in tensors), backend="reference")
+    exact = SCANS[order](*(x.double() for x in tensors), backend="naive")
     for a, b in zip((o, state), exact, strict=True):
         assert (a - b).norm() < 2e-6 * b.norm()
 
@@ -320,7 +320,7 @@ def test_the_state_handed_in_stays(T, order, A):
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with mode():
             found = SCANS[order](*tensors, state)
-            for a, b in zip(found, SCANS[order](*tensors, kept, backend="reference"), strict=True):
+            for a, b in zip(found, SCANS[order](*tensors, kept, backend="naive"), strict=True):
                 close(a, b, 1e-12)
         assert torch.equal(state, kept)
     with pytest.raises(ValueError, match="consume_state = True needs gradients off"):
@@ -332,7 +332,7 @@ def test_the_state_handed_in_stays(T, order, A):
 def test_an_expanded_state_is_not_written(T, order, A):
     *tensors, state = inputs(T, order, A)
     kept, expanded = state[:1].clone(), state[:1].expand_as(state)
-    expected = SCANS[order](*tensors, expanded, backend="reference")
+    expected = SCANS[order](*tensors, expanded, backend="naive")
     with torch.inference_mode():
         found = SCANS[order](*tensors, expanded, consume_state=True)
     for a, b in zip(found, expected, strict=True):
@@ -372,7 +372,7 @@ def test_shapes_are_known_without_numbers(T, order, A):
 @pytest.mark.parametrize("order", SCANS)
 def test_bad_calls_say_what_is_wrong(order):
     *tensors, gate, state = inputs(4, order)
-    with pytest.raises(BackendError, match="backend = 'cuda', must be one of auto, reference, torch"):
+    with pytest.raises(BackendError, match="backend = 'cuda', must be one of auto, naive, torch"):
         SCANS[order](*tensors, gate, state, backend="cuda")
     for i, x in enumerate((*tensors, gate)):
         for wrong in (x[:, :, :2], x[:, :1], x[..., :2]):

@@ -52,7 +52,7 @@ def test_a_second_derivative_is_an_error_also_where_the_input_is_reached_another
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("gla.scan", "use backend='reference'"),
+        ("gla.scan", "use backend='naive'"),
         ("conv.convolve", "differentiate in reverse mode"),
     ],
 )
@@ -85,7 +85,7 @@ def test_autocast_does_not_reach_inside():
 @pytest.mark.cpu_only("a compiler does not trace the mode that places the tests' tensors")
 def test_a_line_is_said_once_and_never_to_a_compiler(caplog):
     def op(x: Tensor) -> Tensor:
-        dispatch.say("test: auto runs the loop on %s", x.device.type)
+        dispatch.log_once("test: auto runs the loop on %s", x.device.type)
         return x + 1
 
     with caplog.at_level(logging.INFO, "perspectron"):
@@ -115,7 +115,7 @@ def test_what_is_watched_is_seen():
     seen = []
 
     def op(x: Tensor) -> Tensor:
-        seen.append(dispatch.watched(x))
+        seen.append(dispatch.under_tracing(x))
         return x + 1
 
     op(torch.ones(2))

@@ -50,14 +50,14 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> None:
 def test_tree_equals_loop(T, G, A):
     tensors = inputs(T, G, A)
     for scale in (None, 1.0):
-        fast, slow = (gla.scan(*tensors, scale=scale, backend=backend) for backend in ("auto", "reference"))
+        fast, slow = (gla.scan(*tensors, scale=scale, backend=backend) for backend in ("auto", "naive"))
         for a, b in zip(fast, slow, strict=True):
             close(a, b, 1e-12)
 
 
 def test_the_loop_is_the_recurrence():
     q, k, v, gate, state = inputs(3)
-    o, end = gla.scan(q, k, v, gate, state, scale=2.0, backend="reference")
+    o, end = gla.scan(q, k, v, gate, state, scale=2.0, backend="naive")
     for b in range(B):
         for h in range(H):
             S = state[b, h]
@@ -73,7 +73,7 @@ def test_the_loop_is_the_recurrence():
 @pytest.mark.parametrize("of", [(0,), (1,), (0, 1)], ids=["outputs", "state", "both"])
 def test_gradients_equal_those_of_the_loop(T, G, A, of):
     tensors = inputs(T, G, A)
-    fast, slow = (gradients(tensors, backend, of) for backend in ("torch", "reference"))
+    fast, slow = (gradients(tensors, backend, of) for backend in ("torch", "naive"))
     assert sum(x.abs().max() > 0 for x in slow) >= 3
     for name, a, b in zip(NAMES, fast, slow, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"d{n}: {m}")
@@ -131,7 +131,7 @@ def test_else_the_state_handed_in_stays(T, G, A):
     kept = state.clone()
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with mode():
-            close(gla.scan(*tensors, state)[0], gla.scan(*tensors, kept, backend="reference")[0], 1e-12)
+            close(gla.scan(*tensors, state)[0], gla.scan(*tensors, kept, backend="naive")[0], 1e-12)
         assert torch.equal(state, kept)
 
 
@@ -153,10 +153,10 @@ def test_without_a_state_it_starts_from_zero():
 def test_float32_follows_float64(T, G, A):
     single = inputs(T, G, A, dtype=torch.float32)
     double = [x.double() for x in single]
-    for a, b in zip(gla.scan(*single), gla.scan(*double, backend="reference"), strict=True):
+    for a, b in zip(gla.scan(*single), gla.scan(*double, backend="naive"), strict=True):
         assert a.dtype == torch.float32
         assert (a - b).norm() < 2e-6 * b.norm()
-    for a, b in zip(gradients(single), gradients(double, "reference"), strict=True):
+    for a, b in zip(gradients(single), gradients(double, "naive"), strict=True):
         assert (a - b).norm() < 1e-5 * b.norm()
 
 
@@ -166,9 +166,9 @@ def test_extreme_gates_in_float32(fill, G, A):
     q, k, v, gate, state = inputs(300, G, A, dtype=torch.float32)
     single = [q, k, v, torch.full_like(gate, fill), state]
     double = [x.double() for x in single]
-    for a, b in zip(gla.scan(*single), gla.scan(*double, backend="reference"), strict=True):
+    for a, b in zip(gla.scan(*single), gla.scan(*double, backend="naive"), strict=True):
         assert (a - b).norm() < 2e-6 * b.norm()
-    for a, b in zip(gradients(single), gradients(double, "reference"), strict=True):
+    for a, b in zip(gradients(single), gradients(double, "naive"), strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()  # with gates of 0 the first state has none
 
 
@@ -178,7 +178,7 @@ def test_low_precision_inputs_give_a_float32_state_even_under_autocast(G, A):
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         o, state = gla.scan(*tensors)
     assert o.dtype == state.dtype == torch.float32
-    exact = gla.scan(*(x.double() for x in tensors), backend="reference")
+    exact = gla.scan(*(x.double() for x in tensors), backend="naive")
     assert (o - exact[0]).norm() < 1e-6 * exact[0].norm()
     assert (state - exact[1]).norm() < 1e-6 * exact[1].norm()
 
@@ -203,7 +203,7 @@ def test_shapes_are_known_without_numbers(T, G, A):
 
 def test_bad_calls_say_what_is_wrong():
     q, k, v, gate, state = inputs(4)
-    with pytest.raises(BackendError, match="backend = 'cuda', must be one of auto, reference, torch"):
+    with pytest.raises(BackendError, match="backend = 'cuda', must be one of auto, naive, torch"):
         gla.scan(q, k, v, gate, state, backend="cuda")
     for wrong in (
         (q[:, :, :2], k, v, gate),
@@ -236,7 +236,7 @@ def test_no_rows_give_no_rows(T, G, A, mode):
 def test_an_expanded_state_is_not_written(T, G, A):
     *tensors, state = inputs(T, G, A)
     kept, expanded = state[:1].clone(), state[:1].expand_as(state)
-    expected = gla.scan(*tensors, expanded, backend="reference")
+    expected = gla.scan(*tensors, expanded, backend="naive")
     with torch.inference_mode():
         found = gla.scan(*tensors, expanded, consume_state=True)
     for a, b in zip(found, expected, strict=True):

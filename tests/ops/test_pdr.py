@@ -23,7 +23,7 @@ def inputs(T: int, B: int = 2, D: int = 5, R: int = 3, dtype=torch.float64, seed
 @pytest.mark.parametrize("T", LENGTHS)
 def test_tree_equals_loop(T):
     tensors = inputs(T)
-    fast, slow = pdr.scan(*tensors), pdr.scan(*tensors, backend="reference")
+    fast, slow = pdr.scan(*tensors), pdr.scan(*tensors, backend="naive")
     for a, b in zip(fast, slow, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -38,7 +38,7 @@ def test_gradients_equal_those_of_the_loop(T):
         return torch.autograd.grad(loss, tensors)
 
     for name, a, b in zip(
-        ["q", "k", "v", "gamma", "state"], gradients("torch"), gradients("reference"), strict=True
+        ["q", "k", "v", "gamma", "state"], gradients("torch"), gradients("naive"), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"d{n}: {m}")
 
@@ -49,7 +49,7 @@ def test_forward_mode_equals_that_of_the_loop(T):
     for chosen in range(5):
         only = [t if i == chosen else torch.zeros_like(t) for i, t in enumerate(tangents)]
         _, fast = torch.func.jvp(lambda *x: pdr.scan(*x), tuple(tensors), tuple(only))
-        _, slow = torch.func.jvp(lambda *x: pdr.scan(*x, backend="reference"), tuple(tensors), tuple(only))
+        _, slow = torch.func.jvp(lambda *x: pdr.scan(*x, backend="naive"), tuple(tensors), tuple(only))
         assert slow[0].abs().max() > 0
         for a, b in zip(fast, slow, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
@@ -127,7 +127,7 @@ def test_forward_mode_under_no_grad_keeps_its_tangents(T):
 @pytest.mark.skipif(not native.available(), reason="no native library")
 def test_native_gives_the_same_bits_however_the_sequence_is_cut():
     q, k, v, gamma, state = inputs(70, dtype=torch.float32)
-    exact, end = pdr.scan(*(x.double() for x in (q, k, v, gamma, state)), backend="reference")
+    exact, end = pdr.scan(*(x.double() for x in (q, k, v, gamma, state)), backend="naive")
     with torch.inference_mode():
         copy = state.clone()
         whole, after = pdr.scan(q, k, v, gamma, copy, backend="native", consume_state=True)
@@ -158,7 +158,7 @@ def test_extreme_gates_in_float32(fill):
     q, k, v, gamma, state = inputs(300, dtype=torch.float32)
     gamma = torch.full_like(gamma, fill).requires_grad_()
     o, end = pdr.scan(q, k, v, gamma, state)
-    exact, _ = pdr.scan(*(x.double() for x in (q, k, v, gamma, state)), backend="reference")
+    exact, _ = pdr.scan(*(x.double() for x in (q, k, v, gamma, state)), backend="naive")
     assert (o - exact).norm() < 2e-6 * exact.norm()
     (o.sum() + end.sum()).backward()
     assert gamma.grad.isfinite().all()
@@ -176,7 +176,7 @@ def test_low_precision_inputs_give_a_float32_state_even_under_autocast():
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         o, state = pdr.scan(q, k, v, gamma)
     assert o.dtype == state.dtype == torch.float32
-    exact = pdr.scan(*(x.double() for x in (q, k, v, gamma)), backend="reference")
+    exact = pdr.scan(*(x.double() for x in (q, k, v, gamma)), backend="naive")
     assert (state - exact[1]).norm() < 1e-6 * exact[1].norm()
 
 
@@ -192,7 +192,7 @@ def test_renormalise_shrinks_and_never_grows():
 def test_bad_calls_say_what_is_wrong():
     tensors = inputs(4)
     with pytest.raises(
-        BackendError, match="backend = 'cuda', must be one of auto, reference, torch, native, triton"
+        BackendError, match="backend = 'cuda', must be one of auto, naive, torch, native, triton"
     ):
         pdr.scan(*tensors, backend="cuda")
     with pytest.raises(ValueError, match="want"):
@@ -202,7 +202,7 @@ def test_bad_calls_say_what_is_wrong():
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
-@pytest.mark.parametrize("backend", ["auto", "reference", "torch"])
+@pytest.mark.parametrize("backend", ["auto", "naive", "torch"])
 @pytest.mark.parametrize("T", [1, 5])
 @pytest.mark.parametrize(
     ("gate", "said"), [(1.5, "to 1.5"), (-0.25, "from -0.25"), (torch.nan, "nan"), (torch.inf, "to inf")]

@@ -84,14 +84,14 @@ def check(op: str, found: list[Tensor], exact: list[Tensor]) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_it_equals_the_loop(op, size):
     tensors = inputs(op, *SIZES[size], H=2 if SIZES[size][0] == 17 else 1)
-    check(op, results(op, tensors, "triton"), results(op, [x.double() for x in tensors], "reference"))
+    check(op, results(op, tensors, "triton"), results(op, [x.double() for x in tensors], "naive"))
 
 
 @every_op
 @pytest.mark.parametrize("gates", [0.0, 1.0, 1e-30])
 def test_gates_of_0_1_and_nearly_0_alone(op, gates):
     tensors = inputs(op, 17, 3, 2, gates, H=1)
-    exact = results(op, [x.double() for x in tensors], "reference")
+    exact = results(op, [x.double() for x in tensors], "naive")
     assert exact[-2].abs().max() > 0  # a gate of 0 has a gradient
     check(op, results(op, tensors, "triton"), exact)
 
@@ -100,7 +100,7 @@ def test_gates_of_0_1_and_nearly_0_alone(op, gates):
 @pytest.mark.parametrize("wanted", [(0,), (1,)], ids=["outputs", "state"])
 def test_gradients_of_the_outputs_or_the_last_state_alone(op, wanted):
     tensors = inputs(op, 17, 3, 2, H=1)
-    exact = results(op, [x.double() for x in tensors], "reference", wanted)
+    exact = results(op, [x.double() for x in tensors], "naive", wanted)
     check(op, results(op, tensors, "triton", wanted), exact)
 
 
@@ -108,7 +108,7 @@ def test_keys_that_repeat_do_not_cancel():
     q, k, _, v, gate, state = inputs("gated delta", 32, 8, 4, 1.0, H=1)
     k = k[:, :, :1].expand_as(k).contiguous()
     tensors = [q, k, 1.9 * k, v, gate, state]
-    exact = results("gated delta", [x.double() for x in tensors], "reference")
+    exact = results("gated delta", [x.double() for x in tensors], "naive")
     check("gated delta", results("gated delta", tensors, "triton"), exact)
 
 

@@ -88,7 +88,7 @@ def check(found: list[Tensor], exact: list[Tensor], scales: list[Tensor] | None 
 @pytest.mark.parametrize("size", SIZES)
 def test_it_equals_the_loop(op, size):
     tensors = inputs(op, *SIZES[size])
-    exact = results(op, [x.double() for x in tensors], "reference")
+    exact = results(op, [x.double() for x in tensors], "naive")
     check(results(op, tensors, "triton"), exact)
 
 
@@ -96,7 +96,7 @@ def test_it_equals_the_loop(op, size):
 @pytest.mark.parametrize("gates", GATES[1:])
 def test_gates_of_0_1_and_nearly_0_alone(op, gates):
     tensors = inputs(op, 21, 5, 4, gates)
-    exact = results(op, [x.double() for x in tensors], "reference")
+    exact = results(op, [x.double() for x in tensors], "naive")
     assert exact[5].abs().max() > 0  # a gate of 0 has a gradient
     check(results(op, tensors, "triton"), exact)
 
@@ -105,7 +105,7 @@ def test_gates_of_0_1_and_nearly_0_alone(op, gates):
 @pytest.mark.parametrize("wanted", [(0,), (1,)], ids=["outputs", "state"])
 def test_gradients_of_the_outputs_or_the_last_state_alone(op, wanted):
     tensors = inputs(op, 18, 5, 4)
-    exact = results(op, [x.double() for x in tensors], "reference", wanted)
+    exact = results(op, [x.double() for x in tensors], "naive", wanted)
     check(results(op, tensors, "triton", wanted), exact)
 
 
@@ -125,7 +125,7 @@ def test_split_anywhere(op, split):
 def test_long_sequences_without_gradients_go_by_segments(op, monkeypatch):
     monkeypatch.setattr(on_gpu, "SEGMENT", 64)
     tensors = inputs(op, 150, 5, 4)
-    exact = SCANS[op](*(x.double() for x in tensors), backend="reference")
+    exact = SCANS[op](*(x.double() for x in tensors), backend="naive")
     with torch.no_grad():
         check(list(SCANS[op](*tensors, backend="triton")), list(exact))
 
@@ -149,7 +149,7 @@ def test_low_precision_inputs_give_a_float32_state(op):
     tensors = inputs(op, 18, 5, 4, dtype=torch.bfloat16)
     found, exact = (
         SCANS[op](*(x.to(dtype) for x in tensors), backend=backend)
-        for dtype, backend in ((torch.bfloat16, "triton"), (torch.float64, "reference"))
+        for dtype, backend in ((torch.bfloat16, "triton"), (torch.float64, "naive"))
     )
     assert found[0].dtype == found[1].dtype == torch.float32
     check(list(found), list(exact))

@@ -17,7 +17,7 @@ from perspectron.designs.adr import gru_loop
 from perspectron.ops import dispatch
 from perspectron.ops.fused import fits
 
-BACKENDS = ("auto", "reference", "torch")
+BACKENDS = ("auto", "naive", "torch")
 
 
 class Cells(NamedTuple):
@@ -52,7 +52,7 @@ def scan(
     float32 or, if any input is, in float64; autocast does not reach inside. Differentiable once, in reverse mode;
     anything else is an error, but for the reference.
 
-    `backend`: "reference" is the plain loop, "torch" the fast one. "auto" is "torch", with each token on the native
+    `backend`: "naive" is the plain loop, "torch" the fast one. "auto" is "torch", with each token on the native
     kernel in training on a CPU in float32, or, for one token where gradients are off, a step.
 
     `consume_state`: the caller gives `state_BGRD` up, and the step writes into it instead of into a copy; the numbers
@@ -71,13 +71,13 @@ def scan(
         gamma = gamma.to(dtype)[..., None]
     if backend == "auto":
         where = x.device.type
-        dispatch.say(
+        dispatch.log_once(
             "gru.scan: auto runs the torch loop on %s, or in training on a CPU a native kernel", where
         )
     if x.shape[1] == 0:
         return x, x if raw else None, state
-    if backend == "reference":
-        return reference(x, cells, gamma, state, reset_BT, pad_BT, raw)
+    if backend == "naive":
+        return naive(x, cells, gamma, state, reset_BT, pad_BT, raw)
     if backend != "torch" and x.shape[1] == 1 and dispatch.gradients_off():
         return _step_(x, cells, gamma, dispatch.owned(state, consume_state), reset_BT, pad_BT, raw)
     reset, pad = (gru_loop.by_row(mask_BT, x.shape[3]) for mask_BT in (reset_BT, pad_BT))
@@ -88,7 +88,7 @@ def scan(
     return gru_loop.run(x, *cells, state, gru_loop.Plan(rate, raw, native, reset, pad))
 
 
-def reference(
+def naive(
     x: Tensor,
     cells: Cells,
     gamma: float | Tensor,

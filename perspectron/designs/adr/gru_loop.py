@@ -15,7 +15,7 @@ from torch import Tensor
 
 from perspectron.designs.adr import kernel
 from perspectron.native.panels import panels
-from perspectron.ops.dispatch import gradients_off, once, refuse
+from perspectron.ops.dispatch import gradients_off, once_differentiable, refuse
 
 CHUNK = 64  # products over fewer tokens pack their weights too often; more only take memory
 
@@ -194,9 +194,9 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *doutputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *once("gru.scan", _backward, *ctx.saved_tensors, *doutputs[:3], ctx.plan), None
+        return *once_differentiable("gru.scan", _backward, *ctx.saved_tensors, *doutputs[:3], ctx.plan), None
 
-    jvp = refuse("gru.scan has no forward-mode derivative; use backend='reference'")
+    jvp = refuse("gru.scan has no forward-mode derivative; use backend='naive'")
 
 
 def _backward(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from perspectron.designs.delta.common import Delta
 from perspectron.model.parts import sigmoid
-from perspectron.ops.fused import evenly
+from perspectron.ops.fused import batch_invariant
 from perspectron.util.config import MixerConfig, at_least, require
 
 
@@ -52,4 +52,4 @@ class GDN(Delta):
 
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         beta = (1 + self.config.negative) * sigmoid(self.b_proj(x_BTD))[..., None]
-        return self.a_proj(x_BTD)[..., None], beta, beta, evenly(F.silu, self.g_proj(x_BTD))
+        return self.a_proj(x_BTD)[..., None], beta, beta, batch_invariant(F.silu, self.g_proj(x_BTD))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.designs.delta.common import Delta
-from perspectron.ops.fused import evenly
+from perspectron.ops.fused import batch_invariant
 from perspectron.util.config import MixerConfig, at_least, divides
 
 
@@ -54,5 +54,5 @@ class GDN2(Delta):
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         inputs = (self.f_proj(x_BTD), self.e_proj(x_BTD), self.w_proj(x_BTD))
         f, erase, write = (x.unflatten(-1, (self.config.heads, -1)) for x in inputs)
-        beta = (1 + self.config.negative) * evenly(torch.sigmoid, erase)
-        return f, beta, evenly(torch.sigmoid, write), evenly(F.silu, self.g_proj(x_BTD))
+        beta = (1 + self.config.negative) * batch_invariant(torch.sigmoid, erase)
+        return f, beta, batch_invariant(torch.sigmoid, write), batch_invariant(F.silu, self.g_proj(x_BTD))

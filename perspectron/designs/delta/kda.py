@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from perspectron.designs.delta.common import Delta
 from perspectron.model.parts import sigmoid
-from perspectron.ops.fused import evenly
+from perspectron.ops.fused import batch_invariant
 from perspectron.util.config import MixerConfig, at_least, divides
 
 
@@ -53,4 +53,4 @@ class KDA(Delta):
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         beta = (1 + self.config.negative) * sigmoid(self.b_proj(x_BTD))[..., None]
         f = self.f_proj(x_BTD).unflatten(-1, (self.config.heads, -1))
-        return f, beta, beta, evenly(torch.sigmoid, self.g_proj(x_BTD))
+        return f, beta, beta, batch_invariant(torch.sigmoid, self.g_proj(x_BTD))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.designs.drm import op as drm
-from perspectron.ops.fused import evenly
+from perspectron.ops.fused import batch_invariant
 from perspectron.util.config import HeadConfig, at_least
 from perspectron.util.terms import Term
 
@@ -40,7 +40,7 @@ class Emitter(nn.Module):
         self.out_proj = nn.Linear(config.hidden, vocab_size)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.out_proj(evenly(F.gelu, self.up_proj(x_BTD)))
+        return self.out_proj(batch_invariant(F.gelu, self.up_proj(x_BTD)))
 
     def terms(self, logits_BTV: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> dict[str, Term]:
         """Terms of the loss in the logits themselves."""

@@ -30,7 +30,7 @@ from perspectron.designs.drm.law import (
     thin,
 )
 from perspectron.ops import fused
-from perspectron.ops.dispatch import once, refuse
+from perspectron.ops.dispatch import once_differentiable, refuse
 
 NORM = 1e-12  # a direction's least, as in F.normalize
 FIELDS = (Weights._fields, Column._fields, Solved._fields, Made._fields)
@@ -39,7 +39,7 @@ FIELDS = (Weights._fields, Column._fields, Solved._fields, Made._fields)
 def run(
     drive_TBG: Tensor, state: State, w: Weights, law: Law, when: Plan, *, native: bool = False
 ) -> tuple[Tensor, State, Trace | None]:
-    """The fast loop; takes and gives what `designs.drm.op.reference` does. native: on the kernel, which must fit
+    """The fast loop; takes and gives what `designs.drm.op.naive` does. native: on the kernel, which must fit
     (`fits`)."""
     kept_BF = state.geometry_BF
     if torch.is_inference_mode_enabled():
@@ -222,9 +222,14 @@ class _Loop(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         how = ctx.law, ctx.when, ctx.native
-        return None, None, None, *once("drm.scan", _backward, *how, *gradients, *ctx.saved_tensors)
+        return (
+            None,
+            None,
+            None,
+            *once_differentiable("drm.scan", _backward, *how, *gradients, *ctx.saved_tensors),
+        )
 
-    jvp = refuse("drm.scan has no forward-mode derivative; use backend='reference'")
+    jvp = refuse("drm.scan has no forward-mode derivative; use backend='naive'")
 
 
 def _backward(law: Law, when: Plan, native: bool, *tensors: Tensor) -> tuple[Tensor | None, ...]:

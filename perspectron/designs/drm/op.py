@@ -32,7 +32,7 @@ from perspectron.ops import dispatch
 from perspectron.ops.attention import follows
 from perspectron.util import ranks
 
-BACKENDS = ("auto", "reference", "torch")
+BACKENDS = ("auto", "naive", "torch")
 
 
 @dispatch.in_full_precision
@@ -54,14 +54,14 @@ def scan(
     multiple of this; 0 is never. Computes and returns in float32 or, if any input is, in float64; autocast does not
     reach inside. Differentiable once, in reverse mode; everything else is an error.
 
-    backend: "reference" is the plain loop, "torch" the fast one, "auto" that or, in training on a CPU, the native
+    backend: "naive" is the plain loop, "torch" the fast one, "auto" that or, in training on a CPU, the native
     kernel, where it fits. Raises BackendError for an unknown one, ValueError for shapes that do not fit.
     """
     dispatch.known(backend, BACKENDS)
     _check(e_BTE, state, weights, law)
     if backend == "auto":
         where = e_BTE.device.type
-        dispatch.say(
+        dispatch.log_once(
             "drm.scan: auto runs the torch loop on %s, or in training on a CPU a native kernel", where
         )
     tensors = [x for x in (e_BTE, state.z_BS, state.geometry_BF, *weights) if x is not None]
@@ -75,8 +75,8 @@ def scan(
     drive_TBG = F.linear(e_BTE.transpose(0, 1), weights.token_w)
     drive_TBG = F.pad(drive_TBG, (len(weights.read_b) - drive_TBG.shape[-1], 0)) + weights.read_b
     when = plan(state.length_B, e_BTE.shape[1], law.geometry_interval, bptt, reset_BT, pad_BT)
-    if backend == "reference":
-        return reference(drive_TBG, state, weights, law, when)
+    if backend == "naive":
+        return naive(drive_TBG, state, weights, law, when)
     native = backend == "auto" and drm_loop.fits(drive_TBG, state, weights, law, when)
     return drm_loop.run(drive_TBG, state, weights, law, when, native=native)
 
@@ -96,7 +96,7 @@ def _check(e_BTE: Tensor, state: State, weights: Weights, law: Law) -> None:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, want {shape}")
 
 
-def reference(
+def naive(
     drive_TBG: Tensor, state: State, w: Weights, law: Law, when: Plan
 ) -> tuple[Tensor, State, Trace | None]:
     """The plain loop, whose graph is autograd's; the oracle of the fast one. drive: what the trunks and the flow

@@ -15,7 +15,7 @@ from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction, split_inputs
 from perspectron.model.state import register
 from perspectron.ops import gla
-from perspectron.ops.fused import RMSNorm, evenly
+from perspectron.ops.fused import RMSNorm, batch_invariant
 from perspectron.util.config import MixerConfig, at_least, divides, positive
 from perspectron.util.terms import Term
 
@@ -94,7 +94,7 @@ class GLA(Mixer):
         gate_BTK = gate_BTK.to(torch.promote_types(gate_BTK.dtype, torch.float32))
         # not a power of the sigmoid, whose gradient is not finite where the sigmoid rounds to 0
         by = self.config.gate_temperature
-        gate_BTK = evenly(lambda gate: torch.exp(F.logsigmoid(gate) / by), gate_BTK)
+        gate_BTK = batch_invariant(lambda gate: torch.exp(F.logsigmoid(gate) / by), gate_BTK)
         if pad_BT is not None:
             gate_BTK = gate_BTK.masked_fill(pad_BT[:, :, None], 1)  # k and v are 0 there: nothing is written
         if reset_BT is not None:
@@ -106,5 +106,5 @@ class GLA(Mixer):
             q, k, v, gate, state.memory_BHKV, consume_state=consume_state, checked=False
         )
         o_BTD = self.norm(o_BHTV.transpose(1, 2).to(x_q.dtype)).flatten(2)
-        y_BTD = self.o_proj(o_BTD * evenly(F.silu, self.g_proj(x_g)))
+        y_BTD = self.o_proj(o_BTD * batch_invariant(F.silu, self.g_proj(x_g)))
         return y_BTD, GLAState(memory_BHKV), {}

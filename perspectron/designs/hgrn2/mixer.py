@@ -15,7 +15,7 @@ from perspectron.model.mixer import Mixer
 from perspectron.model.parts import Shared, ValueFunction
 from perspectron.model.state import register
 from perspectron.ops import gla
-from perspectron.ops.fused import RMSNorm, evenly
+from perspectron.ops.fused import RMSNorm, batch_invariant
 from perspectron.util.config import MixerConfig, at_least, divides, require
 from perspectron.util.terms import Term
 
@@ -101,7 +101,7 @@ class HGRN2(Mixer):
     ) -> tuple[Tensor, HGRN2State, dict[str, Term]]:
         f_BTD = self.f_proj(x_BTD)
         f_BTD = f_BTD.to(torch.promote_types(f_BTD.dtype, torch.float32))
-        k_BTD = evenly(torch.sigmoid, -f_BTD)
+        k_BTD = batch_invariant(torch.sigmoid, -f_BTD)
         if shared is not None and self.config.layers > 1:
             if self.config.layer == 0:
                 share_ND = self.gamma_ND.to(f_BTD.dtype).softmax(0)
@@ -120,7 +120,7 @@ class HGRN2(Mixer):
         if reset_BT is not None:
             gate_BTD = gate_BTD.masked_fill(reset_BT[:, :, None], 0)
         v_BTD = self.i_proj(x_BTD) if value_residual is None else value_residual(self.i_proj(x_BTD), x_BTD)
-        inputs = (evenly(F.silu, self.q_proj(x_BTD)), k_BTD, v_BTD, gate_BTD)
+        inputs = (batch_invariant(F.silu, self.q_proj(x_BTD)), k_BTD, v_BTD, gate_BTD)
         q, k, v, gate = (x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for x in inputs)
         o_BHTK, memory_BHKK = gla.scan(
             q, k, v, gate, state.memory_BHKK, consume_state=consume_state, checked=False

@@ -17,6 +17,6 @@ def cases() -> Iterator[Case]:
 
 
 def _lens(backend: str, q: Tensor, k: Tensor, v: Tensor, u: Tensor, w: Tensor) -> Tensors:
-    if backend == "reference":
-        return (lens.reference(q, k, v, u, w),)
+    if backend == "naive":
+        return (lens.naive(q, k, v, u, w),)
     return (attention.attend(*lens.features(q, k, u, w), v, causal=True, scale=q.shape[-1] ** -0.5),)

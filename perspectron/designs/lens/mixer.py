@@ -15,7 +15,7 @@ from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction
 from perspectron.ops import attention
-from perspectron.ops.fused import evenly
+from perspectron.ops.fused import batch_invariant
 from perspectron.util.config import MixerConfig, divides, require
 from perspectron.util.terms import Term
 
@@ -141,7 +141,7 @@ class Lens(Mixer):
         )
         o_BTD = o.transpose(1, 2).reshape(B, T, D)
         if self.config.output_gate:
-            o_BTD = o_BTD * evenly(torch.sigmoid, self.gate_proj(x_BTD))
+            o_BTD = o_BTD * batch_invariant(torch.sigmoid, self.gate_proj(x_BTD))
         return self.o_proj(o_BTD), state, {}
 
     def _turned(self, x_BHTF: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:

@@ -34,7 +34,7 @@ def features(
     return torch.cat([query, reciprocal * k_BHTK], -1), torch.cat([k_BHTK, q_BHTK], -1)
 
 
-def reference(
+def naive(
     q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, u_HK: Tensor, w_H3: Tensor, *, disc_scale: bool = False
 ) -> Tensor:
     """The document's formula, causal, with every score written out; the oracle."""

@@ -17,7 +17,7 @@ from perspectron.model.parts import ValueFunction, sigmoid, softplus, softplus_o
 from perspectron.model.state import register
 from perspectron.ops import gla
 from perspectron.ops.dispatch import gradients_off
-from perspectron.ops.fused import RMSNorm, evenly
+from perspectron.ops.fused import RMSNorm, batch_invariant
 from perspectron.util.config import MixerConfig, at_least, require
 from perspectron.util.terms import Term
 
@@ -142,7 +142,7 @@ class Mamba3(Mixer):
         )
         skip_BTH = self.D - (q_BTHN * k_BTHN).sum(-1) * late_BTH
         y_BTHP = torch.addcmul(o_BHTP.transpose(1, 2), v_BTHP, skip_BTH[..., None])
-        y_BTD = self.o_proj((y_BTHP.flatten(2) * evenly(F.silu, z_BTI)).to(x_BTD.dtype))
+        y_BTD = self.o_proj((y_BTHP.flatten(2) * batch_invariant(F.silu, z_BTI)).to(x_BTD.dtype))
         key_BHN = _last(k_BTHN, state.key_BHN, reset_BT, pad_BT)
         input_BHP = _last(v_BTHP, state.input_BHP, reset_BT, pad_BT)
         return y_BTD, Mamba3State(memory_BHNP, angle_BTHF[:, -1].clone(), key_BHN, input_BHP), {}

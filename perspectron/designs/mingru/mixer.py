@@ -14,7 +14,7 @@ from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ShortConv
 from perspectron.model.state import register
 from perspectron.ops import pdr
-from perspectron.ops.fused import evenly
+from perspectron.ops.fused import batch_invariant
 from perspectron.util.config import MixerConfig, at_least
 from perspectron.util.terms import Term
 
@@ -81,8 +81,11 @@ class MinGRU(Mixer):
         u_BTD = u_BTD.to(x_BTD.dtype)
         full = torch.promote_types(x_BTD.dtype, torch.float32)
         z_BTI, c_BTI = self.z_proj(u_BTD).to(full), self.h_proj(u_BTD).to(full)
-        c_BTI = torch.where(c_BTI >= 0, c_BTI + 0.5, evenly(torch.sigmoid, c_BTI))
-        v_BTI, gate_BTI = evenly(torch.sigmoid, z_BTI) * c_BTI, evenly(torch.sigmoid, -z_BTI)
+        c_BTI = torch.where(c_BTI >= 0, c_BTI + 0.5, batch_invariant(torch.sigmoid, c_BTI))
+        v_BTI, gate_BTI = (
+            batch_invariant(torch.sigmoid, z_BTI) * c_BTI,
+            batch_invariant(torch.sigmoid, -z_BTI),
+        )
         if pad_BT is not None:
             v_BTI = v_BTI.masked_fill(pad_BT[:, :, None], 0)
             gate_BTI = gate_BTI.masked_fill(pad_BT[:, :, None], 1)

@@ -20,7 +20,7 @@ def cases() -> Iterator[Case]:
 def _traces(
     backend: str, k: Tensor, v: Tensor, gamma: Tensor, u: Tensor, slope: Tensor, memory: Tensor, trace: Tensor
 ) -> Tensors:
-    if backend != "reference":
+    if backend != "naive":
         return (eligibility.carried(k, v, gamma, u, memory, trace, slope_BTD=slope),)
     for t in range(k.shape[1]):
         g = gamma[:, t, :, None]

@@ -17,7 +17,7 @@ from perspectron.model.state import register
 from perspectron.ops import pdr
 from perspectron.ops.attention import Places, places
 from perspectron.ops.dispatch import captured, full_precision, gradients_off
-from perspectron.ops.fused import RMSNorm, evenly
+from perspectron.ops.fused import RMSNorm, batch_invariant
 from perspectron.util.config import MixerConfig, at_least, require
 from perspectron.util.terms import Term
 
@@ -156,7 +156,7 @@ class PDR(Mixer):
         p_BTD, v_BTD = self.p_proj(read_BTD), self.v_proj(x_BTD)
         if isinstance(state, Adapted):
             p_BTD, u_BTr = state.gates(p_BTD, read_BTD)
-        gamma_BTD = evenly(torch.sigmoid, p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
+        gamma_BTD = batch_invariant(torch.sigmoid, p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
         if pad_BT is not None:
             gamma_BTD = gamma_BTD.masked_fill(pad_BT[:, :, None], 1)  # v is 0 there: it has no bias
         if reset_BT is not None:

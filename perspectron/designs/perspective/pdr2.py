@@ -18,7 +18,7 @@ from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction, logits_of_halflives, split_inputs
 from perspectron.model.state import register
 from perspectron.ops import pdr
-from perspectron.ops.fused import RMSNorm, decayed, evenly
+from perspectron.ops.fused import RMSNorm, batch_invariant, decayed
 from perspectron.util.config import MixerConfig, at_least, require
 from perspectron.util.terms import Term
 
@@ -122,7 +122,9 @@ class PDR2(Mixer):
         if self.config.unit_input:
             gamma_BTD, v_BTD = decayed(p_BTD, v_BTD)
         else:
-            gamma_BTD = evenly(torch.sigmoid, p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
+            gamma_BTD = batch_invariant(
+                torch.sigmoid, p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32))
+            )
         own_BTD = gamma_BTD
         if pad_BT is not None:
             v_BTD = v_BTD.masked_fill(pad_BT[:, :, None], 0)
@@ -145,7 +147,7 @@ class PDR2(Mixer):
         o, memory = pdr.scan(q, k, v, gamma, memory, consume_state=consume_state, checked=False)
         o_BTD = o.unflatten(0, (len(x_q), -1)).transpose(1, 2).flatten(2)
         if self.config.gated:
-            o_BTD = self.norm((o_BTD * evenly(F.silu, self.z_proj(x_q))).to(x_q.dtype))
+            o_BTD = self.norm((o_BTD * batch_invariant(F.silu, self.z_proj(x_q))).to(x_q.dtype))
         memory_BDR = memory.reshape(len(x_q), -1, self.config.rank)
         return self.o_proj(o_BTD.to(x_q.dtype)), replace(state, memory_BDR=memory_BDR, **more), {}
 

@@ -26,7 +26,7 @@ from perspectron.model.parts import (
 )
 from perspectron.model.state import register
 from perspectron.ops import delta
-from perspectron.ops.fused import evenly
+from perspectron.ops.fused import batch_invariant
 from perspectron.util.config import MixerConfig, at_least, require
 from perspectron.util.terms import Term
 
@@ -136,8 +136,10 @@ class RWKV7(Mixer):
         inputs, last_BD = between(x_BTD, state.last_BD, self.mix_6D, reset_BT, pad_BT)
         (x_r, x_w, x_k, x_v, x_a, x_g), full = inputs, last_BD.dtype
         v_BTD = self._with_first(self.v_proj(x_v), x_v, shared)
-        eta_BTD = evenly(torch.sigmoid, self.a_low(x_a).to(full))
-        alpha_BTD = evenly(lambda w: torch.exp(-math.exp(-0.5) * torch.sigmoid(w)), self.w_low(x_w).to(full))
+        eta_BTD = batch_invariant(torch.sigmoid, self.a_low(x_a).to(full))
+        alpha_BTD = batch_invariant(
+            lambda w: torch.exp(-math.exp(-0.5) * torch.sigmoid(w)), self.w_low(x_w).to(full)
+        )
         k_BTD = self.k_proj(x_k).to(full)
         key_BTD = k_BTD * (1 + (eta_BTD - 1) * self.k_a)
         inputs = (self.r_proj(x_r), key_BTD, v_BTD, eta_BTD, alpha_BTD, k_BTD * self.k_k)

@@ -17,7 +17,7 @@ from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ShortConv, ValueFunction, softplus, softplus_of_steps
 from perspectron.model.state import register
 from perspectron.ops import gla
-from perspectron.ops.fused import RMSNorm, evenly
+from perspectron.ops.fused import RMSNorm, batch_invariant
 from perspectron.util.config import MixerConfig, at_least, require
 from perspectron.util.terms import Term
 
@@ -127,5 +127,5 @@ class SSD(Mixer):
             checked=False,
         )
         y_BTHP = torch.addcmul(o_BHTP.transpose(1, 2), v_BTHP, self.D[:, None])
-        y_BTI = y_BTHP.flatten(2) * evenly(F.silu, z_BTI)
+        y_BTI = y_BTHP.flatten(2) * batch_invariant(F.silu, z_BTI)
         return self.o_proj(self.norm(y_BTI.to(x_BTD.dtype))), SSDState(memory_BHNP, window_BZC), {}

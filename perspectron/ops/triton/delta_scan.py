@@ -77,7 +77,9 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         given = (*ctx.saved_tensors, do.contiguous(), dlast.contiguous())
-        dq, de, dw, dk, *others = dispatch.once("the delta rule on Triton", _backward, ctx.fixed, *given)
+        dq, de, dw, dk, *others = dispatch.once_differentiable(
+            "the delta rule on Triton", _backward, ctx.fixed, *given
+        )
         return None, dq, de, dw, dk, *others
 
     jvp = dispatch.refuse("the delta rule on Triton has no forward-mode derivative; use backend='torch'")

@@ -24,7 +24,7 @@ SEGMENT = 4096  # tokens whose states are held at once where no gradients are wa
 
 def obstacle(columns: int, *tensors: Tensor) -> str | None:
     """The reason why the kernels cannot run on these, with so many columns, and what would work; None if they can."""
-    if dispatch.watched(*(x.detach() for x in tensors)):
+    if dispatch.under_tracing(*(x.detach() for x in tensors)):
         return "not under a compiler, a trace or a functional transform; use backend='torch'"
     if forward_ad._current_level >= 0:
         return "it has no forward-mode derivative; use backend='torch'"
@@ -67,7 +67,7 @@ def chosen(backend: str, what: str, device: torch.device, obstacle: Callable[[],
             "auto runs PyTorch's operations for %s on %s; to have Triton's kernels, test them once on this machine: "
             "perspectron selftest --device cuda"
         )
-    dispatch.say(told, what, str(device))
+    dispatch.log_once(told, what, str(device))
     return taken
 
 
@@ -126,7 +126,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         given = (*ctx.saved_tensors, do.contiguous(), dlast.contiguous())
-        return None, *dispatch.once("the scan on Triton", _backward, ctx.columns, *given)
+        return None, *dispatch.once_differentiable("the scan on Triton", _backward, ctx.columns, *given)
 
     jvp = dispatch.refuse("the scan on Triton has no forward-mode derivative; use backend='torch'")
 

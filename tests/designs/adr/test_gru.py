@@ -72,7 +72,7 @@ def close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None
 def test_the_loop_is_torchs_cell_and_decay(masked):
     B, T, G, R, D = 3, 12, 2, 2, 5
     tensors = inputs(T)
-    memories, raws, last = scan(tensors, backend="reference", raw=True, **masks(masked, T))
+    memories, raws, last = scan(tensors, backend="naive", raw=True, **masks(masked, T))
     chosen = masks(MASKS[-1], T)
     for g, r in itertools.product(range(G), range(R)):
         cell = nn.GRUCell(D, D, dtype=torch.float64)
@@ -101,7 +101,7 @@ def test_the_loop_is_torchs_cell_and_decay(masked):
 @every_mask
 @pytest.mark.parametrize("raw", [False, True])
 def test_fast_equals_loop_in_outputs_state_and_gradients(T, masked, raw):
-    close(everything(T, "torch", raw, masked), everything(T, "reference", raw, masked), 1e-12)
+    close(everything(T, "torch", raw, masked), everything(T, "naive", raw, masked), 1e-12)
 
 
 @parallel
@@ -109,7 +109,7 @@ def test_fast_equals_loop_in_outputs_state_and_gradients(T, masked, raw):
 @pytest.mark.parametrize("raw", [False, True])
 def test_a_decay_of_its_own_for_each_row_is_learned(backend, masked, raw):
     found = []
-    for one in (backend, "reference"):
+    for one in (backend, "naive"):
         x, *cells, state = inputs(150, scale=0.5)
         gamma_GR = torch.tensor([[0.0, 0.5], [0.9, 0.99]], dtype=x.dtype, requires_grad=True)
         outputs = gru.scan(x, Cells(*cells), gamma_GR, state, backend=one, raw=raw, **masks(masked, 150))
@@ -123,7 +123,7 @@ def test_a_step_takes_a_decay_of_its_own_for_each_row():
     gamma_GR = torch.tensor([[0.0, 0.5], [0.9, 0.99]], dtype=x.dtype)
     with torch.inference_mode():
         found = gru.scan(x, Cells(*cells), gamma_GR, state, raw=True)
-    close([*found], [*gru.scan(x, Cells(*cells), gamma_GR, state, raw=True, backend="reference")], 1e-14)
+    close([*found], [*gru.scan(x, Cells(*cells), gamma_GR, state, raw=True, backend="naive")], 1e-14)
 
 
 @parallel
@@ -131,7 +131,7 @@ def test_a_step_takes_a_decay_of_its_own_for_each_row():
 def test_gradients_of_one_output_alone(backend, wanted):
     close(
         everything(70, backend, True, MASKS[-1], wanted, scale=0.5),
-        everything(70, "reference", True, MASKS[-1], wanted, scale=0.5),
+        everything(70, "naive", True, MASKS[-1], wanted, scale=0.5),
         1e-9,
     )
 
@@ -141,7 +141,7 @@ def test_gradients_of_one_output_alone(backend, wanted):
 def test_in_inference_mode_values_are_the_same(backend, raw):
     for T in (2, 64, 150):
         tensors, masked = inputs(T, scale=0.5), masks(MASKS[-1], T)
-        expected = scan(tensors, raw=raw, backend="reference", **masked)
+        expected = scan(tensors, raw=raw, backend="naive", **masked)
         with torch.inference_mode():
             found = scan(tensors, raw=raw, backend=backend, **masked)
         for a, b in zip(found, expected, strict=True):
@@ -153,7 +153,7 @@ def test_in_inference_mode_values_are_the_same(backend, raw):
 def test_a_step_writes_into_a_state_to_be_consumed(masked, R):
     tensors = inputs(1, R=R)
     for masks_ in (masks(masked, 1), {name: ~mask for name, mask in masks(masked, 1).items()}):
-        expected = scan(tensors, raw=True, backend="reference", **masks_)
+        expected = scan(tensors, raw=True, backend="naive", **masks_)
         with torch.inference_mode():
             state = tensors[5].clone()
             found = scan([*tensors[:5], state], raw=True, consume_state=True, **masks_)
@@ -301,7 +301,7 @@ def test_gradients_by_torch_func(backend):
         memories, raws, last = scan([x, *rest], backend=backend, raw=True)
         return memories.square().sum() + raws.sin().sum() + last.sum()
 
-    close([torch.func.grad(loss)(x, backend)], [torch.func.grad(loss)(x, "reference")], 1e-9)
+    close([torch.func.grad(loss)(x, backend)], [torch.func.grad(loss)(x, "naive")], 1e-9)
 
 
 @parallel
@@ -332,7 +332,7 @@ def test_autograd_records_nothing_per_token():
                 todo += [following for following, _ in node.next_functions]
         return len(seen)
 
-    assert nodes(100, "torch") == nodes(10, "torch") < 20 < nodes(10, "reference")
+    assert nodes(100, "torch") == nodes(10, "torch") < 20 < nodes(10, "naive")
 
 
 class Counted(TorchDispatchMode):
@@ -386,7 +386,7 @@ def test_low_precision_is_computed_in_float32(backend, dtype):
     tensors = inputs(150, scale=0.5, dtype=dtype)
     memories, _, last = scan(tensors, backend=backend)
     assert memories.dtype == last.dtype == torch.float32
-    exact, _, end = scan([tensor.double() for tensor in tensors], backend="reference")
+    exact, _, end = scan([tensor.double() for tensor in tensors], backend="naive")
     close([memories, last], [exact, end], 2e-6)
 
 
@@ -401,7 +401,7 @@ def test_shapes_are_known_on_the_meta_device(backend):
 
 def test_bad_calls_say_what_is_wrong():
     tensors = inputs(4)
-    with pytest.raises(BackendError, match="backend = 'cuda', must be one of auto, reference, torch"):
+    with pytest.raises(BackendError, match="backend = 'cuda', must be one of auto, naive, torch"):
         scan(tensors, backend="cuda")
     with pytest.raises(ValueError, match=r"state has shape \(1, 2, 2, 5\), want \(3, 2, 2, 5\)"):
         scan([*tensors[:5], tensors[5][:1]])

@@ -109,7 +109,7 @@ def everything(variant: str, T: int, backend: str, chosen=None, empty=False, **o
 def same(variant: str, T: int, chosen=None, **options) -> dict[str, Tensor]:
     """Compares both backends; the gradients of the plain one."""
     (fast, fast_gradients), (slow, slow_gradients) = (
-        everything(variant, T, backend, chosen, **options) for backend in ("torch", "reference")
+        everything(variant, T, backend, chosen, **options) for backend in ("torch", "naive")
     )
     for name, expected in slow.items():
         torch.testing.assert_close(
@@ -193,7 +193,7 @@ def test_inference_gives_the_same_states(variant, masked):
     law, w = law_of(variant), weights(variant)
     e, state = inputs(law, 20)
     expected, end, _ = drm.scan(e, state, w, law, **masks(masked, 20))
-    for backend in ("torch", "reference"):
+    for backend in ("torch", "naive"):
         with torch.inference_mode():
             z, last, trace = drm.scan(e, state, w, law, backend=backend, **masks(masked, 20))
         assert trace is None
@@ -244,7 +244,7 @@ def test_only_the_naturalised_velocity_leaves_the_span_of_the_directions():
     assert out_of_span(0.5).min() > 1e-3
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("backend", ["torch", "naive"])
 def test_without_a_clip_nothing_holds_the_state(backend):
     law, w = BASE._replace(dt=100.0, squash=False, clip=False), weights()
     e, state = inputs(law, 30)
@@ -322,7 +322,7 @@ def test_other_derivatives_are_errors_not_silent_zeros():
     ):
         loss(torch.autograd.forward_ad.make_dual(e.detach(), torch.ones_like(e)))
     _, tangent = torch.func.jvp(
-        lambda e: drm.scan(e, state, weights(), BASE, backend="reference")[0].square().sum(),
+        lambda e: drm.scan(e, state, weights(), BASE, backend="naive")[0].square().sum(),
         (e.detach(),), (e.detach(),),
     )  # fmt: skip
     torch.testing.assert_close(tangent, (gradient * e).sum().detach())
@@ -434,7 +434,7 @@ def test_angles_on_the_torus_and_back():
 def test_bad_calls_say_what_is_wrong():
     w = weights()
     e, state = inputs(BASE, 2)
-    with pytest.raises(BackendError, match="backend = 'cuda', must be one of auto, reference, torch"):
+    with pytest.raises(BackendError, match="backend = 'cuda', must be one of auto, naive, torch"):
         drm.scan(e, state, w, BASE, backend="cuda")
     with pytest.raises(ValueError, match="T ≥ 1"):
         drm.scan(e[:, :0], state, w, BASE)

@@ -59,7 +59,7 @@ def test_one_call_equals_the_formula_forward_and_backward(switches, call):
     for T in LENGTHS:
         x = {name: value.requires_grad_() for name, value in inputs(T, learned=learned).items()}
         w_H3 = mixture(x["gates"], reciprocity, discoverability)
-        slow = lens.reference(x["q"], x["k"], x["v"], x["u"], w_H3, disc_scale=disc_scale)
+        slow = lens.naive(x["q"], x["k"], x["v"], x["u"], w_H3, disc_scale=disc_scale)
         found = fast(x, reciprocity, discoverability, disc_scale, call)
         torch.testing.assert_close(found, slow, rtol=1e-12, atol=1e-12)
         weighting = torch.randn(slow.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -86,7 +86,7 @@ def plainly(q: Tensor, k: Tensor, v: Tensor, u: Tensor, w: Tensor, i: int, disc_
 def test_the_formula_is_the_documents(disc_scale):
     x = inputs(5)
     w_H3 = mixture(x["gates"], True, True)
-    o = lens.reference(x["q"], x["k"], x["v"], x["u"], w_H3, disc_scale=disc_scale)
+    o = lens.naive(x["q"], x["k"], x["v"], x["u"], w_H3, disc_scale=disc_scale)
     for b, h, i in itertools.product(range(B), range(H), range(5)):
         head = (x[name][b, h] for name in "qkv")
         expected = plainly(*head, x["u"][h], w_H3[h], i, disc_scale)

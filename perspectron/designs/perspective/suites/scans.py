@@ -20,7 +20,7 @@ def scan_error(model: LanguageModel, ids: list[int]) -> float | None:
         gamma_BTD = torch.sigmoid(mixer.p_proj(mixer.p_down(x_BTD)).float())
         inputs = [mixer.q_proj(x_BTD), mixer.k_proj(x_BTD), mixer.v_proj(x_BTD), gamma_BTD]
         found, _ = pdr.scan(*inputs, scale=mixer.config.scale)
-        expected, _ = pdr.scan(*(x.double() for x in inputs), scale=mixer.config.scale, backend="reference")
+        expected, _ = pdr.scan(*(x.double() for x in inputs), scale=mixer.config.scale, backend="naive")
         errors.append(((found - expected).abs().max() / expected.abs().max()).item())
 
     hooks = [

@@ -62,7 +62,7 @@ def test_traces_are_the_derivative_of_the_memory_by_autograd(scaled):
     v = v.masked_fill(pad_BT[:, :, None], 0)
 
     def run(up_BDr: Tensor, stop: int) -> Tensor:
-        return pdr.scan(*(x[:, :stop] for x in gated(up_BDr)[:4]), memory, backend="reference")[1]
+        return pdr.scan(*(x[:, :stop] for x in gated(up_BDr)[:4]), memory, backend="naive")[1]
 
     def gated(up_BDr: Tensor) -> tuple[Tensor, ...]:
         gamma = torch.sigmoid(p + u @ up_BDr.mT)
