@@ -48,9 +48,9 @@ class Recorder(Mode):
     that writes into something made before, other than those tensors.
     """
 
-    def __init__(self, bases: Sequence[Tensor]) -> None:
+    def __init__(self, bases: Sequence[Tensor], rings: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.tape = Tape(bases)
+        self.tape = Tape(bases, rings)
         self._dynamic = set(self.tape.bases)
         # Memory of constants that were made here; True if they hold nothing yet.
         self._constant = dict[int, bool]()

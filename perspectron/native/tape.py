@@ -28,6 +28,7 @@ CODES = (
 KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bool: 3, torch.uint8: 3}
 FLOATS = ("softmax", "rms_norm", "layer_norm", "cholesky", "solve", "product", "attend", "packed", "scan")
 """Instructions whose result and first operand are float32."""
+BYTES = (4, 8, 8, 1)
 DIMENSIONS = 5
 OPERANDS = 6
 ALIGNED = 64
@@ -91,9 +92,11 @@ class Axes(NamedTuple):
 
 class Tape:
     """Instructions in order. bases: tensors whose place may differ from run to run, by the number of their memory; all
-    other memory stays, and is kept."""
+    other memory stays, and is kept. rings: those of them that are [B,G,S,K] contiguous, whose S may differ, too
+    (`stretch`)."""
 
-    def __init__(self, bases: Sequence[Tensor]) -> None:
+    def __init__(self, bases: Sequence[Tensor], rings: Sequence[Tensor] = ()) -> None:
+        self._rings = {1 + i: x.shape[2:] for i, x in enumerate(bases) if any(x is ring for ring in rings)}
         self.bases = {memory(x): (1 + i, x.data_ptr()) for i, x in enumerate(bases)}
         self.kept, self.used = list[Tensor](), set[int]()
         self.quantised: tuple[object, ...] = ()
@@ -183,6 +186,25 @@ class Tape:
             (first + start * apart, end - start, call)
             for start, (end, call) in zip(starts, calls, strict=True)
         ]
+
+    def stretch(self, slots: int) -> None:
+        """Let the rings have so many slots. Unrecordable, of a tape that has not been run: an instruction takes them
+        all together."""
+        at, numbers = self._tape["at"], self._tape["number"]
+        moves = [CODES.index(name) for name in ("gather", "scatter")]
+        for base, (S, K) in self._rings.items():
+            if slots == S:
+                continue
+            for index, operand in np.argwhere(at["base"] == base):
+                made, code = at[index, operand], self._tape["code"][index]
+                if code != CODES.index("attend") and (code not in moves or numbers[index, 0] != S):
+                    raise Unrecordable(f"{CODES[code]} of all slots of a cache")
+                numbers[index, 0 if code in moves else 1] = slots
+                width = BYTES[made["kind"]]
+                for field, row in (("stride", S * K), ("offset", S * K * width)):
+                    heads, rest = np.divmod(made[field], row)
+                    at[field][index, operand] = heads * (row // S * slots) + rest
+            self._rings[base] = torch.Size((slots, K))
 
     def pack(self) -> None:
         """Let results that are not wanted at the same time have the same memory, so that it stays in the processor's

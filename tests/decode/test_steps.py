@@ -226,7 +226,7 @@ def test_what_cannot_be_recorded_is_stepped_by_the_modules_and_said_once(caplog,
     monkeypatch.delitem(HANDLERS, "linear")
     tried, model = [], small("transformer")
     own = steps_module.Recorder
-    monkeypatch.setattr(steps_module, "Recorder", lambda bases: (tried.append(1), own(bases))[1])
+    monkeypatch.setattr(steps_module, "Recorder", lambda *given: (tried.append(1), own(*given))[1])
     with caplog.at_level(logging.INFO, "perspectron"), torch.inference_mode():
         for length in (5, 9, 70, 200):  # each a recording of its own shape, if it were
             state = read(model, 1, length)
