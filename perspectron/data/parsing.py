@@ -18,8 +18,9 @@ from perspectron.data.tokenizer import Tokenizer
 from perspectron.util.config import require
 from perspectron.util.errors import DataError
 
-PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
-"""Characters for private use."""
+PRIVATE = (range(0xE000, 0xF8FF), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+"""Characters for private use, but for one."""
+EDGE = "\uf8ff"
 
 
 class Spellings:
@@ -62,7 +63,7 @@ class Parser:
         self._added = Spellings(token["content"] for token in added)
         nonce = secrets.token_hex(16)
         self._names = {
-            text: f"\ue000{nonce}.{at}\ue001" for at, text in enumerate(sorted(self.special.texts))
+            text: f"{EDGE}{nonce}.{at}{EDGE}" for at, text in enumerate(sorted(self.special.texts))
         }
         self._inner = tokenizers.Tokenizer.from_str(json.dumps(_renamed(whole, self._names)))
 
