@@ -2,8 +2,4 @@
 
 from perspectron.util.registry import Design, register
 
-register(
-    Design(
-        __name__, mixers={"gated_conv": "mixer:GatedConv"}, titles={"gated_conv": "Gated short convolution"}
-    )
-)
+register(Design(__name__, mixers={"gated_conv": "mixer:GatedConv"}))
