@@ -44,7 +44,10 @@ def made(folder: Path, name: str, quantised=KINDS.F32) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize(
     ("name", "quantised"),
-    [*((name, KINDS.Q8_0) for name in ARCHES), *(("llama", kind) for kind in KINDS if kind.name in QUANTISED)],
+    [
+        *((name, KINDS.Q8_0) for name in ARCHES),
+        *(("llama", kind) for kind in KINDS if kind.name in QUANTISED),
+    ],
 )
 def test_a_gguf_has_the_tensors_of_its_folder_by_their_names(name, quantised, tmp_path):
     folder, file = made(tmp_path, name, quantised)
@@ -75,7 +78,7 @@ def test_a_gguf_has_the_config_of_its_folder(name, tmp_path):
     assert {key: ours.get(key) for key in kept} == {key: theirs[key] for key in kept}
 
 
-KNOWN = [name for name, (kind, _) in ARCHES.items() if kind in foreign.KINDS]
+KNOWN = [name for name, (kind, _) in ARCHES.items() if kind in foreign.KINDS and name in ("llama", "mistral")]
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -90,7 +93,7 @@ def test_a_gguf_is_the_model_of_its_folder(name, tmp_path):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return made(tmp_path_factory.mktemp("gguf"), "llama-linear")
+    return made(tmp_path_factory.mktemp("gguf"), "mistral")
 
 
 def refused(file: Path, *words: str) -> None:
@@ -124,7 +127,7 @@ def test_what_is_no_gguf_of_a_known_kind_is_named(llama, tmp_path):
     for changed, words in (
         (b"GGML" + whole[4:], ["GGUF"]),
         (whole[:4] + struct.pack(">I", 3) + whole[8:], ["version"]),
-        (whole.replace(b"llama.rope.scaling.type", b"llama.rope.scaling.tune"), ["llama.rope.scaling.tune"]),
+        (whole.replace(b"llama.rope.freq_base", b"llama.rope.frec_base"), ["llama.rope.frec_base"]),
         (whole.replace(b"general.architecture", b"general.architectura"), ["None", "qwen35", "lfm2"]),
         (whole[:kind] + struct.pack("<I", 99) + whole[kind + 4 :], ["output_norm.weight", "type 99"]),
         (whole[:kind] + struct.pack("<I", 15) + whole[kind + 4 :], ["output_norm.weight", "Q8_K"]),
