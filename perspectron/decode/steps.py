@@ -104,7 +104,7 @@ class Steps:
         self._model, self.witness, self.told = weakref.ref(model), Witness(model), told
         self._routed = any(isinstance(module, Routed) for module in model.modules())
         on_cpu = all(x.device.type == "cpu" for x in (*model.parameters(), *model.buffers()))
-        self.plain = on_cpu and not self.witness.patched and model.dtype is torch.float32
+        self.plain = on_cpu and not self.witness.patched and model.dtype in (torch.float32, torch.bfloat16)
         self._ids = model.config.vocab_size
         self._refused, self._unsettled = set[Any](), Counter[Any]()
         self._made = dict[Any, _Recording | None]()
@@ -238,9 +238,9 @@ class _Recording:
 
     def _check(self, model: LanguageModel, recorded: LMState, given: LMState) -> None:
         """Unrecordable unless two steps, of other tokens, give what the modules give, both without what is called
-        aside. What packed products read is rounded to 8 bits. Another last bit may round another way, and the next
-        layers make more of it: there, recording and modules go side by side, and the modules go on with what the
-        recording has."""
+        aside. What packed products read is rounded to 8 bits, and what others of bfloat16 give. Another last bit may
+        round another way, and the next layers make more of it: there, recording and modules go side by side, and the
+        modules go on with what the recording has."""
         together = self._tape.calls or self._tape.products
         self.take(recorded)
         for id in (0, model.config.vocab_size - 1):
