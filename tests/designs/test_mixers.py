@@ -22,10 +22,12 @@ from perspectron.designs.delta.gdn2 import GDN2Config
 from perspectron.designs.delta.kda import KDAConfig
 from perspectron.designs.lens.mixer import LensConfig
 from perspectron.designs.perspective.pdr import PDRConfig
+from perspectron.designs.transformer.attention import AttentionConfig
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import mixers
 from perspectron.model.state import LMState
+from perspectron.ops.rope import RopeScaling
 
 D = 16
 LENGTHS = [1, 63, 64, 65, 150]
@@ -33,6 +35,27 @@ MODES = {"train": torch.enable_grad, "no_grad": torch.no_grad, "inference": torc
 HYPOTHESIS = settings(max_examples=15, deadline=None, derandomize=True, database=None)
 
 OPTIONS = {
+    "attention, of transformers": AttentionConfig(
+        4,
+        1e4,
+        rope_share=0.5,
+        kv_heads=2,
+        head_dim=10,
+        bias=True,
+        out_bias=False,
+        qk_norm="head",
+        rope_scaling=RopeScaling("llama3", 4.0, 16),
+    ),
+    "attention, capped": AttentionConfig(
+        4,
+        kv_heads=1,
+        qk_norm="all",
+        scale=0.7,
+        cap=1.5,
+        gate="sigmoid",
+        rope_scaling=RopeScaling("yarn", 4.0, 16),
+    ),
+    "attention, window": AttentionConfig(4, kv_heads=2, window=5, cap=2.0, gate="sigmoid"),
     "pdr, gate_rank": PDRConfig(4, gate_rank=3),
     "pdr, fixed_decay": PDRConfig(4, fixed_decay=True),
     "adr, keys": ADRConfig(2, 0.9, couple=False, remember="keys", rope_base=1e4),
