@@ -20,8 +20,10 @@ from perspectron.designs.adr.mixer import ADRConfig
 from perspectron.designs.delta.gdn import GDNConfig
 from perspectron.designs.delta.gdn2 import GDN2Config
 from perspectron.designs.delta.kda import KDAConfig
+from perspectron.designs.gated_conv.mixer import GatedConvConfig
 from perspectron.designs.lens.mixer import LensConfig
 from perspectron.designs.perspective.pdr import PDRConfig
+from perspectron.designs.ssd.mixer import SSDConfig
 from perspectron.designs.transformer.attention import AttentionConfig
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
@@ -62,6 +64,11 @@ OPTIONS = {
     "adr, values": ADRConfig(2, 0.9, remember="values"),
     "lens, rotary": LensConfig(2, output_gate=True, rope_base=1e4),
     "gdn, negative": GDNConfig(2, negative=True),
+    "gdn, grouped": GDNConfig(4, key_heads=2, key_dim=6, value_dim=10),
+    "ssd, grouped": SSDConfig(8, 5, heads=4, groups=2, bias=True, conv_bias=False, dt_min=0.1, dt_max=0.7),
+    "ssd, norm before": SSDConfig(8, 4, conv=3, norm="before"),
+    "ssd, no norm": SSDConfig(6, 3, heads=3, groups=3, norm="none"),
+    "gated_conv, bias": GatedConvConfig(4, bias=True),
     "kda, negative": KDAConfig(2, negative=True),
     "gdn2, negative": GDN2Config(2, negative=True),
 }
