@@ -7,12 +7,11 @@ Shapes: D model width, F width of a network.
 from torch import Tensor
 
 from perspectron.interop.foreign import bamba, decoder, mamba2
-from perspectron.interop.foreign.decoder import GLOBAL
+from perspectron.interop.foreign.decoder import GLOBAL, LINEAR
 from perspectron.interop.foreign.source import Source
 from perspectron.model.config import ModelConfig, SequentialConfig
 from perspectron.model.ffn import SwiGLUConfig
 
-LINEAR = "linear_attention"
 HARMLESS = (
     "intermediate_size", "mamba_chunk_size", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
 )  # fmt: skip
@@ -20,10 +19,7 @@ HARMLESS = (
 
 def config(source: Source) -> ModelConfig:
     source.must("num_local_experts", (0,), 8)
-    count = decoder.layers(source)
-    kinds = source.layer_types(count, [LINEAR] * count)
-    if other := set(kinds) - {LINEAR, GLOBAL}:
-        raise source.error(f"layer_types has {min(other)!r}, must be {LINEAR!r} or {GLOBAL!r} here")
+    kinds = decoder.kinds(source, [LINEAR] * decoder.layers(source), (LINEAR, GLOBAL))
     positions = decoder.rope(source)
     turned = source.must("position_embedding_type", (None, "rope", "nope")) == "rope"
     attention = decoder.attention(

@@ -43,10 +43,7 @@ def _kinds(source: Source) -> list[str]:
     """The kind of each layer: attention in all where the config is silent."""
     count = decoder.layers(source)
     there = source.items("full_attn_idxs") if source.get("full_attn_idxs") is not None else range(count)
-    kinds = source.layer_types(count, [GLOBAL if i in there else CONV for i in range(count)])
-    if other := set(kinds) - {CONV, GLOBAL}:
-        raise source.error(f"layer_types has {min(other)!r}, must be {CONV!r} or {GLOBAL!r} here")
-    return kinds
+    return decoder.kinds(source, [GLOBAL if i in there else CONV for i in range(count)], (GLOBAL, CONV))
 
 
 def _hidden(source: Source) -> int:

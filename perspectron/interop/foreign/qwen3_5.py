@@ -11,12 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from perspectron.interop.foreign import decoder
-from perspectron.interop.foreign.decoder import GLOBAL
+from perspectron.interop.foreign.decoder import GLOBAL, LINEAR
 from perspectron.interop.foreign.source import Source
 from perspectron.model.config import ModelConfig
 from perspectron.model.mixer import config_of
 
-LINEAR = "linear_attention"
 LEFT = ("mtp.", "model.visual.", "visual.")
 """What the weights of other parts begin with: a head that guesses several tokens, and images."""
 HARMLESS = (
@@ -38,20 +37,22 @@ def config_within(source: Source) -> ModelConfig:
 
 def _text(source: Source, ties: Source) -> ModelConfig:
     count, every = decoder.layers(source), source.number("full_attention_interval", 4)
-    kinds = source.layer_types(count, [LINEAR if (i + 1) % every else GLOBAL for i in range(count)])
-    if other := set(kinds) - {LINEAR, GLOBAL}:
-        raise source.error(f"layer_types has {min(other)!r}, must be {LINEAR!r} or {GLOBAL!r} here")
+    silent = [LINEAR if (i + 1) % every else GLOBAL for i in range(count)]
+    kinds = decoder.kinds(source, silent, (LINEAR, GLOBAL))
     source.must("attn_output_gate", (True,), True)
     source.must("mlp_only_layers", ([],), [])
     attention = decoder.attention(
         source, decoder.rope(source, share=0.25), key_heads=4, width=256, qk_norm="head", gate="sigmoid",
         bias=decoder.flag(source, "attention_bias", False),
     )  # fmt: skip
-    heads = source.number("linear_num_value_heads", 32)
+    heads, key_heads = source.number("linear_num_value_heads", 32), source.number("linear_num_key_heads", 16)
+    if heads % key_heads:
+        raise source.error(
+            f"linear_num_key_heads is {key_heads}, must divide linear_num_value_heads = {heads}"
+        )
     linear = config_of(
-        "gdn", heads=heads, conv=source.number("linear_conv_kernel_dim", 4),
-        key_heads=source.number("linear_num_key_heads", 16), key_dim=source.number("linear_key_head_dim", 128),
-        value_dim=source.number("linear_value_head_dim", 128),
+        "gdn", heads=heads, key_heads=key_heads, conv=source.number("linear_conv_kernel_dim", 4),
+        key_dim=source.number("linear_key_head_dim", 128), value_dim=source.number("linear_value_head_dim", 128),
     )  # fmt: skip
     mixers = [linear if kind == LINEAR else attention for kind in kinds]
     return decoder.model(source, "qwen3_5", mixers, decoder.network(source), longest=32_768, ties=ties)
