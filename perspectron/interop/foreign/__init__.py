@@ -7,7 +7,7 @@ weights.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,12 +85,13 @@ def read(folder: Path, *, lens: bool = False) -> Imported:
     ours has, or weights that are missing, left over or of another shape, with their names.
     """
     source = opened(folder)
-    made, stops = model(source, lens=lens), source.stops()
+    made, stops = empty(source, lens=lens), source.stops()
     adopted = adopt(folder / "tokenizer.json", [source.get("bos_token_id"), *stops], stops)
     if adopted.tokenizer.vocab_size > made.config.vocab_size:
         raise DataError(
             f"{folder}: the tokenizer has {adopted.tokenizer.vocab_size} ids, the model {made.config.vocab_size}"
         )
+    load(source, made)
     for name in ("embedding", "lm_head"):
         if hasattr(made, name):
             _swap(getattr(made, name).weight, adopted.separator)
@@ -105,8 +106,14 @@ def opened(folder: Path) -> Source:
 
 
 def model(source: Source, *, lens: bool = False) -> LanguageModel:
-    """The model of a source; errors as `read`. Tensors are read one by one, those of a layer are there twice for a
-    moment."""
+    """The model of a source, with its weights; errors as `read`."""
+    made = empty(source, lens=lens)
+    load(source, made)
+    return made
+
+
+def empty(source: Source, *, lens: bool = False) -> LanguageModel:
+    """The model of a source on the meta device: its config and nothing else is read; errors as `read`."""
     name = source.get("model_type")
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
@@ -115,22 +122,33 @@ def model(source: Source, *, lens: bool = False) -> LanguageModel:
         require(name == "gpt2", "lens", True, f"left out: the model is {name!r}, only 'gpt2' can have lenses")
     try:
         config = kind.config(source)
+        if kind.harmless is not None:
+            source.done_config(HARMLESS.union(kind.harmless))
+        with torch.device("meta"):
+            made = LanguageModel(_upcycle().config_of_gpt2(config) if lens else config)
     except ConfigError as error:  # numbers that do not go together
         raise source.error(str(error)) from None
-    if kind.harmless is not None:
-        source.done_config(HARMLESS.union(kind.harmless))
-    upcycle = registry.at(f"{registry.designs()['lens'].package}.upcycle") if lens else None
-    with torch.device("meta"):
-        made = LanguageModel(config if upcycle is None else upcycle.config_of_gpt2(config))
+    require_memory(made, 2)
+    return made
+
+
+def load(source: Source, made: LanguageModel) -> None:
+    """Give a model its weights: tensors are read one by one, and those of a layer are there twice for a moment. Errors
+    as `read`."""
+    kind = KINDS[source.get("model_type")]
     source.open_weights()
     require_memory(made, source.itemsize)
+    config = kind.config(source)
     weights = kind.weights(source, config)
     source.done()
-    if upcycle is not None:
-        weights = upcycle.weights_of_gpt2(weights, made.config)
+    if config != made.config:
+        weights = _upcycle().weights_of_gpt2(weights, made.config)
     half.keep(made, weights)
     fill(made, weights, source.folder)
-    return made
+
+
+def _upcycle() -> Any:
+    return registry.at(f"{registry.designs()['lens'].package}.upcycle")
 
 
 @torch.no_grad()

@@ -234,8 +234,8 @@ def weights(
     one: bool = False,
 ) -> dict[str, Tensor]:
     """The weights of a decoder by our names. mixer: takes those of a layer's mixer; None is attention. norms: a layer's
-    norms by their names here and there. network, last: names of networks and of the last norm. top, head: what all names begin
-    with, and the head's. one: weights of norms are stored as what they are more than 1."""
+    norms by their names here and there. network, last: names of networks and of the last norm. top, head: what all
+    names begin with, and the head's. one: weights of norms are stored as what they are more than 1."""
     D = config.d_model
     taken = outer(source, f"{top}embed_tokens.weight", config, head)
     taken["norm.weight"] = norm(source, f"{top}{last}.weight", D, one=one)

@@ -95,7 +95,7 @@ class Source:
         change what the model computes."""
         for name, value in self.values.items():
             if value is not None and name not in self._asked and name not in harmless:
-                raise self.error(f"{name} is {str(value)[:40]!r}, which no model of ours has a place for")
+                raise self.error(f"{name} is {repr(value)[:40]}, which no model of ours has a place for")
         for inner in self._inner:
             inner.done_config(harmless)
 
