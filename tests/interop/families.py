@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from perspectron.data.specials import Specials
 from perspectron.decode import verify
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
@@ -43,7 +44,7 @@ HEADS: dict[str, Any] = {
 class Ids:
     """A vocabulary without a text: fewer ids than the model has rows."""
 
-    vocab_size, stops = IDS, frozenset[int]()
+    vocab_size, specials, stops = IDS, Specials(), frozenset[int]()
 
     def encode(self, text: str) -> list[int]:
         return [3 + ord(character) % (IDS - 3) for character in text]

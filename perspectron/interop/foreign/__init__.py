@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from perspectron.data.adopt import adopt
 from perspectron.data.template import Template
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.foreign import (
@@ -76,26 +75,23 @@ class Imported(NamedTuple):
 
 
 def read(folder: Path, *, lens: bool = False) -> Imported:
-    """The model, tokenizer and chat template in a folder of transformers. The token between documents becomes id 0 and
-    changes places with the token that had it; other tokens that end texts are the tokenizer's `stops`. lens: of a
-    GPT-2, with the parts of the lens design beside its own, at rest. Matrices of 16 bits stay so (`model.half`).
+    """The model, tokenizer and chat template in a folder of transformers. lens: of a GPT-2, with the parts of the lens
+    design beside its own, at rest. Matrices of 16 bits stay so (`model.half`).
 
-    DataError for a tokenizer that cannot be read (`adopt`), ConfigError for a template that is none, and for a model
-    that does not fit into memory. CheckpointError: no such folder, a kind that is not known, an option that no model of
-    ours has, or weights that are missing, left over or of another shape, with their names.
+    DataError for a tokenizer that the tokenizers library cannot read, ConfigError for a template that is none, and for
+    a model that does not fit into memory. CheckpointError: no such folder, a kind that is not known, an option that no
+    model of ours has, or weights that are missing, left over or of another shape, with their names.
     """
     source = opened(folder)
-    made, stops = empty(source, lens=lens), source.stops()
-    adopted = adopt(folder / "tokenizer.json", [source.get("bos_token_id"), *stops], stops)
-    if adopted.tokenizer.vocab_size > made.config.vocab_size:
+    made = empty(source, lens=lens)
+    ours = source.get("model_type") == "perspectron"
+    tokenizer = own.tokenizer(source) if ours else Tokenizer.of_transformers(folder)
+    if tokenizer.vocab_size > made.config.vocab_size:
         raise DataError(
-            f"{folder}: the tokenizer has {adopted.tokenizer.vocab_size} ids, the model {made.config.vocab_size}"
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {made.config.vocab_size}"
         )
     load(source, made)
-    for name in ("embedding", "lm_head"):
-        if hasattr(made, name):
-            _swap(getattr(made, name).weight, adopted.separator)
-    return Imported(made, adopted.tokenizer, source.template(adopted.spelling))
+    return Imported(made, tokenizer, source.template())
 
 
 def opened(folder: Path) -> Source:
@@ -149,10 +145,3 @@ def load(source: Source, made: LanguageModel) -> None:
 
 def _upcycle() -> Any:
     return registry.at(f"{registry.designs()['lens'].package}.upcycle")
-
-
-@torch.no_grad()
-def _swap(rows: Tensor, separator: int) -> None:
-    """Put the row of the separator first, and the first in its place."""
-    if separator:
-        rows[[0, separator]] = rows[[separator, 0]]
