@@ -1,5 +1,5 @@
 """Models of other programs as runs: a folder with a config.json, safetensors and a tokenizer.json, as transformers
-writes it.
+writes it, or a GGUF.
 
 `read` knows the kinds of model in KINDS; each family is a file with our config of its config, and our weights of its
 weights.
@@ -18,6 +18,7 @@ from perspectron.interop.foreign import (
     bamba,
     decoder,
     gemma3,
+    gguf,
     gpt2,
     llama,
     mamba2,
@@ -75,28 +76,33 @@ class Imported(NamedTuple):
 
 
 def read(folder: Path, *, lens: bool = False) -> Imported:
-    """The model, tokenizer and chat template in a folder of transformers. lens: of a GPT-2, with the parts of the lens
-    design beside its own, at rest. Matrices of 16 bits stay so (`model.half`).
+    """The model, tokenizer and chat template in a folder of transformers, or in a GGUF. lens: of a GPT-2, with the
+    parts of the lens design beside its own, at rest. Matrices of 16 bits stay so (`model.half`).
 
     DataError for a tokenizer that the tokenizers library cannot read, ConfigError for a template that is none, and for
     a model that does not fit into memory. CheckpointError: no such folder, a kind that is not known, an option that no
     model of ours has, or weights that are missing, left over or of another shape, with their names.
     """
-    source = opened(folder)
+    if folder.suffix == gguf.SUFFIX:
+        with gguf.unpacked(folder) as source:
+            return _read(source, lens)
+    return _read(opened(folder), lens)
+
+
+def _read(source: Source, lens: bool) -> Imported:
     made = empty(source, lens=lens)
     ours = source.get("model_type") == "perspectron"
-    tokenizer = own.tokenizer(source) if ours else Tokenizer.of_transformers(folder)
+    tokenizer = own.tokenizer(source) if ours else Tokenizer.of_transformers(source.folder)
     if tokenizer.vocab_size > made.config.vocab_size:
         raise DataError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {made.config.vocab_size}"
+            f"{source.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {made.config.vocab_size}"
         )
     load(source, made)
     return Imported(made, tokenizer, source.template())
 
 
 def opened(folder: Path) -> Source:
-    """What `config.json` and the headers of the weights say of a folder. CheckpointError: there is none, or it cannot
-    be read."""
+    """What `config.json` says of a folder. CheckpointError: there is none, or it cannot be read."""
     values = read_json(folder / "config.json", CheckpointError, infinite=True)
     return Source(folder, values if isinstance(values, dict) else {})
 
