@@ -1,5 +1,5 @@
-"""Matrices of 16 bits in a model that computes in float32: half the memory, and the numbers that it has with all of them
-in float32. Only embeddings and matrices that are layers are kept so; vectors are float32.
+"""Matrices of 16 bits in a model that computes in float32: half the memory, and the numbers that it has with all of
+them in float32. Only embeddings and matrices that are layers are kept so; vectors are float32.
 """
 
 from typing import cast

@@ -21,9 +21,9 @@ SLIDES = ["sliding_attention", "full_attention"] * 2
 GEMMA = SMALL | {"sliding_window": 5, "query_pre_attn_scalar": 24, "layer_types": SLIDES}
 CASES = [
     Family("llama", SMALL | {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
-    Family("llama", SMALL | {"rope_parameters": LINEAR, "tie_word_embeddings": True}, name="llama-linear"),
+    Family("llama", SMALL | {"rope_parameters": LINEAR, "tie_word_embeddings": True}, name="llama-linear", seed=2),
     Family("llama", SMALL | {"rope_parameters": YARN, "head_dim": 8}, name="llama-yarn"),
-    Family("mistral", SMALL | {"sliding_window": 5, "rope_parameters": {"rope_theta": 500.0}}),
+    Family("mistral", SMALL | {"sliding_window": 5, "rope_parameters": {"rope_theta": 500.0}}, seed=2),
     Family("qwen2", SMALL | { "use_sliding_window": True, "sliding_window": 5,
                                      "max_window_layers": 2}),
     Family("qwen3", SMALL | {"layer_types": SLIDES, "sliding_window": 5, "use_sliding_window": True,
@@ -33,7 +33,7 @@ CASES = [
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 700.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}),
     Family("gemma3_text", GEMMA | {"tie_word_embeddings": False}, name="gemma3-untied"),
-    Family("olmo2", SMALL),
+    Family("olmo2", SMALL, seed=3),
     Family("olmo3", SMALL | {"sliding_window": 5, "layer_types": SLIDES, "rope_parameters": {
         "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}),
 ]  # fmt: skip

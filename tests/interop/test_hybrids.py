@@ -168,7 +168,7 @@ def test_the_text_of_a_model_of_images_is_read(root, tmp_path):
         (2, {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
         (4, {"conv_L_cache": 0}, "conv_L_cache is 0"),
         (4, {"layer_types": ["mamba"] * 4}, "layer_types has 'linear_attention'"),
-        (4, {"window": 3}, "window is '3'"),
+        (4, {"window": 3}, "window is 3, which no model"),
         (6, {"mlp_bias": True}, "mlp_bias is True"),
         (7, {"hidden_act": "relu"}, "hidden_act is 'relu'"),
     ],

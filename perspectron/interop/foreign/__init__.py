@@ -1,5 +1,5 @@
 """Models of other programs as runs: a folder with a config.json, safetensors and a tokenizer.json, as transformers
-writes it.
+writes it, or a GGUF.
 
 `read` knows the kinds of model in KINDS; each family is a file with our config of its config, and our weights of its
 weights.
@@ -7,18 +7,18 @@ weights.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from perspectron.data.adopt import adopt
 from perspectron.data.template import Template
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.foreign import (
     bamba,
     decoder,
     gemma3,
+    gguf,
     gpt2,
     granite,
     lfm2,
@@ -83,37 +83,46 @@ class Imported(NamedTuple):
 
 
 def read(folder: Path, *, lens: bool = False) -> Imported:
-    """The model, tokenizer and chat template in a folder of transformers. The token between documents becomes id 0 and
-    changes places with the token that had it; other tokens that end texts are the tokenizer's `stops`. lens: of a
-    GPT-2, with the parts of the lens design beside its own, at rest. Matrices of 16 bits stay so (`model.half`).
+    """The model, tokenizer and chat template in a folder of transformers, or in a GGUF. lens: of a GPT-2, with the
+    parts of the lens design beside its own, at rest. Matrices of 16 bits stay so (`model.half`).
 
-    DataError for a tokenizer that cannot be read (`adopt`), ConfigError for a template that is none, and for a model
-    that does not fit into memory. CheckpointError: no such folder, a kind that is not known, an option that no model of
-    ours has, or weights that are missing, left over or of another shape, with their names.
+    DataError for a tokenizer that the tokenizers library cannot read, ConfigError for a template that is none, and for
+    a model that does not fit into memory. CheckpointError: no such folder, a kind that is not known, an option that no
+    model of ours has, or weights that are missing, left over or of another shape, with their names.
     """
-    source = opened(folder)
-    made, stops = model(source, lens=lens), source.stops()
-    adopted = adopt(folder / "tokenizer.json", [source.get("bos_token_id"), *stops], stops)
-    if adopted.tokenizer.vocab_size > made.config.vocab_size:
+    if folder.suffix == gguf.SUFFIX:
+        with gguf.unpacked(folder) as source:
+            return _read(source, lens)
+    return _read(opened(folder), lens)
+
+
+def _read(source: Source, lens: bool) -> Imported:
+    made = empty(source, lens=lens)
+    ours = source.get("model_type") == "perspectron"
+    tokenizer = own.tokenizer(source) if ours else Tokenizer.of_transformers(source.folder)
+    if tokenizer.vocab_size > made.config.vocab_size:
         raise DataError(
-            f"{folder}: the tokenizer has {adopted.tokenizer.vocab_size} ids, the model {made.config.vocab_size}"
+            f"{source.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {made.config.vocab_size}"
         )
-    for name in ("embedding", "lm_head"):
-        if hasattr(made, name):
-            _swap(getattr(made, name).weight, adopted.separator)
-    return Imported(made, adopted.tokenizer, source.template(adopted.spelling))
+    load(source, made)
+    return Imported(made, tokenizer, source.template())
 
 
 def opened(folder: Path) -> Source:
-    """What `config.json` and the headers of the weights say of a folder. CheckpointError: there is none, or it cannot
-    be read."""
+    """What `config.json` says of a folder. CheckpointError: there is none, or it cannot be read."""
     values = read_json(folder / "config.json", CheckpointError, infinite=True)
     return Source(folder, values if isinstance(values, dict) else {})
 
 
 def model(source: Source, *, lens: bool = False) -> LanguageModel:
-    """The model of a source; errors as `read`. Tensors are read one by one, those of a layer are there twice for a
-    moment."""
+    """The model of a source, with its weights; errors as `read`."""
+    made = empty(source, lens=lens)
+    load(source, made)
+    return made
+
+
+def empty(source: Source, *, lens: bool = False) -> LanguageModel:
+    """The model of a source on the meta device: its config and nothing else is read; errors as `read`."""
     name = source.get("model_type")
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
@@ -122,26 +131,30 @@ def model(source: Source, *, lens: bool = False) -> LanguageModel:
         require(name == "gpt2", "lens", True, f"left out: the model is {name!r}, only 'gpt2' can have lenses")
     try:
         config = kind.config(source)
+        if kind.harmless is not None:
+            source.done_config(HARMLESS.union(kind.harmless))
+        with torch.device("meta"):
+            made = LanguageModel(_upcycle().config_of_gpt2(config) if lens else config)
     except ConfigError as error:  # numbers that do not go together
         raise source.error(str(error)) from None
-    if kind.harmless is not None:
-        source.done_config(HARMLESS.union(kind.harmless))
-    upcycle = registry.at(f"{registry.designs()['lens'].package}.upcycle") if lens else None
-    with torch.device("meta"):
-        made = LanguageModel(config if upcycle is None else upcycle.config_of_gpt2(config))
-    source.open_weights()
-    require_memory(made, source.itemsize)
-    weights = kind.weights(source, config)
-    source.done()
-    if upcycle is not None:
-        weights = upcycle.weights_of_gpt2(weights, made.config)
-    half.keep(made, weights)
-    fill(made, weights, source.folder)
+    require_memory(made, 2)
     return made
 
 
-@torch.no_grad()
-def _swap(rows: Tensor, separator: int) -> None:
-    """Put the row of the separator first, and the first in its place."""
-    if separator:
-        rows[[0, separator]] = rows[[separator, 0]]
+def load(source: Source, made: LanguageModel) -> None:
+    """Give a model its weights: tensors are read one by one, and those of a layer are there twice for a moment. Errors
+    as `read`."""
+    kind = KINDS[source.get("model_type")]
+    source.open_weights()
+    require_memory(made, source.itemsize)
+    config = kind.config(source)
+    weights = kind.weights(source, config)
+    source.done()
+    if config != made.config:
+        weights = _upcycle().weights_of_gpt2(weights, made.config)
+    half.keep(made, weights)
+    fill(made, weights, source.folder)
+
+
+def _upcycle() -> Any:
+    return registry.at(f"{registry.designs()['lens'].package}.upcycle")
