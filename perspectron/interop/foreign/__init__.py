@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from perspectron.data.adopt import adopt
 from perspectron.data.template import Template
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.foreign import bamba, gpt2, llama, mamba2, own
@@ -51,12 +50,10 @@ class Imported(NamedTuple):
 
 
 def read(folder: Path, *, lens: bool = False) -> Imported:
-    """The model, tokenizer and chat template in a folder of transformers. The token between documents becomes id 0 and
-    changes places with the token that had it; other tokens that end texts are the tokenizer's `stops`. lens: of a
-    GPT-2, with the parts of the lens design beside its own, at rest. Weights of fewer bits get the dtype that the model
-    has.
+    """The model, tokenizer and chat template in a folder of transformers. lens: of a GPT-2, with the parts of the lens
+    design beside its own, at rest. Weights of fewer bits get the dtype that the model has.
 
-    DataError for a tokenizer that cannot be read (`adopt`), ConfigError for a template that is none. CheckpointError:
+    DataError for a tokenizer that the tokenizers library cannot read, ConfigError for a template that is none. CheckpointError:
     no such folder, a kind that is not known, an option that no model of ours has, or weights that are missing, left
     over or of another shape, with their names.
     """
@@ -76,31 +73,17 @@ def read(folder: Path, *, lens: bool = False) -> Imported:
     with torch.device("meta"):
         model = LanguageModel(config if upcycle is None else upcycle.config_of_gpt2(config))
     require_memory(model)
-    stops = source.stops()
-    adopted = adopt(folder / "tokenizer.json", [source.get("bos_token_id"), *stops], stops)
-    if adopted.tokenizer.vocab_size > config.vocab_size:
-        raise DataError(
-            f"{folder}: the tokenizer has {adopted.tokenizer.vocab_size} ids, the model {config.vocab_size}"
-        )
+    tokenizer = own.tokenizer(source) if kind[0] is own.config else Tokenizer.of_transformers(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise DataError(f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}")
     source.open_weights()
     weights = weights_from(source, config)
     source.done()
     if upcycle is not None:
         weights = upcycle.weights_of_gpt2(weights, model.config)
-    for name in ("embedding.weight", "lm_head.weight"):
-        if name in weights:
-            weights[name] = _swapped(weights[name], adopted.separator)
-    own = model.state_dict()
+    empty = model.state_dict()
     for name, tensor in weights.items():
-        if name in own and tensor.is_floating_point() and own[name].is_floating_point():
-            weights[name] = tensor.to(own[name].dtype)
+        if name in empty and tensor.is_floating_point() and empty[name].is_floating_point():
+            weights[name] = tensor.to(empty[name].dtype)
     fill(model, weights, folder)
-    return Imported(model, adopted.tokenizer, source.template(adopted.spelling))
-
-
-def _swapped(rows: Tensor, separator: int) -> Tensor:
-    """The same rows, with that of the separator first and the first in its place."""
-    if separator == 0:
-        return rows
-    rows[[0, separator]] = rows[[separator, 0]]
-    return rows
+    return Imported(model, tokenizer, source.template())

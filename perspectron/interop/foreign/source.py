@@ -1,7 +1,6 @@
 """A folder of another program while it is read: what was not asked for is named."""
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from perspectron.data.template import FILE, Template
-from perspectron.data.tokenizer import END_OF_TEXT
 from perspectron.model.config import MOST_SIZE
 from perspectron.util.errors import CheckpointError
 from perspectron.util.files import read_json
@@ -75,44 +73,14 @@ class Source:
             raise CheckpointError(f"{self.folder / name}: must be an object")
         return Source(self.folder, values, name)
 
-    def stops(self) -> list[int | str]:
-        """The tokens that end a text, by id or spelling: those of config.json, generation_config.json and
-        tokenizer_config.json. CheckpointError for what is no token."""
-        found: list[int | str] = []
-        for source in (self, self.beside("generation_config.json")):
-            value = source.get("eos_token_id", [])
-            ids = value if isinstance(value, list) else [value]
-            if any(type(id) is not int for id in ids):
-                raise source.error(f"eos_token_id is {value!r}, must be a whole number or a list of them")
-            found += ids
-        return found + self.eos_token()
-
-    def eos_token(self) -> list[str]:
-        """The spelling of the end in tokenizer_config.json, if it has one."""
-        source = self.beside("tokenizer_config.json")
-        value = source.get("eos_token")
-        value = value.get("content") if isinstance(value, dict) else value
-        if value is not None and not isinstance(value, str):
-            raise source.error(f"eos_token is {value!r}, must be a token's spelling")
-        return [] if value is None else [value]
-
-    def template(self, separator: str) -> Template | None:
-        """The chat template, of its own file or in tokenizer_config.json, if there is one. In it the separator has the
-        name that it has here. Where it writes tokens by their roles (`bos_token` at the very beginning does not count,
-        as every text begins with the separator), it also says which they are. ConfigError: it is none."""
+    def template(self) -> Template | None:
+        """The chat template, of its own file or in tokenizer_config.json, if there is one. ConfigError: it is none."""
         kept, source = Template.of(self.folder), self.beside("tokenizer_config.json")
         text = source.get("chat_template") if kept is None else kept.text
         if isinstance(text, list):
             named = (each for each in text if isinstance(each, dict) and each.get("name") == "default")
             text = next(named, {}).get("template")
-        if not isinstance(text, str):
-            return None
-        loop = re.search(r"\{%[-+]?\s*for\b", text)
-        parts = {"eos_token": text, "bos_token": "" if loop is None else text[loop.start() :]}
-        values = {"eos_token": [*self.eos_token(), separator][0], "bos_token": separator}
-        used = [name for name, part in parts.items() if re.search(rf"\b{name}\b", part)]
-        text = "".join(f"{{%- set {name} = {values[name]!r} %}}" for name in used) + text
-        return Template(text.replace(separator, END_OF_TEXT), self.folder / FILE)
+        return Template(text, self.folder / FILE) if isinstance(text, str) else None
 
     def error(self, message: str) -> CheckpointError:
         """An error that says what is wrong with the file."""
