@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perspectron.data.parsing import Shield, parser_of
+from perspectron.data.shield import Shield
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
@@ -107,10 +107,10 @@ class Template:
     def ids(self, messages: Messages, tokenizer: Tokenizer, /, **given: Any) -> list[int]:
         """The ids of `prompt`: special tokens that the template writes are those, what the messages and `given` spell
         like them is text. ConfigError as there."""
-        parser = parser_of(tokenizer)
         try:
-            shield = Shield(parser, self.text, [messages, given])
-            return parser.ids(self._rendered(shield.over(messages), **shield.over(given)), shield)
+            shield = Shield(tokenizer.special, self.text, [messages, given])
+            text = self._rendered(shield.over(messages), **shield.over(given))
+            return tokenizer.encode(shield.off(tokenizer.marked(text)))
         except RecursionError:
             raise ConfigError("messages: nested too deeply, so not of JSON") from None
 
