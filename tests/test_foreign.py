@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import perspectron
 from perspectron.cli.main import main
 from perspectron.interop import foreign
-from perspectron.util.errors import CheckpointError, DataError
+from perspectron.util.errors import CheckpointError
 from tests.foreign_models import HEADS, MODELS, SMALL, TEXT, V, saved
 from tests.foreign_models import tokenizer as made_tokenizer
 

@@ -8,17 +8,16 @@ import torch
 import transformers
 from fastapi.testclient import TestClient
 from tokenizers import ByteLevelBPETokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import perspectron
 from perspectron.cli.main import main
 from perspectron.cli.serve import Serve
 from perspectron.data.template import FILE, Template
-from perspectron.data.tokenizer import END_OF_TEXT, Tokenizer
+from perspectron.data.tokenizer import END_OF_TEXT
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.interop import foreign
-from perspectron.interop.hf import PerspectronForCausalLM
 from perspectron.opening import Refused, open_model
 from perspectron.serve.web.app import create
 from perspectron.util.errors import ConfigError, DataError
@@ -196,7 +195,11 @@ def test_ends_that_are_no_tokens_are_refused(hf, bpe):
     (hf / "config.json").write_text(json.dumps(whole))
     for value, error, words in (
         ({"eos_token": "<|none|>"}, DataError, r"eos_token is '<\|none\|>', must be the spelling of a token"),
-        ({"eos_token": 3}, DataError, "tokenizer_config.json: eos_token is 3, must be the spelling of a token"),
+        (
+            {"eos_token": 3},
+            DataError,
+            "tokenizer_config.json: eos_token is 3, must be the spelling of a token",
+        ),
         ([], DataError, "tokenizer_config.json: must be an object"),
     ):
         (hf / "tokenizer_config.json").write_text(json.dumps(value))

@@ -21,6 +21,7 @@ from typing import Any
 import perspectron
 from perspectron.util.errors import ConfigError, PerspectronError, escaped
 from perspectron.util.registry import Table, at, designs
+from perspectron.util.version import __version__
 
 GROUPS: dict[str, dict[str, str]] = {
     "Start": {
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], object
 def _run(arguments: list[str], prepare: Callable[[], object]) -> int:
     """The exit code of what the arguments ask for."""
     if arguments == ["--version"]:
-        print(perspectron.__version__)
+        print(__version__)
         return 0
     design = arguments[0] if arguments and of_design(arguments[0]) else ""
     rest = arguments[1:] if design else arguments

@@ -104,7 +104,9 @@ def parse(text: str, path: object) -> Read:
         raise DataError(f"{path}: not a tokenizer file ({error})") from None
     file: _File = checked(value, _File, DataError, f"{path}: not a tokenizer file")
     if file.model.dropout:
-        raise DataError(f"{path}: model.dropout is {file.model.dropout}, must be null: texts have one reading")
+        raise DataError(
+            f"{path}: model.dropout is {file.model.dropout}, must be null: texts have one reading"
+        )
     vocab = file.model.vocab
     ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
     for id in (min(ids, default=0), max(ids, default=0)):
@@ -131,7 +133,12 @@ def aliased(file: Read) -> tuple[str, dict[str, str]]:
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     added = [
-        {**token, "content": names.get(token["content"], token["content"]) if token.get("special") else token["content"]}
+        {
+            **token,
+            "content": names.get(token["content"], token["content"])
+            if token.get("special")
+            else token["content"],
+        }
         for token in value.get("added_tokens") or []
     ]
     # The length of a text is no tokenizer's to cut or to fill.

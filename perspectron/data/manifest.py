@@ -147,7 +147,9 @@ def check_shard(
         raise DataError(f"{ids_file}: id {ids[at]} at {at}, expected below {head.vocab_size}")
     starts = read(starts_file, POSITION)
     if (np.diff(starts, prepend=-1, append=len(ids)) < 1).any() or (index == 0 and starts[0] != 0):
-        raise DataError(f"{starts_file}: not the positions of documents in {ids_file.name}, one after another")
+        raise DataError(
+            f"{starts_file}: not the positions of documents in {ids_file.name}, one after another"
+        )
 
 
 def _check_file(path: Path, size: int, digest: str | None) -> None:

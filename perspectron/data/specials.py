@@ -29,7 +29,9 @@ class Specials(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def silent(self) -> frozenset[int]:
         """All of them: repetition penalties and texts leave them out."""
-        return self.stops.union(self.prefix, (id for id in (self.pad, self.reset, self.end) if id is not None))
+        return self.stops.union(
+            self.prefix, (id for id in (self.pad, self.reset, self.end) if id is not None)
+        )
 
     def begun(self, ids: Sequence[int]) -> list[int]:
         """The ids of a text from its beginning: with the prefix, unless it is there."""

@@ -155,7 +155,9 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """A digest of the file's JSON, and of special ids that are not those of this library."""
         canonical = json.dumps(json.loads(self._text), sort_keys=True, separators=(",", ":")).encode()
-        return hashlib.sha256(canonical + (b"" if self.specials == OURS else self.specials.to_json())).hexdigest()
+        return hashlib.sha256(
+            canonical + (b"" if self.specials == OURS else self.specials.to_json())
+        ).hexdigest()
 
     @property
     def stops(self) -> frozenset[int]:
@@ -163,8 +165,8 @@ class Tokenizer:
         return self.specials.stops
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without prefix. What spells a special token is text like any, unless it is `marked`. DataError:
-        half of a surrogate pair, or too long a run that cannot be cut."""
+        """Ids of a text, without prefix. What spells a special token is text like any, unless it is `marked`.
+        DataError: half of a surrogate pair, or too long a run that cannot be cut."""
         return list(itertools.chain.from_iterable(self.pieces(text)))
 
     def marked(self, text: str) -> str:
@@ -257,7 +259,9 @@ class Tokenizer:
                 open_.append((token, id))
         near = self.encode(_NEAR)
         before = self._inner.decode(near)
-        for (_, id), text in zip(open_, self._inner.decode_batch([[*near, id] for _, id in open_]), strict=True):
+        for (_, id), text in zip(
+            open_, self._inner.decode_batch([[*near, id] for _, id in open_]), strict=True
+        ):
             table[id] = text.removeprefix(before).encode()
         return table
 
@@ -272,7 +276,11 @@ def _decoders(value: Any) -> set[str]:
         return set()
     if value.get("type") == "Sequence":
         return set[str]().union(*(_decoders(part) for part in value.get("decoders", [])))
-    if value.get("type") == "Replace" and value.get("pattern") == {"String": "▁"} and value.get("content") == " ":
+    if (
+        value.get("type") == "Replace"
+        and value.get("pattern") == {"String": "▁"}
+        and value.get("content") == " "
+    ):
         return {"▁"}
     return {str(value.get("type"))}
 

@@ -53,9 +53,9 @@ def read(folder: Path, *, lens: bool = False) -> Imported:
     """The model, tokenizer and chat template in a folder of transformers. lens: of a GPT-2, with the parts of the lens
     design beside its own, at rest. Weights of fewer bits get the dtype that the model has.
 
-    DataError for a tokenizer that the tokenizers library cannot read, ConfigError for a template that is none. CheckpointError:
-    no such folder, a kind that is not known, an option that no model of ours has, or weights that are missing, left
-    over or of another shape, with their names.
+    DataError for a tokenizer that the tokenizers library cannot read, ConfigError for a template that is none.
+    CheckpointError: no such folder, a kind that is not known, an option that no model of ours has, or weights that are
+    missing, left over or of another shape, with their names.
     """
     values = read_json(folder / "config.json", CheckpointError, infinite=True)
     name = values.get("model_type") if isinstance(values, dict) else None
@@ -75,7 +75,9 @@ def read(folder: Path, *, lens: bool = False) -> Imported:
     require_memory(model)
     tokenizer = own.tokenizer(source) if kind[0] is own.config else Tokenizer.of_transformers(folder)
     if tokenizer.vocab_size > config.vocab_size:
-        raise DataError(f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}")
+        raise DataError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}"
+        )
     source.open_weights()
     weights = weights_from(source, config)
     source.done()
