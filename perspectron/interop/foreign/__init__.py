@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from perspectron.data import origin
 from perspectron.data.template import Template
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.foreign import bamba, gpt2, llama, mamba2, own
@@ -42,11 +43,12 @@ KINDS: dict[str, tuple[Config, Weights]] = {
 
 
 class Imported(NamedTuple):
-    """The parts of a folder that a run has."""
+    """The parts of a folder that a run has. files: texts that it keeps as they came (`data.origin`)."""
 
     model: LanguageModel
     tokenizer: Tokenizer
     template: Template | None
+    files: dict[str, str]
 
 
 def read(folder: Path, *, lens: bool = False) -> Imported:
@@ -88,4 +90,4 @@ def read(folder: Path, *, lens: bool = False) -> Imported:
         if name in empty and tensor.is_floating_point() and empty[name].is_floating_point():
             weights[name] = tensor.to(empty[name].dtype)
     fill(model, weights, folder)
-    return Imported(model, tokenizer, source.template())
+    return Imported(model, tokenizer, Template.of(folder), origin.files(folder))
