@@ -1,5 +1,5 @@
 """Models of other programs as runs: a folder with a config.json, safetensors and a tokenizer.json, as transformers
-writes it.
+writes it, or a GGUF.
 
 `read` knows the kinds of model in KINDS; each family is a file with our config of its config, and our weights of its
 weights.
@@ -16,7 +16,7 @@ from torch import Tensor
 from perspectron.data import origin
 from perspectron.data.template import Template
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.interop.foreign import bamba, gpt2, llama, mamba2, own
+from perspectron.interop.foreign import bamba, gguf, gpt2, llama, mamba2, own
 from perspectron.interop.foreign.source import Source
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel, require_memory
@@ -52,15 +52,22 @@ class Imported(NamedTuple):
 
 
 def read(folder: Path, *, lens: bool = False) -> Imported:
-    """The model, tokenizer and chat template in a folder of transformers. lens: of a GPT-2, with the parts of the lens
-    design beside its own, at rest. Weights of fewer bits get the dtype that the model has.
+    """The model, tokenizer and chat template in a folder of transformers, or in a GGUF. lens: of a GPT-2, with the
+    parts of the lens design beside its own, at rest. Weights of fewer bits get the dtype that the model has.
 
     DataError for a tokenizer that the tokenizers library cannot read, ConfigError for a template that is none.
     CheckpointError: no such folder, a kind that is not known, an option that no model of ours has, or weights that are
     missing, left over or of another shape, with their names.
     """
+    if folder.suffix == gguf.SUFFIX:
+        with gguf.unpacked(folder) as source:
+            return _read(source, lens)
     values = read_json(folder / "config.json", CheckpointError, infinite=True)
-    name = values.get("model_type") if isinstance(values, dict) else None
+    return _read(Source(folder, values if isinstance(values, dict) else {}), lens)
+
+
+def _read(source: Source, lens: bool) -> Imported:
+    folder, name = source.folder, source.get("model_type")
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise CheckpointError(
@@ -68,7 +75,6 @@ def read(folder: Path, *, lens: bool = False) -> Imported:
         )
     if lens:
         require(name == "gpt2", "lens", True, f"left out: the model is {name!r}, only 'gpt2' can have lenses")
-    source = Source(folder, values)
     config_from, weights_from = kind
     config = config_from(source)
     upcycle = registry.at(f"{registry.designs()['lens'].package}.upcycle") if lens else None

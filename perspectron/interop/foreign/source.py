@@ -1,7 +1,7 @@
 """A folder of another program while it is read: what was not asked for is named."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ class Source:
 
     def __init__(self, folder: Path, values: dict[str, Any], file: str = "config.json") -> None:
         self.folder, self.values, self.file = folder, values, file
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: MutableMapping[str, Tensor] = {}
 
     def get(self, name: str, default: Any = None) -> Any:
         """A value of config.json; null is as good as missing."""
@@ -101,7 +101,7 @@ class Source:
                 f"{self.folder}: {size:,} bytes of weights, must be ≤ {most:,}, half the memory of this machine"
             )
         for file in files:
-            self._tensors |= load_tensors(file, CheckpointError, "the weights of a model")[1]
+            self._tensors.update(load_tensors(file, CheckpointError, "the weights of a model")[1])
 
     def take(self, name: str, *shape: int) -> Tensor:
         """A tensor, which is then used up. CheckpointError, with its name: it is missing or of another shape."""
@@ -122,7 +122,7 @@ class Source:
         for name in names:
             self._tensors.pop(name, None)
 
-    def all(self) -> dict[str, Tensor]:
+    def all(self) -> MutableMapping[str, Tensor]:
         """All tensors that are left, used up."""
         left, self._tensors = self._tensors, {}
         return left
