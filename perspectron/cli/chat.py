@@ -21,7 +21,6 @@ from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.model.model import LanguageModel
-from perspectron.opening import Refused
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError, StateError
 from perspectron.util.machine import pick_device, signals
@@ -71,10 +70,8 @@ class Chat:
     def __call__(self) -> int:
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
         opened = open_model(self.run, self.cache)
-        if isinstance(template := opened.template(), Refused):
-            raise ConfigError(template.why)
         opened.model.to(pick_device(self.device))
-        talk = Talk(opened.model, opened.tokenizer, self, template)
+        talk = Talk(opened.model, opened.tokenizer, self, opened.template())
         require(
             self.keep is None or self.load_state is None, "keep", str(self.keep), "left out with load_state"
         )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from perspectron.data import origin
 from perspectron.data.template import Template
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.foreign import (
@@ -68,11 +69,12 @@ KINDS: dict[str, Kind] = {
 
 
 class Imported(NamedTuple):
-    """The parts of a folder that a run has."""
+    """The parts of a folder that a run has. files: texts that it keeps as they came (`data.origin`)."""
 
     model: LanguageModel
     tokenizer: Tokenizer
     template: Template | None
+    files: dict[str, str]
 
 
 def read(folder: Path, *, lens: bool = False) -> Imported:
@@ -98,7 +100,8 @@ def _read(source: Source, lens: bool) -> Imported:
             f"{source.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {made.config.vocab_size}"
         )
     load(source, made)
-    return Imported(made, tokenizer, source.template())
+    folder = source.folder
+    return Imported(made, tokenizer, Template.of(folder), origin.files(folder))
 
 
 def opened(folder: Path) -> Source:
