@@ -9,6 +9,7 @@ from ctypes import Array, c_int64
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -134,6 +135,14 @@ class Recorder(Mode):
         self._dynamic.add(memory(out))
         return out
 
+    def widened(self, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        """x Wᵀ + b of a matrix of 16 bits, which is read as it is."""
+        with _disable_current_modes():
+            out = F.linear(x, weight_NK.to(x.dtype), bias_N)
+            tape.product(self.tape, out, x, weight_NK.mT, bias_N)
+        self._dynamic.add(memory(out))
+        return out
+
     def scanned(
         self, q_B1R: Tensor, k_B1R: Tensor, v_B1D: Tensor, gamma_B1D: Tensor, state_BDR: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -234,6 +243,11 @@ class Beside(Mode):
         """`ops.attention.stepped`, as the modules have it."""
         with _disable_current_modes():
             return attention.stepped(q_BH1K, ring, at, scale=scale, cap=cap)
+
+    def widened(self, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        """x Wᵀ + b of a matrix of 16 bits, as the modules have it."""
+        with _disable_current_modes():
+            return F.linear(x, weight_NK.to(x.dtype), bias_N)
 
     def scanned(
         self, q_B1R: Tensor, k_B1R: Tensor, v_B1D: Tensor, gamma_B1D: Tensor, state_BDR: Tensor

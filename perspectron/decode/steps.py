@@ -57,8 +57,9 @@ log = logging.getLogger("perspectron")
 
 def steps_of(model: LanguageModel) -> "Steps | Graphs | None":
     """The model's recordings, or on CUDA its graphs, to ask for where a text begins or goes on; None where there can be
-    none: on another device, on a CPU in another precision than float32 (packed matrices do not count) or without native
-    kernels, with experts that are fetched, with hooks that look on or a module's own `forward`, or under autocast.
+    none: on another device, on a CPU in another precision than float32 and bfloat16 (of the norms; matrices may be
+    packed) or without native kernels, with experts that are fetched, with hooks that look on or a module's own
+    `forward`, or under autocast.
 
     Numbers may change at any time, by whatever writes into them, with a version or without: what a recording has made
     constants of is compared with each token, byte for byte, and all else is read where it is. Seen by this call, not

@@ -356,11 +356,10 @@ def product(
     beta = 0 if bias is None else beta
     lead = out.shape[:-2]
     a, b = a.expand(*lead, *a.shape[-2:]), b.expand(*lead, *b.shape[-2:])
-    if out.dtype is torch.bfloat16:
-        if b.stride(-2) != 1 or any(
-            x.dtype is not out.dtype for x in (a, b, *([] if bias is None else [bias]))
-        ):
-            raise Unrecordable("a product of bfloat16 with columns that do not lie together")
+    if torch.bfloat16 in (out.dtype, a.dtype, b.dtype) and (
+        b.dtype is not torch.bfloat16 or b.stride(-2) != 1
+    ):
+        raise Unrecordable("a product of bfloat16 with columns that do not lie together")
     other = out if bias is None else bias.expand(out.shape)
     m, n, k = out.shape[-2], out.shape[-1], a.shape[-1]
     operands = (out, a, b, other)

@@ -21,6 +21,7 @@ from perspectron.decode.operations import HANDLERS
 from perspectron.decode.rows import Rows
 from perspectron.decode.steps import Steps, stepped, steps_of
 from perspectron.designs.transformer.attention import AttentionConfig
+from perspectron.model import half
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.model import LanguageModel, build
@@ -245,6 +246,26 @@ def test_attention_of_every_kind_is_recorded(name, rows, dtype):
         for said in (found, wanted)
     ]
     assert errors[0] <= 1.2 * errors[1], "no further from float32 than the modules are"
+
+
+@pytest.mark.parametrize("name", ["groups", "window"])
+def test_matrices_of_16_bits_are_recorded_as_they_are(name):
+    whole = attentive(name)
+    weights = {n: x.bfloat16() if x.ndim > 1 else x for n, x in whole.state_dict().items()}
+    with torch.device("meta"):
+        model = LanguageModel(whole.config)
+    half.keep(model, weights)
+    model.load_state_dict(weights, assign=True)
+    model.eval()
+    ids, before = tokens(3, 20), read(model, 3)
+    found, after = go_on(recorded(model), model, ids, before.fork())
+    wanted, modules = go_on(None, model, ids, before.fork())
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    near(after, modules)
+    (made,) = recorded(model)._made.values()
+    large = sum(x.nbytes for x in made._tape.kept if x.dtype is torch.float32 and x.numel() >= 300 * 32)
+    assert large == 0, "no matrix is widened"
 
 
 @pytest.mark.parametrize("name", ["groups", "window"])

@@ -35,6 +35,11 @@ inline void narrowed(const float* from, int64_t n, uint16_t* to, int64_t stride)
   else
     for (int64_t j = 0; j < n; j++) to[j * stride] = brief_of(from[j]);
 }
+// n numbers of either kind, the same.
+inline void floats_from(const void* from, int64_t kind, int64_t stride, int64_t n, float* room) {
+  if (kind == BRIEF) return widened(static_cast<const uint16_t*>(from), stride, n, room);
+  for (int64_t j = 0; j < n; j++) room[j] = static_cast<const float*>(from)[j * stride];
+}
 // n numbers that lie together, as they are where they are floats.
 inline const float* as_floats(const void* from, int64_t kind, int64_t n, float* room) {
   if (kind != BRIEF) return static_cast<const float*>(from);
@@ -451,22 +456,27 @@ void multiply_sides(const Sides& p, float* y) {
   }
 }
 
-// Columns [first, last) of y, of bfloat16 as a, b and the bias; b's numbers along k lie together.
+// Columns [first, last) of y, of a matrix b of bfloat16 whose numbers along k lie together.
 void brief_product(const Instruction& i, void* const* bases, int64_t first, int64_t last) {
   const Operand &y = i.at[0], &a = i.at[1], &b = i.at[2], &bias = i.at[3];
   const int64_t m = i.size[2], n = last - first, depth = i.size[4];
   const float s = float(i.number[0]), t = float(i.number[1]);
   float *sums = scratch<float>(DENSE, m * n), *x = scratch<float>(SCALES, m * depth);
   outer<4>(i, bases, 3, [&](char* const* at) {
-    const auto brief = [&](int operand) { return reinterpret_cast<uint16_t*>(at[operand]); };
-    for (int64_t r = 0; r < m; r++) widened(brief(1) + r * a.stride[2], a.stride[4], depth, x + r * depth);
-    all_dots(brief(2) + first * b.stride[3], b.stride[3], n, x, depth, m, depth, sums, 1, n);
+    const auto from = [&](int operand, const Operand& o, int64_t r, int64_t c) {
+      return at[operand] + (r * o.stride[2] + c * o.stride[3]) * bytes_of_kind(o.kind);
+    };
+    for (int64_t r = 0; r < m; r++) floats_from(from(1, a, r, 0), a.kind, a.stride[4], depth, x + r * depth);
+    all_dots(reinterpret_cast<const uint16_t*>(from(2, b, 0, first)), b.stride[3], n, x, depth, m, depth, sums, 1, n);
     for (int64_t r = 0; r < m; r++) {
       float* own = sums + r * n;
-      const uint16_t* offset = brief(3) + first * bias.stride[3] + r * bias.stride[2];
       if (s != 1 || t != 0)
-        for (int64_t c = 0; c < n; c++) own[c] = s * own[c] + (t != 0 ? t * float_of(offset[c * bias.stride[3]]) : 0);
-      narrowed(own, n, brief(0) + first * y.stride[3] + r * y.stride[2], y.stride[3]);
+        for (int64_t c = 0; c < n; c++)
+          own[c] = s * own[c] + (t != 0 ? t * float(get_double(from(3, bias, r, first + c), bias.kind)) : 0);
+      char* into = from(0, y, r, first);
+      if (y.kind == BRIEF) narrowed(own, n, reinterpret_cast<uint16_t*>(into), y.stride[3]);
+      else
+        for (int64_t c = 0; c < n; c++) reinterpret_cast<float*>(into)[c * y.stride[3]] = own[c];
     }
   });
 }
@@ -474,7 +484,7 @@ void brief_product(const Instruction& i, void* const* bases, int64_t first, int6
 // Columns [first, last) of y.
 void product(const Instruction& i, void* const* bases, int64_t first, int64_t last) {
   const Operand &y = i.at[0], &a = i.at[1], &b = i.at[2], &bias = i.at[3];
-  if (y.kind == BRIEF) return brief_product(i, bases, first, last);
+  if (b.kind == BRIEF) return brief_product(i, bases, first, last);
   Sides p{nullptr, nullptr, i.size[2], last - first, i.size[4], a.stride[2], a.stride[4], b.stride[4], b.stride[3]};
   const Floats s = broadcast(float(i.number[0])), t = broadcast(float(i.number[1]));
   const bool biased = i.number[1] != 0, plain = !biased && i.number[0] == 1;
@@ -531,10 +541,7 @@ void attend_slots(const Instruction& i, void* const* bases, int64_t first, int64
     const int64_t length = reinterpret_cast<const int64_t*>(address(i, 4, bases))[b * filled.stride[0]];
     const int64_t n = length < 1 ? 1 : length < S ? length : S;
     float* scores = scratch<float>(SCORES, heads * n);
-    for (int64_t h = 0; h < heads; h++) {
-      const float* own = as_floats(from(1, q, b, g, h), q.kind, K, query + h * K);
-      if (own != query + h * K) __builtin_memcpy(query + h * K, own, size_t(K) * sizeof(float));
-    }
+    for (int64_t h = 0; h < heads; h++) floats_from(from(1, q, b, g, h), q.kind, 1, K, query + h * K);
     all_dots(reinterpret_cast<const T*>(from(2, k, b, g, 0)), k.stride[2], n, query, K, heads, K, scores, 1, n);
     for (int64_t h = 0; h < heads; h++) {
       float* own = scores + h * n;
