@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
@@ -87,6 +87,13 @@ class Checkpoint:
     config: RunConfig
     tokenizer: str
     files: dict[str, Record]
+
+
+class Known(NamedTuple):
+    """A run's config, as its JSON has it and validated."""
+
+    values: dict[str, Any]
+    config: RunConfig
 
 
 def folder(run: Path) -> Path:
@@ -182,16 +189,20 @@ def paths(run: Path) -> list[Path]:
     return there
 
 
-def read(path: Path) -> Checkpoint:
+def read(path: Path, known: Known | None = None) -> Checkpoint:
     """The checkpoint in a folder; CheckpointError unless its index is as it was written. The other files are
-    not verified yet."""
+    not verified yet. known: the run's config, which is that of most of its checkpoints."""
     where = path / INDEX
     values = read_json(safe_join(path, INDEX, CheckpointError), CheckpointError)
     index = checked(values, _Index, CheckpointError, where)
     if index.digest != _digest(values):
         raise CheckpointError(f"{where}: damaged, it does not match its digest")
     try:
-        config = run_config(index.config, where)
+        config = (
+            known.config
+            if known and repr(known.values) == repr(index.config)
+            else run_config(index.config, where)
+        )
     except ConfigError as error:
         raise CheckpointError(f"{error}") from None
     if not ({MODEL} <= index.files.keys() <= {MODEL, TRAINING} or _of_ranks(index.files)):
@@ -224,11 +235,13 @@ def found_in(run: Path) -> list[Checkpoint]:
     return _readable(paths(run))[0]
 
 
-def _readable(folders: list[Path]) -> tuple[list[Checkpoint], list[CheckpointError]]:
+def _readable(
+    folders: list[Path], known: Known | None = None
+) -> tuple[list[Checkpoint], list[CheckpointError]]:
     there, errors = [], []
     for path in folders:
         try:
-            there.append(read(path))
+            there.append(read(path, known))
         except CheckpointError as error:
             errors.append(error)
     return there, errors
@@ -350,8 +363,13 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 def load_config(run: Path) -> RunConfig:
     """The resolved config of a run; CheckpointError if there is none."""
+    return _known(run).config
+
+
+def _known(run: Path) -> Known:
+    """A run's config.json, validated once."""
     values = read_json(run / "config.json", CheckpointError)
-    return run_config(values, run / "config.json")
+    return Known(values, run_config(values, run / "config.json"))
 
 
 def save_config(run: Path, config: RunConfig) -> None:
@@ -387,11 +405,11 @@ def open_run(run: Path) -> OpenedRun:
     A damaged checkpoint gives a warning, and the newest valid one is used. CheckpointError if the run, its config or
     its tokenizer is missing or damaged, or no checkpoint is valid.
     """
-    there, errors = _readable([run] if (run / INDEX).exists() else paths(run))
-    run = run_of(run)
-    config, tokenizer = load_config(run), Tokenizer.load(run / "tokenizer.json")
+    one, run = (run / INDEX).exists(), run_of(given := run)
+    known, tokenizer = _known(run), Tokenizer.load(run / "tokenizer.json")
+    there, errors = _readable([given] if one else paths(run), known)
     with torch.device("meta"):
-        model = LanguageModel(config.model)
+        model = LanguageModel(known.config.model)
     require_memory(model)
     if there:  # the best last, where the first is taken from
         there.append(there.pop(there.index(_best(there))))
@@ -403,5 +421,5 @@ def open_run(run: Path) -> OpenedRun:
             continue
         if errors:
             warnings.warn(f"{errors[0]}; using {checkpoint.path.name}", stacklevel=2)
-        return OpenedRun(run, config, checkpoint, model, tokenizer)
+        return OpenedRun(run, known.config, checkpoint, model, tokenizer)
     raise errors[0] if errors else CheckpointError(f"{folder(run)}: no checkpoint in it")
