@@ -24,11 +24,11 @@ from perspectron.data.corpus import RULE
 from perspectron.data.shuffle import ORDER
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.ternary import SHARE
-from perspectron.model import half
 from perspectron.model.model import LanguageModel, require_memory
 from perspectron.train import lora, moments
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import falls_at
+from perspectron.train.weights import fill, same_tensors
 from perspectron.util.config import dump, load, unlike
 from perspectron.util.errors import CheckpointError, ConfigError
 from perspectron.util.files import (
@@ -321,46 +321,6 @@ def _check_tokenizer(path: Path, fingerprint: str, tokenizer: Tokenizer) -> None
         raise CheckpointError(
             f"{path}: trained with tokenizer {fingerprint[:12]}, the one here is {tokenizer.fingerprint[:12]}"
         )
-
-
-def fill(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
-    """Load the tensors, which are used up; CheckpointError that names the first which does not fit. Matrices of 16 bits
-    stay so where the model is on the meta device."""
-    if model.device.type == "meta":
-        half.keep(model, tensors)
-    own = model.state_dict()
-    same_tensors(own, tensors, path)
-    if model.device.type == "meta":
-        require_memory(model)
-        taken = set[int]()
-        model.load_state_dict({name: _alone(tensors.pop(name), taken) for name in own}, assign=True)
-        return
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors.pop(name))  # let go one by one: all of them are never there twice
-
-
-def _alone(tensor: Tensor, taken: set[int]) -> Tensor:
-    """The tensor, contiguous and with memory of its own; no copy of one that is. taken: memory that others have."""
-    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    if not whole or tensor.data_ptr() in taken:
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
-    taken.add(tensor.data_ptr())
-    return tensor.detach()
-
-
-def same_tensors(own: dict[str, Tensor], tensors: dict[str, Tensor], path: Path) -> None:
-    """CheckpointError that names the first tensor which is not of the same shape and type; 16 bits are as good as
-    float32."""
-    for name in own | tensors:
-        here, there = (_kind(side[name]) if name in side else "missing" for side in (own, tensors))
-        if here != there:
-            raise CheckpointError(f"{path}: weights of another model ({name} is {there} there, {here} here)")
-
-
-def _kind(tensor: Tensor) -> str:
-    dtype = torch.float32 if tensor.dtype in half.DTYPES else tensor.dtype
-    return f"{list(tensor.shape)} {str(dtype).removeprefix('torch.')}"
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
