@@ -633,7 +633,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_allocated(monkey
     config = presets.get("perspective-tiny")
     build(config)
     monkeypatch.setattr(perspectron.model.model, "memory", lambda: 1000)
-    with pytest.raises(ConfigError, match="weights of perspective-tiny = '.* GB',"):
+    with pytest.raises(ConfigError, match=r"weights of perspective-tiny = '.* GB',"):
         build(config)
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"weights of perspective-1t = '[\d,.]+ GB',"):

@@ -77,7 +77,7 @@ def test_a_row_whose_hook_raises_ends_and_the_others_keep_every_bit(model, token
 
 def test_an_error_of_ours_in_a_hook_is_said_as_it_is_and_generate_raises_it(perspective, tokenizer):
     error = ConfigError("width = 3, must be 4")
-    with pytest.raises(ConfigError, match="^width = 3,"):
+    with pytest.raises(ConfigError, match=r"^width = 3,"):
         generate(perspective, tokenizer, ["x"], hooks=[Failing("hidden", error=error)])
     with pytest.raises(PerspectronError, match="hook Failing: ValueError: no more"):
         generate(perspective, tokenizer, ["x"], hooks=[Failing("begin")])

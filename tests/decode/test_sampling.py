@@ -227,5 +227,5 @@ def test_config_round_trip_and_wrong_rows() -> None:
 
 @pytest.mark.parametrize("id", [5, -1, -5, 10**9])
 def test_the_penalty_takes_no_token_that_there_is_not(id) -> None:
-    with pytest.raises(ConfigError, match="recent = .*,"):
+    with pytest.raises(ConfigError, match=r"recent = .*,"):
         sample(torch.zeros(1, 5), [[id]], 0, SamplingConfig(repetition_penalty=1.2))

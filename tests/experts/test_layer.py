@@ -631,7 +631,7 @@ def test_what_training_counts_is_no_part_of_the_fingerprint():
 
 
 def test_sizes_of_experts_are_refused_where_there_are_none():
-    with pytest.raises(ConfigError, match="^ternary = True,"):
+    with pytest.raises(ConfigError, match=r"^ternary = True,"):
         presets.get("perspective-tiny-dense", ternary=True)
 
 

@@ -224,7 +224,7 @@ def test_where_it_cannot_run_it_says_why():
     with forward_ad.dual_level(), pytest.raises(BackendError, match="forward-mode"):
         pdr.scan(*tensors, backend="native")
     with torch.inference_mode():
-        with pytest.raises(BackendError, match="torch.float64 on cpu,"):
+        with pytest.raises(BackendError, match=r"torch.float64 on cpu,"):
             pdr.scan(*(x.double() for x in tensors), backend="native")
         with pytest.raises(BackendError, match="functional transform"):
             torch.func.vmap(lambda *x: pdr.scan(*(y[None] for y in x), backend="native"))(*tensors)

@@ -382,5 +382,5 @@ def test_bad_calls_say_what_is_wrong(order):
                 SCANS[order](*given, state)
     with pytest.raises(ValueError, match="state has shape"):
         SCANS[order](*tensors, gate, state[:1])
-    with pytest.raises(ValueError, match="gates go from .* to 1.5,"):
+    with pytest.raises(ValueError, match=r"gates go from .* to 1.5,"):
         SCANS[order](*tensors, gate.index_fill(2, torch.tensor(1), 1.5), state)

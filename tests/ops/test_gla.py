@@ -232,7 +232,7 @@ def test_bad_calls_say_what_is_wrong():
             gla.scan(*wrong, state)
     with pytest.raises(ValueError, match="state has shape"):
         gla.scan(q, k, v, gate, state[:1])
-    with pytest.raises(ValueError, match="gates go from .* to 1.5,"):
+    with pytest.raises(ValueError, match=r"gates go from .* to 1.5,"):
         gla.scan(q, k, v, gate.detach().index_fill(2, torch.tensor(1), 1.5), state)
 
 

@@ -167,7 +167,7 @@ def test_nothing_gives_nothing(op, batch, T):
 def test_what_it_cannot_do_says_what_would_work(op, monkeypatch):
     tensors = inputs(op, 3, 5, 4)
     scan = functools.partial(SCANS[op], backend="triton")
-    with pytest.raises(BackendError, match="got torch.float64,"):
+    with pytest.raises(BackendError, match=r"got torch.float64,"):
         scan(*(x.double() for x in tensors))
     with pytest.raises(BackendError, match="257 columns of the state,"):
         scan(*inputs(op, 2, 3, 257))
