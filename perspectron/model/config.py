@@ -107,7 +107,8 @@ class ModelConfig:
     "layer" with biases. dropout: share of the numbers that are zeroed in training, in the embedding, in what mixers and
     networks add, and in the weights of attention. shift: mixers and networks read a learned mix of each token and the
     one before (docs/designs/baselines.md#two-parts-for-every-design). first_values: values of mixers lean on those of
-    the first mixer with as many channels.
+    the first mixer with as many channels. longest: tokens of the longest document that rotary positions were made for,
+    past which nothing is generated; 0 for no bound.
     """
 
     name: str
@@ -126,12 +127,13 @@ class ModelConfig:
     dropout: float = 0.0
     shift: bool = False
     first_values: bool = False
+    longest: int = 0
 
     def __post_init__(self) -> None:
         at_least(1, self, "vocab_size", "d_model")
         require(0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)")
         require(len(self.blocks) >= 1, "blocks", len(self.blocks), "at least one block")
-        at_least(0, self, "positions", "logits_cap")
+        at_least(0, self, "positions", "logits_cap", "longest")
         positive(self, "embedding_std", "norm_eps", "embedding_factor", "logits_factor")
         require(len(self.blocks) <= MOST_BLOCKS, "blocks", len(self.blocks), f"≤ {MOST_BLOCKS}")
         _require_sizes(self, "")

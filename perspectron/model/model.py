@@ -402,9 +402,10 @@ def allocated(model: LanguageModel) -> LanguageModel:
     return model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
 
 
-def require_memory(model: LanguageModel) -> None:
+def require_memory(model: LanguageModel, itemsize: int = 0) -> None:
     """Raise ConfigError if a model's weights do not fit into the memory of this machine. The model may be on the meta
-    device."""
-    size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    device. itemsize: bytes of each number, where they will be others than the model's."""
+    tensors = (*model.parameters(), *model.buffers())
+    size = sum(tensor.numel() * (itemsize or tensor.itemsize) for tensor in tensors)
     bound = f"≤ {memory() / 1e9:,.1f} GB, the memory of this machine"
     require(size <= memory(), f"weights of {model.config.name}", f"{size / 1e9:,.1f} GB", bound)

@@ -72,6 +72,8 @@ def heldout(
             f"{split.name}: no completion among the tokens measured; measure more of it (eval_tokens)"
         )
     if split.learned is None and (limit_tokens is None or limit_tokens >= split.tokens):
-        text_bytes = split.text_bytes - int(counts_V[split.read(0, 1)].sum())  # the first token is not predicted
+        text_bytes = split.text_bytes - int(
+            counts_V[split.read(0, 1)].sum()
+        )  # the first token is not predicted
     bits_per_byte = nats / math.log(2) / max(text_bytes, 1)
     return Heldout(bits_per_byte, math.exp(min(nats / tokens, 700.0)), int(tokens), int(text_bytes))

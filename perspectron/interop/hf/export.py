@@ -9,7 +9,7 @@ from perspectron.interop.hf import card, remote
 from perspectron.interop.hf.configuration import PerspectronConfig
 from perspectron.interop.hf.tokenizer import fast_tokenizer
 from perspectron.model.model import LanguageModel
-from perspectron.opening import Opened, Refused
+from perspectron.opening import Opened
 from perspectron.util.config import require
 from perspectron.util.files import atomic
 from perspectron.util.tensors import save_tensors
@@ -18,14 +18,14 @@ from perspectron.util.version import __version__
 
 def export(opened: Opened, out: Path) -> None:
     """Write a run's model as a new folder that `from_pretrained` reads: weights, config, tokenizer, chat template
-    (unless it is `Refused`), code for those who have not installed us, and a card with the run's own numbers.
+    if it has one, code for those who have not installed us, and a card with the run's own numbers.
     ConfigError for an artifact in few bits, and where `out` exists; StorageError where it cannot be written."""
     opened.folder.of_run()
     require(not out.exists(), "hf", str(out), "a new folder")
     with atomic(out) as temporary:
         temporary.mkdir()
         write(opened.model, opened.tokenizer, temporary)
-        if (template := opened.template()) is not None and not isinstance(template, Refused):
+        if (template := opened.template()) is not None:
             template.save(temporary)
         (temporary / "README.md").write_text(card.card(opened, out.name), encoding="utf-8")
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,7 @@ from perspectron.interop.foreign.gguf import container, families, tokenizer
 from perspectron.interop.foreign.gguf.container import Container, Stored
 from perspectron.interop.foreign.gguf.families import FAMILIES, Family, Fix
 from perspectron.interop.foreign.source import Source
-from perspectron.util.errors import CheckpointError, DataError
-from perspectron.util.machine import memory
+from perspectron.util.errors import CheckpointError, ConfigError, DataError
 
 SUFFIX = ".gguf"
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -50,8 +49,12 @@ def unpacked(path: Path) -> Iterator[Source]:
         for name, values in {"config.json": config, **files}.items():
             (Path(folder) / name).write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
         try:
-            yield _Unpacked(Path(folder), config, _tensors(whole, family, config), whole)
-        except (CheckpointError, DataError) as error:
+            source = _Unpacked(Path(folder), config)
+            source.tensors = _tensors(whole, family, config)
+            matrices = {tensor.kind.name for tensor in whole.tensors.values() if len(tensor.shape) > 1}
+            source.itemsize = 2 if matrices <= {"F16", "BF16"} else 4
+            yield source
+        except (CheckpointError, ConfigError, DataError) as error:
             text = str(error).replace(f"{folder}{os.sep}", f"{path}: ").replace(folder, str(path))
             raise type(error)(text) from None
 
@@ -59,16 +62,8 @@ def unpacked(path: Path) -> Iterator[Source]:
 class _Unpacked(Source):
     """Values of a folder, and tensors of the file that it was made from."""
 
-    def __init__(self, folder: Path, values: dict[str, Any], tensors: "_Lazy", whole: Container) -> None:
-        super().__init__(folder, values)
-        self._lazy, self._whole = tensors, whole
-
     def open_weights(self) -> None:
-        """CheckpointError: more bytes than half the memory, dequantised."""
-        size, most = sum(tensor.bytes for tensor in self._whole.tensors.values()), memory() // 2
-        if size > most:
-            raise self._whole.error(f"{size:,} bytes of weights, must be ≤ {most:,}, half of the memory")
-        self._tensors = self._lazy
+        """They are known."""
 
 
 class _Parts(NamedTuple):
@@ -77,35 +72,13 @@ class _Parts(NamedTuple):
     stored: list[Stored]
     fix: Fix
 
-
-class _Lazy(MutableMapping[str, Tensor]):
-    """Tensors by name, each read when it is asked for."""
-
-    def __init__(self, parts: dict[str, _Parts]) -> None:
-        self._parts = parts
-
-    def __getitem__(self, name: str) -> Tensor:
-        stored, fix = self._parts[name]
-        loaded = [fix(each.load()) for each in stored]
+    def load(self) -> Tensor:
+        """The one of the folder."""
+        loaded = [self.fix(each.load()) for each in self.stored]
         return loaded[0] if len(loaded) == 1 else torch.cat(loaded)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._parts
 
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        raise TypeError("tensors of a file")
-
-    def __delitem__(self, name: str) -> None:
-        del self._parts[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-
-def _tensors(whole: Container, family: Family, config: dict[str, Any]) -> _Lazy:
+def _tensors(whole: Container, family: Family, config: dict[str, Any]) -> dict[str, Callable[[], Tensor]]:
     """The tensors by their names in a folder; one that is not known keeps its name, and importers name it then. Those
     of layers that only guess further tokens are passed over, and the divisors of frequencies, which the config has."""
     fixes, parts = family.fixes(config), dict[str, _Parts]()
@@ -122,4 +95,4 @@ def _tensors(whole: Container, family: Family, config: dict[str, Any]) -> _Lazy:
         there = f"model.layers.{layer[1]}.{there}" if layer else there
         fix = fixes.get(rest) or fixes.get(stem) or (lambda x: x)
         parts.setdefault(there, _Parts([], fix)).stored.append(whole.tensors[name])
-    return _Lazy(parts)
+    return {name: each.load for name, each in parts.items()}
