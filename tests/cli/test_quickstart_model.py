@@ -7,8 +7,7 @@ from perspectron.cli.main import main
 
 gguf = pytest.importorskip("gguf", reason="pip install 'perspectron[gguf]'")
 
-from tests.foreign_models import tokenizer  # noqa: E402
-from tests.gguf_models import ARCHES, redrawn, write  # noqa: E402
+from tests.gguf_models import folder_of, write  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[a]"
 
@@ -17,8 +16,7 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[a]"
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_a_gguf_becomes_a_conversation_that_goes_on(template, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(quickstart_model, "TOKENS", 8)
-    redrawn(*ARCHES["llama"]).save_pretrained(tmp_path / "hf")
-    tokenizer().save(str(tmp_path / "hf" / "tokenizer.json"))
+    folder_of("llama", tmp_path / "hf")
     write(
         tmp_path / "model.gguf",
         tmp_path / "hf",
