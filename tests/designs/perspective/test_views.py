@@ -12,15 +12,11 @@ from perspectron.decode.generate import generate
 from perspectron.decode.reading import read
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.designs.perspective.measures import compared, confidence, divergence, majority, probabilities
 from perspectron.designs.perspective.views import (
     Perspectives,
     PerspectivesConfig,
-    compared,
-    confidence,
-    divergence,
     load_calibration,
-    majority,
-    probabilities,
     save_calibration,
 )
 from perspectron.experts.router import RoutedConfig, Views
