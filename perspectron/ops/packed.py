@@ -150,7 +150,9 @@ def _tiles(x_TK: Tensor, packed: Packed) -> Tensor:
     for start in range(0, len(packed.codes), each):
         lines = packed.codes[start : start + each]
         codes_NS = tiles.codes(lines, packed.format, columns(packed)).float()
-        codes_GCN = codes_NS.sub_(0 if four else 128)[:, : G * tiles.GROUP].unflatten(1, (G, -1)).permute(1, 2, 0)
+        codes_GCN = (
+            codes_NS.sub_(0 if four else 128)[:, : G * tiles.GROUP].unflatten(1, (G, -1)).permute(1, 2, 0)
+        )
         a_NG, b_NG = tiles.scales(lines, packed.format, columns(packed))
         total_TN = torch.zeros(len(x_TK), len(codes_NS), dtype=torch.float64, device=x_TK.device)
         for g in range(G):

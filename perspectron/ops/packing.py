@@ -114,8 +114,9 @@ def _padded(codes_NK: Tensor, format: str) -> Tensor:
 
 
 def pack(codes_NK: Tensor, scale: Tensor, offset_NG: Tensor | None, format: str) -> Packed:
-    """A matrix of these codes. scale: [N], or with `offset_NG` [N,G], in the groups' formats."""
+    """A matrix of these codes, not of tiles. scale: [N], or with `offset_NG` [N,G], in the groups' formats."""
     shape = (codes_NK.shape[0], codes_NK.shape[1])
+    assert format not in tiles.FORMATS
     (blocks, _), scales_shape, dtype = sizes(format, shape)
     if offset_NG is not None:
         room = (0, 0, 0, blocks * LAYOUTS[format].rows - shape[0])
@@ -137,7 +138,9 @@ def pack_tiles(
     )
     assert scale is not None
     lines = tiles.put(codes, scale, offset, format)
-    return Packed(lines, unit_N.to(torch.float32).contiguous(), format, (codes_NK.shape[0], codes_NK.shape[1]))
+    return Packed(
+        lines, unit_N.to(torch.float32).contiguous(), format, (codes_NK.shape[0], codes_NK.shape[1])
+    )
 
 
 def columns(packed: Packed) -> int:
@@ -157,7 +160,9 @@ def whole(packed: Packed) -> Tensor:
     """The weights of tiles in units of their rows: whole numbers [N,K] in float32, which has them all."""
     (N, K), zero = packed.shape, LAYOUTS[packed.format].zero or 0
     a_NG, b_NG = tiles.scales(packed.codes, packed.format, columns(packed))
-    numbers = tiles.codes(packed.codes, packed.format, columns(packed)).float().unflatten(1, (-1, tiles.GROUP))
+    numbers = (
+        tiles.codes(packed.codes, packed.format, columns(packed)).float().unflatten(1, (-1, tiles.GROUP))
+    )
     numbers.sub_(zero).mul_(a_NG[..., None])
     if b_NG is not None:
         numbers.sub_(tiles.STEPS * b_NG[..., None].float())

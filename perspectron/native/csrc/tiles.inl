@@ -52,11 +52,11 @@ inline ALWAYS void tile_product(const uint8_t* line, const float* unit, const To
     unroll<4>([&](auto j) ALWAYS {
       Bytes low, high;
       if constexpr (four) {
-        if constexpr (T == 1) __builtin_prefetch(group + j * LINE + PREFETCH);
+        __builtin_prefetch(group + j * LINE + PREFETCH);
         const Bytes both = load(group + j * LINE);
         low = low_halves(both), high = high_halves(both);
       } else {
-        if constexpr (T == 1) __builtin_prefetch(group + 2 * j * LINE + PREFETCH), __builtin_prefetch(group + 2 * j * LINE + LINE + PREFETCH);
+        __builtin_prefetch(group + 2 * j * LINE + PREFETCH), __builtin_prefetch(group + (2 * j + 1) * LINE + PREFETCH);
         low = load(group + 2 * j * LINE), high = load(group + (2 * j + 1) * LINE);
       }
       unroll<T>([&](auto t) ALWAYS {
