@@ -45,8 +45,13 @@ def serve() -> None:
 
     sys.meta_path.insert(0, importlib.machinery.PathFinder)  # an editable installation would come first
     from perspectron import presets
-    from perspectron.model.model import build
-    from perspectron.util import machine
+
+    try:
+        from perspectron.model.model import build
+        from perspectron.util import machine
+    except ImportError:  # as commits before 2026-11-26 have them
+        from perspectron import machine
+        from perspectron.model import build
 
     if (found := Path(presets.__file__).parents[2]) != Path.cwd():
         raise SystemExit(f"this would measure {found}, not {Path.cwd()}")

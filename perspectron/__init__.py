@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from perspectron.util.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from perspectron import ops as ops
     from perspectron import presets as presets
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
     from perspectron.opening import load
     from perspectron.util.errors import PerspectronError
 
-__version__ = "0.2.0"
 __all__ = [
     "LMState",
     "LanguageModel",

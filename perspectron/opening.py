@@ -83,7 +83,7 @@ class Opened:
         learned = run.train.template if run is not None else trained is not None and trained.data
         if template is None or learned:
             return template
-        special = next((token for token in self.tokenizer.special() if token in template.text), None)
+        special = next((token for token in self.tokenizer.special if token in template.text), None)
         return template if special is None else Refused(template, special)
 
     def autocast(self) -> torch.autocast:

@@ -96,7 +96,8 @@ MISTAKES = [
         ["d_modle"],
         4,
         "config: key = 'd_modle', must be one of name, vocab_size, d_model, blocks, head, embedding_std, "
-        "embedding_norm, positions, norm, norm_eps, dropout, shift, first_values",
+        "embedding_norm, embedding_factor, logits_factor, logits_cap, positions, norm, norm_eps, dropout, shift, "
+        "first_values, longest",
     ),
     (["d_model"], 16.0, "config.d_model = 16.0, must be of type int"),
     (["d_model"], "16", "config.d_model = '16', must be of type int"),

@@ -8,21 +8,19 @@ import torch
 import transformers
 from fastapi.testclient import TestClient
 from tokenizers import ByteLevelBPETokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import perspectron
 from perspectron.cli.main import main
 from perspectron.cli.serve import Serve
-from perspectron.data.adopt import adopt
 from perspectron.data.template import FILE, Template
-from perspectron.data.tokenizer import END_OF_TEXT, Tokenizer
+from perspectron.data.tokenizer import END_OF_TEXT
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.interop import foreign
-from perspectron.interop.hf import PerspectronForCausalLM
 from perspectron.opening import Refused, open_model
 from perspectron.serve.web.app import create
-from perspectron.util.errors import CheckpointError, ConfigError, DataError
+from perspectron.util.errors import ConfigError, DataError
 from tests.foreign_models import SMALL, TEXT, saved
 
 transformers.logging.set_verbosity_error()
@@ -69,9 +67,9 @@ def imported(folder: Path) -> Path:
 def test_every_token_that_ends_texts_there_ends_them_here(hf, bpe):
     run = imported(hf)
     model, tokenizer = perspectron.load(run)
-    ends = {0, *map(bpe.token_to_id, (END_OF_TEXT, "<|eot|>", "<|eom|>"))}
-    assert tokenizer.stops == ends and all(tokenizer.token_bytes(id) == b"" for id in ends)
-    for spelling in ("<|eot|>", "<|stop|><|eot|>", "<|stop|>"):
+    ends = {*map(bpe.token_to_id, (END_OF_TEXT, "<|eot|>", "<|eom|>"))}
+    assert tokenizer.specials.stops == ends and all(tokenizer.token_bytes(id) == b"" for id in ends)
+    for spelling in ("<|eot|>", "<|eom|>"):
         assert not ends & {*tokenizer.encode(f"a{spelling}b")}
         assert tokenizer.decode(tokenizer.encode(f"a{spelling}b")) == f"a{spelling}b"
     with torch.no_grad():
@@ -97,7 +95,7 @@ def test_every_token_that_ends_texts_there_ends_them_here(hf, bpe):
         )
         == 0
     )
-    assert perspectron.load(run.with_name("q"))[1].stops == ends
+    assert perspectron.load(run.with_name("q"))[1].specials.stops == ends
 
 
 def words(run: Path) -> Path:
@@ -144,18 +142,9 @@ def test_a_server_takes_its_prompts_and_says_why_it_takes_no_messages(hf, tmp_pa
         assert answer.status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("text", "token"),
-    [
-        ("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", END_OF_TEXT),
-        ("{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}", END_OF_TEXT),
-        ("{% for m in messages %}{{ m.content }}<|begin|>{% endfor %}", END_OF_TEXT),
-        ("{% for m in messages %}{{ m.content }}<｜tool▁call｜>{% endfor %}", "<｜tool▁call｜>"),
-        ("{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", None),
-    ],
-)
 @pytest.mark.parametrize("place", ["file", "config", "list"])
-def test_a_template_is_found_where_transformers_keeps_it(hf, text, token, place):
+def test_a_template_is_found_where_transformers_keeps_it(hf, place):
+    text = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     (hf / FILE).unlink()
     if place == "file":
         (hf / FILE).write_text(text)
@@ -164,11 +153,7 @@ def test_a_template_is_found_where_transformers_keeps_it(hf, text, token, place)
         kept = {"chat_template": text if place == "config" else whole}
         (hf / "tokenizer_config.json").write_text(json.dumps(kept))
     template = open_model(imported(hf)).template()
-    assert template is not None
-    if token is None:
-        assert not isinstance(template, Refused) and template.prompt(HELLO) == "user: hi\n"
-    else:
-        assert isinstance(template, Refused) and repr(token) in template.why
+    assert template is not None and template.prompt(HELLO) == "user: hi\n"
 
 
 def test_a_model_that_learned_with_a_template_goes_on_with_it(hf):
@@ -195,70 +180,30 @@ def test_a_model_that_learned_with_a_template_goes_on_with_it(hf):
     assert template is not None and not isinstance(template, Refused)
 
 
-def test_export_writes_the_ids_of_the_tokenizer_beside_it(hf, bpe, tmp_path, capsys):
-    run = imported(hf)
-    capsys.readouterr()
-    assert main(["export", str(run), "--hf", str(tmp_path / "out")]) == 0
-    assert "without a chat template; messages: the chat template" in capsys.readouterr().err
-    begin, end, eot, eom = map(bpe.token_to_id, ("<|begin|>", END_OF_TEXT, "<|eot|>", "<|eom|>"))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert isinstance(model, PerspectronForCausalLM)
-    for config in (model.config, model.generation_config):
-        assert config.bos_token_id == config.pad_token_id == 0
-        assert sorted(config.eos_token_id) == sorted([0, end, eot, eom])
-    # Id 0 is what <|begin|> was: their rows have changed places, and only theirs.
-    theirs = AutoModelForCausalLM.from_pretrained(hf)
-    rows = theirs.get_input_embeddings().weight.clone()
-    rows[[0, begin]] = rows[[begin, 0]]
-    assert torch.equal(model.get_input_embeddings().weight, rows)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.decode([0, 70, end, eot, eom, 71], skip_special_tokens=True) == tokenizer.decode(
-        [70, 71]
-    )
-    with torch.no_grad():
-        model.model.lm_head.weight.zero_()
-        model.model.lm_head.weight[eot] = 1
-        model.model.norm.weight.abs_()
-        ids = model.generate(torch.tensor([[0, 7]]), max_new_tokens=4, do_sample=False)
-    assert ids[0, 2:].tolist() in ([eot], [0]), "which ends the text"
-    again = tmp_path / "again"
-    assert main(["import", str(tmp_path / "out"), "--out", str(again)]) == 0
-    assert Tokenizer.load(again / "tokenizer.json").fingerprint == open_model(run).tokenizer.fingerprint
-    assert open_model(again).template() is None
-
-
-def test_ends_that_are_no_special_tokens_are_refused(hf, bpe):
+def test_ends_that_are_no_tokens_are_refused(hf, bpe):
     whole = json.loads((hf / "config.json").read_text())
-    for value, error, words in (
-        (70, DataError, r"id 70, which ends texts, is '.*', must be of a special token"),
-        ([0], DataError, r"which ends texts, is '.*', must be of a special token"),
-        (300, DataError, "no token 300, which ends texts"),
-        (-1, DataError, "no token -1, which ends texts"),
-        ("x", CheckpointError, "config.json: eos_token_id is 'x', must be a whole number or a list of them"),
-        ([True], CheckpointError, r"config.json: eos_token_id is \[True\], must be a whole number"),
-        ([[3]], CheckpointError, r"config.json: eos_token_id is \[\[3\]\], must be a whole number"),
+    for value, words in (
+        (300, "config.json: eos_token_id is 300; the tokenizer has no token 300"),
+        (-1, "config.json: eos_token_id is -1"),
+        ("x", "config.json: eos_token_id is 'x', must be a whole number or a list of them"),
+        ([True], r"config.json: eos_token_id is \[True\], must be a whole number"),
+        ([[3]], r"config.json: eos_token_id is \[\[3\]\], must be a whole number"),
     ):
         (hf / "config.json").write_text(json.dumps(whole | {"eos_token_id": value}))
-        with pytest.raises(error, match=words):
+        with pytest.raises(DataError, match=words):
             foreign.read(hf)
     (hf / "config.json").write_text(json.dumps(whole))
     for value, error, words in (
-        ({"eos_token": "<|none|>"}, DataError, r"no token '<\|none\|>', which ends texts"),
+        ({"eos_token": "<|none|>"}, DataError, r"eos_token is '<\|none\|>', must be the spelling of a token"),
         (
             {"eos_token": 3},
-            CheckpointError,
-            "tokenizer_config.json: eos_token is 3, must be a token's spelling",
+            DataError,
+            "tokenizer_config.json: eos_token is 3, must be the spelling of a token",
         ),
-        ([], CheckpointError, "tokenizer_config.json: must be an object"),
+        ([], DataError, "tokenizer_config.json: must be an object"),
     ):
         (hf / "tokenizer_config.json").write_text(json.dumps(value))
         with pytest.raises(error, match=words):
             foreign.read(hf)
     (hf / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|head|>"}}))
-    assert bpe.token_to_id("<|head|>") in foreign.read(hf)[1].stops
-
-
-def test_special_tokens_keep_their_spelling(hf):
-    tokenizer = adopt(hf / "tokenizer.json", [294], [293, 297]).tokenizer
-    assert sorted(tokenizer.special()) == sorted([END_OF_TEXT, "<|special293|>", *SPECIAL[1:]])
-    assert tokenizer.token_bytes(299).decode() == "<｜tool▁call｜>"
+    assert bpe.token_to_id("<|head|>") in foreign.read(hf)[1].specials.stops

@@ -20,7 +20,7 @@ def test_the_commit_that_ran(tmp_path, monkeypatch):
     package = tmp_path / "perspectron"
     package.mkdir()
     (package / "__init__.py").write_text("1\n")
-    monkeypatch.setattr(perspectron, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(machine, "__file__", str(package / "util" / "machine.py"))
     assert machine.commit() == f"version {perspectron.__version__}"
     git("init", "-q")
     git("add", ".")
@@ -36,7 +36,7 @@ def test_a_checkout_that_holds_the_installed_package_is_not_its_own(tmp_path, mo
     package = tmp_path / "venv" / "perspectron"
     package.mkdir(parents=True)
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    monkeypatch.setattr(perspectron, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(machine, "__file__", str(package / "util" / "machine.py"))
     assert machine.commit() == f"version {perspectron.__version__}"
 
 

@@ -27,9 +27,9 @@ from perspectron.decode.graphs import Compiled, Graphs
 from perspectron.decode.held import caches
 from perspectron.decode.recorder import Mode
 from perspectron.decode.steps import stepped
-from perspectron.designs.transformer.window_gqa import WindowGQAState
 from perspectron.model.cache import Cache
 from perspectron.model.model import LanguageModel
+from perspectron.model.ring import Ring
 from perspectron.model.state import LMState, load_state, save_state
 from perspectron.ops import attention
 
@@ -264,11 +264,11 @@ def bytes_of(model: LanguageModel, state: LMState) -> int:
     weights = {x.data_ptr(): x.nbytes for x in (*model.parameters(), *model.buffers())}
     if model.config.head is not None:
         weights.pop(model.embedding.weight.data_ptr())
-    kept = pytree.tree_leaves(state, is_leaf=lambda part: isinstance(part, Cache | WindowGQAState))
+    kept = pytree.tree_leaves(state, is_leaf=lambda part: isinstance(part, Cache | Ring))
     once = sum(
         (part.k_BHSK.nbytes + part.v_BHSV.nbytes) * part.used // max(1, part.slots) for part in caches(state)
     )
-    once += sum(part.k_BGWK.nbytes + part.v_BGWK.nbytes for part in kept if isinstance(part, WindowGQAState))
+    once += sum(part.k_BGWK.nbytes + part.v_BGWK.nbytes for part in kept if isinstance(part, Ring))
     twice = sum(part.nbytes for part in kept if isinstance(part, Tensor))
     return sum(weights.values()) + once + 2 * twice
 
@@ -302,10 +302,10 @@ def _clock(place: Place, count: int, call: Callable[[], object]) -> dict[str, fl
     return spread(times)
 
 
-def _stepped(q: Tensor, ring: tuple[Tensor, Tensor], at: attention.Places, *, scale: Any = None) -> Tensor:
+def _stepped(q: Tensor, ring: tuple[Tensor, Tensor], at: attention.Places, **more: Any) -> Tensor:
     """`attention.stepped`, as a GPU has it: it asks for no number."""
     filled_BS = attention.slots(at.length_B.clamp_min(1), ring[0].shape[2]) >= 0
-    return attention.attend(q, *ring, filled_BS[:, None], scale=scale)
+    return attention.attend(q, *ring, filled_BS[:, None], **more)
 
 
 class _Again:

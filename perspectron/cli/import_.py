@@ -12,15 +12,16 @@ from perspectron.util.config import require
 
 @dataclass(frozen=True)
 class Import:
-    """Convert a transformers model to a run: one of ours, GPT-2, Llama, Mistral, Mamba-2 or Bamba.
+    """Convert a transformers model, or a GGUF, to a run: one of ours, GPT-2, Llama, Mistral, Mamba-2 or Bamba.
 
     The run holds only weights: generate, eval, quantize and serve accept it, and train --init starts from it.
 
     Example: perspectron import letters-hf --out runs/letters-again
+    Example: perspectron import model.gguf --out runs/model
     """
 
     folder: tyro.conf.Positional[Path]
-    """Folder with config.json, safetensors and tokenizer.json."""
+    """Folder with config.json, safetensors and tokenizer.json, or a GGUF file."""
     out: Path
     """New folder of the run."""
     lens: bool = False

@@ -3,12 +3,12 @@
 The module of a command is imported when it is asked for: torch takes ten times as long to import as all else here.
 """
 
-import ast
 import contextlib
 import functools
 import io
 import math
 import os
+import re
 import sys
 import time
 import warnings
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import perspectron
-from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, PerspectronError, escaped
 from perspectron.util.registry import Table, at, designs
+from perspectron.util.version import __version__
 
 GROUPS: dict[str, dict[str, str]] = {
     "Start": {
@@ -58,6 +58,7 @@ GROUPS: dict[str, dict[str, str]] = {
 }
 """The commands by what they are for, and where in `perspectron.cli` each is defined. A class is parsed from the
 arguments, and its instance called for the exit code; a function takes the arguments as they are."""
+CORE = {name: f"perspectron.cli.{place}" for group in GROUPS.values() for name, place in group.items()}
 RENAMED = {"perspectives": "views"}
 """Commands of designs that had another name while they stood beside the others."""
 
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], object
 def _run(arguments: list[str], prepare: Callable[[], object]) -> int:
     """The exit code of what the arguments ask for."""
     if arguments == ["--version"]:
-        print(perspectron.__version__)
+        print(__version__)
         return 0
     design = arguments[0] if arguments and of_design(arguments[0]) else ""
     rest = arguments[1:] if design else arguments
@@ -182,7 +183,7 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
     name, *rest = arguments
     if of_design(name):
         name, rest = f"{name} {rest[0]}", rest[1:]
-    known = commands()
+    known = CORE if name in CORE else commands()
     if name not in known:
         asked = RENAMED.get(name, name)
         if moved := [full for full in known if full.endswith(f" {asked}")]:
@@ -190,7 +191,7 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
         names = ", ".join(of_design(arguments[0]) or known)
         raise ConfigError(f"command = {name!r}, must be one of {names} (see perspectron --help)")
     rest = _one_source(rest)
-    command = command_of(name)
+    command = at(known[name])
     if not isinstance(command, type):
         return functools.partial(command, rest)
     import tyro
@@ -222,6 +223,8 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
 
 def _require_bounded(options: Any) -> None:
     """ConfigError for an option that is no finite number, but for a default, or a whole one above its bound."""
+    from perspectron.util.config import require
+
     for item in fields(options):
         value = getattr(options, item.name)
         if is_dataclass(value):
@@ -253,14 +256,13 @@ def _one_source(arguments: list[str]) -> list[str]:
 
 def of_design(name: str) -> Table:
     """The commands of a design; none for what is not the name of one."""
-    design = designs().get(name)
+    design = None if name in CORE else designs().get(name)
     return {} if design is None else design.commands
 
 
 def commands() -> dict[str, str]:
     """Every command and its place "module:attribute": those of GROUPS, then the designs', as "DESIGN NAME"."""
-    ours = {name: f"perspectron.cli.{place}" for group in GROUPS.values() for name, place in group.items()}
-    return ours | {
+    return CORE | {
         f"{name} {command}": f"{design.package}.{place}"
         for name, design in designs().items()
         for command, place in design.commands.items()
@@ -294,9 +296,9 @@ def about(name: str) -> str:
     """The first line of a command's docstring, read from its source, since importing it takes torch."""
     module, _, attribute = commands()[name].partition(":")
     spec = find_spec(module)
-    tree = ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8")).body
-    (found,) = (n for n in tree if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == attribute)
-    return str(ast.get_docstring(found)).partition("\n")[0]
+    source = Path(str(spec and spec.origin)).read_text(encoding="utf-8")
+    found = re.search(rf'^(?:class|def) {attribute}\b.*?"""(.+?)(?:"""|$)', source, re.DOTALL | re.MULTILINE)
+    return "" if found is None else found[1]
 
 
 def _one_line(box: str) -> str:

@@ -28,10 +28,11 @@ Tell = Callable[[int, float], None]
 
 
 class _Piece(NamedTuple):
-    """A shard: ids, and for each document that starts in it the position from which it is learned. text_bytes: what
-    they stand for."""
+    """A shard: ids, and for each document that starts in it its position, and the one from which it is learned.
+    text_bytes: what they stand for."""
 
     ids: Ids
+    starts: list[int]
     learned: list[int]
     text_bytes: int
 
@@ -187,29 +188,28 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def _groups(documents: Iterable[tuple[Ids, int, int]], shard_tokens: int) -> Iterator[list[_Piece]]:
     """Shards, in groups that end where a document does: where work may resume."""
     waiting: list[Ids] = []
+    starts: list[int] = []
     learned: list[int] = []
     tokens = text_bytes = 0
     for ids, first, size in documents:
         if waiting and tokens + len(ids) > shard_tokens:
-            yield [_Piece(np.concatenate(waiting), learned, text_bytes)]
-            waiting, learned, tokens, text_bytes = [], [], 0, 0
+            yield [_Piece(np.concatenate(waiting), starts, learned, text_bytes)]
+            waiting, starts, learned, tokens, text_bytes = [], [], [], 0, 0
         if len(ids) > shard_tokens:
-            cuts = range(0, len(ids), shard_tokens)
-            yield [
-                _Piece(ids[at : at + shard_tokens], [] if at else [first], 0 if at else size) for at in cuts
-            ]
+            whole, *rest = (ids[at : at + shard_tokens] for at in range(0, len(ids), shard_tokens))
+            yield [_Piece(whole, [0], [first], size), *(_Piece(part, [], [], 0) for part in rest)]
             continue
         waiting.append(ids)
+        starts.append(tokens)
         learned.append(tokens + first)
         tokens += len(ids)
         text_bytes += size
     if waiting:
-        yield [_Piece(np.concatenate(waiting), learned, text_bytes)]
+        yield [_Piece(np.concatenate(waiting), starts, learned, text_bytes)]
 
 
 def _write_shard(out: Path, split: SplitName, index: int, piece: _Piece, completions: bool) -> Record:
-    starts = np.flatnonzero(piece.ids == Tokenizer.end_of_text).astype(disk.POSITION)
-    arrays: dict[disk.Kind, Ids] = {"bin": piece.ids, "starts": starts}
+    arrays: dict[disk.Kind, Ids] = {"bin": piece.ids, "starts": np.array(piece.starts, disk.POSITION)}
     if completions:
         arrays["learned"] = np.array(piece.learned, disk.POSITION)
     digests = []
@@ -218,4 +218,4 @@ def _write_shard(out: Path, split: SplitName, index: int, piece: _Piece, complet
         digests.append(hashlib.sha256(data).hexdigest())
         with atomic(disk.file_of(out, split, index, kind)) as temporary:
             temporary.write_bytes(data)
-    return Record(len(piece.ids), piece.text_bytes, len(starts), *digests)
+    return Record(len(piece.ids), piece.text_bytes, len(piece.starts), *digests)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from perspectron.data.shards import Source, Split
 from perspectron.data.shuffle import ORDER, shuffle
-from perspectron.data.tokenizer import Tokenizer
 from perspectron.util.errors import DataError
 
 IGNORE = -100
@@ -29,15 +28,19 @@ class Batch:
 
     ids_BT: int64. targets_BT: int64, the id after each input, or IGNORE at padding (where the input is 0) and where it
         is of a prompt.
-    reset_BT: bool, True where a document starts; None if none starts after column 0, where state is
-        fresh anyway.
+    starts_BT: bool, True where a document starts.
     targets: how many targets are not IGNORE.
     """
 
     ids_BT: Tensor
     targets_BT: Tensor
-    reset_BT: Tensor | None
+    starts_BT: Tensor
     targets: int
+
+    @property
+    def reset_BT(self) -> Tensor | None:
+        """`starts_BT`; None if none starts after column 0, where a state that is new is fresh anyway."""
+        return self.starts_BT if bool(self.starts_BT[:, 1:].any()) else None
 
 
 class _Source:
@@ -188,8 +191,7 @@ def windows(
     a limited part is whole windows from all over the split: its first documents may be unlike the rest.
 
     Rows follow one another in the stream; the last one is padded and the last batch may have fewer rows. The
-    text predicted is as long as `Tokenizer.byte_counts()` summed over the targets; over a whole split that is
-    its `text_bytes`, so bits per byte are exact.
+    text predicted by a whole split is all of its `text_bytes`.
     DataError: a number out of bounds, or fewer than 2 tokens.
     """
     _at_least("batch_size", batch_size, 1)
@@ -222,7 +224,9 @@ def _in_order(split: Split, tokens: int, seq_len: int, batch_size: int) -> Itera
         ids.flat[: last - first] = stream[:-1]
         learned = split.is_learned(first + 1, last + 1)
         targets.flat[: last - first] = np.where(learned, stream[1:], IGNORE)
-        yield _batch(ids, targets, np.arange(ids.size).reshape(shape) < last - first)
+        starts = np.zeros(shape, dtype=np.bool_)
+        starts.flat[: last - first] = split.begins(first, last)
+        yield _batch(ids, targets, starts)
 
 
 def _whole(split: Split, starts: NDArray[np.int64], seq_len: int) -> Batch:
@@ -233,16 +237,14 @@ def _whole(split: Split, starts: NDArray[np.int64], seq_len: int) -> Batch:
     if split.learned is not None:
         learned = np.stack([split.is_learned(start + 1, start + seq_len + 1) for start in at])
         targets = np.where(learned, targets, IGNORE)
-    return _batch(tokens[:, :-1], targets, np.ones(targets.shape, dtype=np.bool_))
+    return _batch(tokens[:, :-1], targets, np.stack([split.begins(s, s + seq_len) for s in at]))
 
 
-def _batch(ids: NDArray[np.int64], targets: NDArray[np.int64], real: NDArray[np.bool_]) -> Batch:
-    """real: where ids are no padding."""
-    reset = (ids == Tokenizer.end_of_text) & real
+def _batch(ids: NDArray[np.int64], targets: NDArray[np.int64], starts: NDArray[np.bool_]) -> Batch:
     return Batch(
         ids_BT=torch.from_numpy(np.ascontiguousarray(ids)),
         targets_BT=torch.from_numpy(np.ascontiguousarray(targets)),
-        reset_BT=torch.from_numpy(reset) if reset[:, 1:].any() else None,
+        starts_BT=torch.from_numpy(starts),
         targets=int((targets != IGNORE).sum()),
     )
 

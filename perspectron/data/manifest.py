@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from perspectron.data.corpus import SPLITS, SplitName
 from perspectron.data.mixture import MOST_SOURCES, weight_of
-from perspectron.data.tokenizer import MOST_TOKENS, Tokenizer
+from perspectron.data.tokenizer import MOST_TOKENS
 from perspectron.util.errors import DataError
 from perspectron.util.files import open_file, opened, read_json, safe_join, sha256, write_json
 from perspectron.util.schema import checked
@@ -145,11 +145,10 @@ def check_shard(
     if ids.max() >= head.vocab_size:
         at = int(np.argmax(ids >= head.vocab_size))
         raise DataError(f"{ids_file}: id {ids[at]} at {at}, expected below {head.vocab_size}")
-    if not np.array_equal(read(starts_file, POSITION), np.flatnonzero(ids == Tokenizer.end_of_text)):
-        raise DataError(f"{starts_file}: not the positions of the separators in {ids_file.name}")
-    if index == 0 and ids[0] != Tokenizer.end_of_text:
+    starts = read(starts_file, POSITION)
+    if (np.diff(starts, prepend=-1, append=len(ids)) < 1).any() or (index == 0 and starts[0] != 0):
         raise DataError(
-            f"{ids_file}: starts with id {ids[0]}, expected the separator {Tokenizer.end_of_text}"
+            f"{starts_file}: not the positions of documents in {ids_file.name}, one after another"
         )
 
 

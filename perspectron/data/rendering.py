@@ -80,6 +80,24 @@ def rendered(template: jinja2.Template, values: dict[str, Any]) -> str:
     return text.getvalue()
 
 
+def takes_parts(tree: nodes.Template) -> bool:
+    """Say whether a template goes through the content of a message part by part."""
+    called = {"content"}
+
+    def of_content(part: nodes.Node) -> bool:
+        while isinstance(part, nodes.Filter) and part.node is not None:
+            part = part.node
+        if isinstance(part, nodes.Getitem):
+            return isinstance(part.arg, nodes.Const) and part.arg.value == "content"
+        named = isinstance(part, nodes.Name) and part.name in called
+        return named or (isinstance(part, nodes.Getattr) and part.attr == "content")
+
+    for assigned in tree.find_all(nodes.Assign):
+        if isinstance(assigned.target, nodes.Name) and of_content(assigned.node):
+            called.add(assigned.target.name)
+    return any(of_content(loop.iter) for loop in tree.find_all(nodes.For))
+
+
 def hold(memory: int) -> bool:
     """Take at most so many bytes of memory, write no file and start no process; False where this system lets a
     process take more all the same."""
@@ -104,8 +122,9 @@ def answered(
     if template is not None:
         return {"text": rendered(template, value)}, template
     made = environment()
-    names = sorted(meta.find_undeclared_variables(made.parse(value)))
-    return {"names": names}, made.from_string(value)
+    tree = made.parse(value)
+    names = sorted(meta.find_undeclared_variables(tree))
+    return {"names": names, "parts": takes_parts(tree)}, made.from_string(value)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """A corpus as token ids on disk: memory-mapped little-endian shards, verified when opened.
 
-Every document is the separator followed by its tokens. The separator is where state resets, and what the last
-token of the document before predicts. A folder holds, for each split:
+Every document is its tokens with what its tokenizer puts before and after a text (`Tokenizer.encode_items`). State
+resets where it starts: a tokenizer of this library has a separator there, which is also what the last token of the
+document before predicts. A folder holds, for each split:
 
     train-00000.bin       ids, uint16 if the vocabulary has at most 65536 tokens, else uint32
     train-00000.starts    int64 positions in that shard where a document starts
@@ -49,8 +50,8 @@ class Source(NamedTuple):
 class Split:
     """One split's ids as one stream, mapped from its shards.
 
-    `tokens` counts ids, separators too; `text_bytes` the UTF-8 bytes they stand for; `starts` (documents,)
-    are the positions of the separators. `learned` (documents,) are the positions from which a document is learned,
+    `tokens` counts all ids; `text_bytes` the UTF-8 bytes of the text they stand for; `starts` (documents,) are the
+    positions where documents start. `learned` (documents,) are the positions from which a document is learned,
     where prompts stand before that; None where all of it is. `sources`: texts that make it up.
     """
 
@@ -112,8 +113,15 @@ class Split:
             shard += 1
         return out
 
+    def begins(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """A mask of the ids [start, stop) with which a document starts."""
+        mask = np.zeros(stop - start, dtype=np.bool_)
+        first, last = np.searchsorted(self.starts, (start, stop))
+        mask[self.starts[first:last] - start] = True
+        return mask
+
     def document(self, i: int) -> NDArray[np.int64]:
-        """Ids of document `i`, its separator first. IndexError: no such document."""
+        """Ids of document `i`. IndexError: no such document."""
         if not 0 <= i < self.documents:
             raise IndexError(f"{self.name}: document {i} is not between 0 and {self.documents - 1}")
         stop = int(self.starts[i + 1]) if i + 1 < self.documents else self.tokens
@@ -121,7 +129,7 @@ class Split:
 
     def is_learned(self, start: int, stop: int) -> NDArray[np.bool_]:
         """A mask of the ids [start, stop) that are targets of training: of a document with a prompt, those after it
-        and the separator that ends it."""
+        and, where there is a separator, that which ends it."""
         at = np.arange(start, stop)
         if self.learned is None:
             return np.ones(len(at), dtype=np.bool_)

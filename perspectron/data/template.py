@@ -18,15 +18,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perspectron.data.parsing import Shield, parser_of
+from perspectron.data.tokenizer import Tokenizer
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
-from perspectron.util.files import read_text, write_text
+from perspectron.util.files import read_json, read_text, write_json, write_text
 
 SECONDS, MEMORY = 2.0, 512 << 20
 """Limits for one prompt: seconds of a processor, and bytes of memory of the process that makes it."""
 STANDSTILL = 60.0  # seconds by the clock, in case that process does not get a processor at all
-FILE = "chat_template.jinja"
-"""Name of the template in the folder of a run, as in one of transformers."""
+FILE, TOKENS = "chat_template.jinja", "special_tokens_map.json"
+"""Names of the template and its tokens in the folder of a run, as in one of transformers."""
+NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+NO_TOKENS: Mapping[str, str] = {"bos_token": "", "eos_token": ""}
+"""What a template sees of a tokenizer whose special tokens have no names."""
+Messages = Sequence[Mapping[str, Any]]
 PLAIN = "plain"
 _PLAIN = """\
 {%- for message in messages %}{{ '### ' + message.role + '\\n' + message.content + '\\n\\n' }}{% endfor %}
@@ -43,49 +49,78 @@ log = logging.getLogger("perspectron")
 class Template:
     """A chat template as models carry it: it sees what transformers documents for one, by the same names.
 
-    ConfigError, naming `source`: it is no template.
+    tokens: special tokens by the names under which it sees them, as `bos_token`. ConfigError, naming `source`: it is no
+    template.
     """
 
-    def __init__(self, text: str, source: object) -> None:
-        self.text, self.name = text, str(source)
+    def __init__(self, text: str, source: object, tokens: Mapping[str, str] = NO_TOKENS) -> None:
+        self.text, self.name, self.tokens = text, str(source), dict(tokens)
         self._lock = threading.Lock()
         self._renderer: _Renderer | None = None
         try:
             with self._lock:
-                self._names = frozenset(self._started().names)
+                started = self._started()
         except _Failed as error:
             raise ConfigError(f"{source}: no chat template ({error})") from None
+        self._names = frozenset(started.names)
+        self.takes_parts = started.parts
+        """It goes through the parts of a message's content; else it takes a text."""
 
     @classmethod
-    def load(cls, path: Path) -> "Template":
+    def load(cls, path: Path, tokens: Mapping[str, str] = NO_TOKENS) -> "Template":
         """The template in a file. ConfigError: it cannot be read, or is none."""
         try:
-            return cls(read_text(path, 1 << 20), path)
+            return cls(read_text(path, 1 << 20), path, tokens)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: no chat template ({error})") from None
 
     @classmethod
-    def named(cls, name: str) -> "Template":
+    def named(cls, name: str, tokens: Mapping[str, str] = NO_TOKENS) -> "Template":
         """The one that is called "plain", in which a line such as "### user" stands before each message; or that of a
         file."""
-        return cls(_PLAIN, name) if name == PLAIN else cls.load(Path(name))
+        return cls(_PLAIN, name, tokens) if name == PLAIN else cls.load(Path(name), tokens)
 
     def save(self, folder: Path) -> None:
         """Keep it in a folder with a model, or with text that it makes prompts of. StorageError if it cannot be."""
         write_text(folder / FILE, self.text)
+        if self.tokens != NO_TOKENS:
+            write_json(folder / TOKENS, self.tokens)
 
     @classmethod
     def of(cls, folder: Path) -> "Template | None":
-        """The template of a folder with a model, if it has one."""
-        return cls.load(folder / FILE) if (folder / FILE).is_file() else None
+        """The template of a folder with a model, if it has one. ConfigError: it is none."""
+        return cls.load(folder / FILE, tokens_of(folder)) if (folder / FILE).is_file() else None
 
     def uses(self, name: str) -> bool:
         """Say whether the template mentions a name that it does not set itself, such as "tools"."""
         return name in self._names
 
-    def prompt(
+    def prompt(self, messages: Messages, /, **given: Any) -> str:
+        """The text that asks for the next answer, or with continue_final_message for more of the last message.
+
+        given: `tools`; `add_generation_prompt`: end with what begins an answer (default: unless
+        continue_final_message); further values for the template, of the kinds that JSON has. ConfigError: the template
+        fails on these messages, or takes more than its limits of time and memory.
+        """
+        return self._rendered(messages, **given)
+
+    def ids(self, messages: Messages, tokenizer: Tokenizer, /, **given: Any) -> list[int]:
+        """The ids of `prompt`: special tokens that the template writes are those, what the messages and `given` spell
+        like them is text. ConfigError as there."""
+        parser = parser_of(tokenizer)
+        try:
+            shield = Shield(parser, self.text, [messages, given])
+            return parser.ids(self._rendered(shield.over(messages), **shield.over(given)), shield)
+        except RecursionError:
+            raise ConfigError("messages: nested too deeply, so not of JSON") from None
+
+    def question(self, text: str) -> str:
+        """The prompt that one message of a user makes."""
+        return self.prompt([{"role": "user", "content": text}])
+
+    def _rendered(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         /,
         *,
         tools: Sequence[Any] | None = None,
@@ -93,12 +128,6 @@ class Template:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The text that asks for the next answer, or with continue_final_message for more of the last message.
-
-        add_generation_prompt: end with what begins an answer (default: unless continue_final_message). kwargs: further
-        values for the template, of the kinds that JSON has. ConfigError: the template fails on these messages, or takes
-        more than its limits of time and memory.
-        """
         asks = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         said = "false with continue_final_message"
         require(not (asks and continue_final_message), "add_generation_prompt", asks, said)
@@ -107,8 +136,8 @@ class Template:
         told = [_told(message) for message in messages]
         tag = f"<{secrets.token_hex(16)}> " if continue_final_message else ""
         final = _tagged(told, tag) if tag else ""
-        given = {"documents": None, "bos_token": "", "eos_token": "", **kwargs}
-        text = self._render({**given, "messages": told, "tools": tools, "add_generation_prompt": asks})
+        given = {"documents": None, **self.tokens, **kwargs}
+        text = self._answer({**given, "messages": told, "tools": tools, "add_generation_prompt": asks})
         if not tag:
             return text
         before, found, after = text.rpartition(tag.strip())
@@ -117,11 +146,7 @@ class Template:
         require(bool(kept), "continue_final_message", True, said)
         return before if after.startswith(" ") else before.rstrip()
 
-    def question(self, text: str) -> str:
-        """The prompt that one message of a user makes."""
-        return self.prompt([{"role": "user", "content": text}])
-
-    def _render(self, values: dict[str, Any]) -> str:
+    def _answer(self, values: dict[str, Any]) -> str:
         try:
             with self._lock:
                 text: str = self._started().ask(values)["text"]
@@ -134,6 +159,25 @@ class Template:
         if self._renderer is None or not self._renderer.alive:
             self._renderer = _Renderer(self.text)
         return self._renderer
+
+
+def tokens_of(folder: Path) -> Mapping[str, str]:
+    """The special tokens of a folder with a model by their names, as transformers gives them to templates: those of
+    tokenizer_config.json, or else of special_tokens_map.json; in one without both the names stand for nothing.
+    ConfigError: a file is no object, or a token has no spelling."""
+    found = dict[str, str]()
+    files = [path for name in (TOKENS, "tokenizer_config.json") if (path := folder / name).is_file()]
+    for path in files:
+        values = read_json(path, ConfigError, infinite=True)
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: must be an object")
+        for name in NAMES:
+            value = values.get(name)
+            value = value.get("content") if isinstance(value, dict) else value
+            if value is not None and not isinstance(value, str):
+                raise ConfigError(f"{path}: {name} is {value!r}, must be a token's spelling")
+            found |= {} if value is None else {name: value}
+    return found if files else NO_TOKENS
 
 
 class _Failed(Exception):
@@ -156,6 +200,7 @@ class _Renderer:
         weakref.finalize(self, _end, self._process, self._owner)
         answer = self.ask(text)
         self.names: list[str] = answer["names"]
+        self.parts: bool = answer["parts"]
         if not answer["held"]:
             log.warning("chat templates run without a limit of memory: this system keeps none")
 

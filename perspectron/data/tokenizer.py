@@ -1,4 +1,4 @@
-"""Byte-level BPE: any text to ids and back, without loss."""
+"""Text to ids and back, by any tokenizer of the tokenizers library, whose file is kept as it came."""
 
 import contextlib
 import functools
@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +15,51 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers, trainers
 
-from perspectron.data import bpe
+from perspectron.data import bpe, specials
 from perspectron.data.bpe import END_OF_TEXT, MOST_TOKENS, blank, byte_letters
+from perspectron.data.specials import OURS, Specials
 from perspectron.util.errors import DataError
-from perspectron.util.files import write_text
+from perspectron.util.files import remove, write_text
 
-STOP = "<|stop|>"
-"""Prefix of an imported model's tokens that end texts as the separator does. No text gives them, as every known pattern
-splits here."""
 _TRAINING_PIECE = 2**18
 _PIECE = 2**16
-_RUN = 2**20
+_RUN = 2**22
 _BORDER = re.compile(r"\n(?=[^\W_])|[^\W_](?= )")
-__all__ = ["END_OF_TEXT", "MOST_TOKENS", "STOP", "Tokenizer", "blank", "byte_letters"]
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_NEAR = "a"
+"""Text beside which a token is decoded, where its text depends on where it stands."""
+__all__ = ["END_OF_TEXT", "MOST_TOKENS", "Tokenizer", "blank", "byte_letters"]
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer. Id 0 (`end_of_text`) separates documents and is never produced by text."""
+    """A tokenizer of any kind that the tokenizers library has: byte-level or byte-fallback BPE, Unigram, …
+
+    specials: ids that stand for no text. vocab_size: the highest id + 1. Where a tokenizer changes what it encodes, as
+    a normaliser does, or lacks a byte, `decode` gives back what it kept. Ordinary added tokens are parsed in every
+    text; special ones only where a template's are `marked`.
+    """
 
     end_of_text = 0
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        """Wrap a tokenizer that has passed `load` or come from `train`."""
-        # Not part of the saved file: with it the separator's spelling inside a text is ordinary text.
-        inner.encode_special_tokens = True
-        self._inner = inner
-        self.vocab_size: int = inner.get_vocab_size()
-        canonical = json.dumps(json.loads(inner.to_str()), sort_keys=True, separators=(",", ":"))
-        self.fingerprint: str = hashlib.sha256(canonical.encode()).hexdigest()
-        self._bytes = _byte_table(inner)
-        ends = (id for token, id in inner.get_vocab().items() if token.startswith(STOP))
-        self.stops = frozenset((self.end_of_text, *ends))
-        """Tokens that end a text and are none of it."""
+    def __init__(self, text: str, file: bpe.Read, place: object) -> None:
+        """Of a file's text, which `parse` reads; with the special ids of a tokenizer of ours."""
+        with _panics(place):
+            self._inner, names = _of(text, file, place)
+        self._text, self._cut = text, file.bounded
+        aliases = {name: spelling for spelling, name in names.items()}
+        spelled = {aliases.get(name, name): id for name, id in self._inner.get_vocab().items()}
+        self.vocab_size: int = max(spelled.values(), default=-1) + 1
+        if not 0 < self.vocab_size <= MOST_TOKENS:
+            raise DataError(f"{place}: it has {self.vocab_size} ids, must have 1 to {MOST_TOKENS}")
+        self.special: Mapping[str, int] = {
+            spelling: spelled[spelling] for spelling in names if spelling in spelled
+        }
+        """Ids of the special added tokens by their spelling."""
+        self._spelled, self._names = spelled, names
+        self._added = {token.content for token in file.added if token.content}
+        whole = [re.escape(token) for token in sorted(self._added, key=len, reverse=True)]
+        self._marks = re.compile("|".join(whole)) if whole else None
+        self.specials = OURS
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -69,7 +82,7 @@ class Tokenizer:
         if first is None:
             raise DataError("tokenizer: no text to train on")
         inner.train_from_iterator(itertools.chain([first], pieces), trainer)
-        return cls.parse(inner.to_str(), Path("tokenizer"))
+        return cls.parse(inner.to_str(pretty=True), Path("tokenizer"))
 
     @classmethod
     def spelled(cls, characters: Iterable[str]) -> "Tokenizer":
@@ -85,46 +98,88 @@ class Tokenizer:
                 if "".join(pair) not in vocab:
                     vocab["".join(pair)] = len(vocab)
                     merges.append(pair)
-        return cls(_of(bpe.to_json(vocab, merges)))
+        made = tokenizers.Tokenizer.from_str(bpe.to_json(vocab, merges))
+        return cls.parse(made.to_str(pretty=True), Path("tokenizer"))
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
-        """Read a tokenizer written by `save`. DataError: missing, damaged, or of another kind."""
+        """Read a tokenizer.json, with the specials.json beside it. Without one, the ids are those of this library where
+        it trained the file, and else those that the files of transformers beside it say. DataError: missing, damaged,
+        or of a kind that the tokenizers library does not know."""
         return cls.parse(bpe.read(path), path)
 
     @classmethod
-    def parse(cls, text: str, path: Path) -> "Tokenizer":
-        """A tokenizer of what `to_str` gives. DataError, naming `path`, as `load`."""
-        learned = bpe.parse(text, path)
-        bpe.require_whole(learned.vocab, learned.merges, path)
-        for token in learned.added:
-            if (token.content, token.id, token.special) != (END_OF_TEXT, cls.end_of_text, True):
-                raise DataError(
-                    f"{path}: added_tokens has {bpe.short(token.content)} with id {token.id}, must have {END_OF_TEXT} "
-                    f"alone with id {cls.end_of_text}; `perspectron import` reads others"
-                )
-        with _panics(path):
-            return cls(_of(bpe.to_json(*learned[:3])))
+    def of_transformers(cls, folder: Path) -> "Tokenizer":
+        """The tokenizer of a folder of transformers, by whose files its special ids are. DataError as `load`."""
+        text, path = bpe.read(folder / "tokenizer.json"), folder / "tokenizer.json"
+        made = cls(text, bpe.parse(text, path), path)
+        made.specials = made.beside(folder)
+        return made
+
+    @classmethod
+    def parse(cls, text: str, path: Path, special: Specials | None = None) -> "Tokenizer":
+        """A tokenizer of what `to_str` gives, with its special ids, or those of the files beside `path`, as `load`.
+        DataError, naming `path`."""
+        file = bpe.parse(text, path)
+        made, kept = cls(text, file, path), path.with_name(specials.FILE)
+        if special is not None:
+            made.specials = special
+        elif kept.exists():
+            made.specials = Specials.load(kept)
+        elif not file.ours:
+            made.specials = made.beside(path.parent)
+        made.specials.check(path, made.vocab_size)
+        return made
+
+    def beside(self, folder: Path) -> Specials:
+        """Its special ids by the files of transformers in a folder. DataError, naming the field that is wrong."""
+        first = self._inner.encode(_NEAR)
+        marks = itertools.takewhile(bool, first.special_tokens_mask)
+        return specials.beside(folder, self._spelled, [id for id, _ in zip(first.ids, marks, strict=False)])
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer as JSON, atomically. StorageError if it cannot be written."""
+        """Write the file as it came, and specials.json beside it where the ids are not those of this library, each
+        atomically. StorageError if one cannot be written."""
         write_text(path, self.to_str())
+        kept = path.with_name(specials.FILE)
+        if self.specials == OURS:
+            remove(kept)
+        else:
+            self.specials.save(kept)
 
     def to_str(self) -> str:
-        """The tokenizer as JSON, as `save` writes it."""
-        return str(self._inner.to_str(pretty=True))
+        """The tokenizer as JSON, as it came."""
+        return self._text
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A digest of the file's JSON, and of special ids that are not those of this library."""
+        canonical = json.dumps(json.loads(self._text), sort_keys=True, separators=(",", ":")).encode()
+        return hashlib.sha256(
+            canonical + (b"" if self.specials == OURS else self.specials.to_json())
+        ).hexdigest()
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """Tokens that end a text and are none of it."""
+        return self.specials.stops
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, none of them `end_of_text`; of a long one piece by piece, as the library takes a hundred bytes
-        for each token of what it encodes at once. DataError: half of a surrogate pair, or too long a run that cannot be
-        cut."""
+        """Ids of a text, without prefix. What spells a special token is text like any, unless it is `marked`.
+        DataError: half of a surrogate pair, or too long a run that cannot be cut."""
         return list(itertools.chain.from_iterable(self.pieces(text)))
 
+    def marked(self, text: str) -> str:
+        """The text of a template, in which the special tokens that it spells stand under names of random letters, by
+        which `encode` knows them: what users write among it afterwards is none."""
+        return text if self._marks is None else self._marks.sub(lambda m: self._names.get(m[0], m[0]), text)
+
     def pieces(self, text: str) -> Iterator[list[int]]:
-        """`encode`, some 65,536 characters at a time."""
-        for piece in _pieces(text):
+        """`encode`, some 65,536 characters at a time where it is known how the text can be cut: the library takes a
+        hundred bytes for each token of what it encodes at once."""
+        for piece in _pieces(text) if self._cut else (text,):
             if len(piece) > _RUN:
-                run = f"{len(piece):,} characters without a space after a letter or a line after another"
+                run = f"{len(piece):,} characters without a place where it can be cut"
                 raise DataError(f"text: {run}, must be ≤ {_RUN:,}: the tokenizer reads them at once")
             yield self.encode_batch([piece])[0]
 
@@ -132,54 +187,123 @@ class Tokenizer:
         """`encode` of each text, on all cores."""
         try:
             with _panics("text"):
-                return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts))]
+                found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         except (TypeError, UnicodeEncodeError):
             _refuse_surrogates(texts)
             raise
+        return [encoding.ids for encoding in found]
 
     def encode_items(
         self, items: Iterable[tuple[str, str]], dtype: str
     ) -> Iterator[tuple[NDArray[Any], int]]:
-        """Documents, of each a prompt and a text, either of which may be empty: its ids, the separator first, and how
-        many stand before the text. DataError as `encode_batch`."""
+        """Documents, of each a prompt and a text, either of which may be empty: its ids, and how many stand before the
+        text. The prefix comes first; at the end, unless it says so itself, the token that ends texts where a tokenizer
+        has one apart from the prefix, as models of transformers learn to end. Where there is neither, only the resets
+        of batches part documents. DataError as `encode_batch`, or for one that leaves no token."""
         items = list(items)
         encoded = iter(self.encode_batch([text for item in items for text in item if text]))
         for prompt, text in items:
-            before = [self.end_of_text, *(next(encoded) if prompt else ())]
-            yield np.array([*before, *(next(encoded) if text else ())], dtype), len(before)
+            before = [*self.specials.prefix, *(next(encoded) if prompt else ())]
+            ids = [*before, *(next(encoded) if text else ())]
+            if self.specials.end is not None and self.specials.stops.isdisjoint(ids[-2:]):
+                ids.append(self.specials.end)
+            if not ids:
+                raise DataError(f"text: {text[:40]!r} has no token in this tokenizer")
+            yield np.array(ids, dtype), len(before)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`, separators left out; what is not UTF-8 becomes U+FFFD. DataError: no such id."""
-        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+        """Text of `ids` from its beginning, special tokens left out; what is not UTF-8 becomes U+FFFD. DataError: no
+        such id."""
+        data = b"".join(map(self.token_bytes, ids))
+        return data.removeprefix(self._lead).decode("utf-8", errors="replace")
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes of one token (possibly part of a character); none for those that end a text."""
+        """The bytes of one token within a text (possibly part of a character); none for special ones."""
         if not 0 <= id < self.vocab_size:
             raise DataError(f"token id: {id} is not between 0 and {self.vocab_size - 1}")
         return self._bytes[id]
 
-    def special(self) -> list[str]:
-        """Spellings of the tokens that no text gives, the separator's among them. (A merge makes every other token of
-        several bytes.)"""
-        value = json.loads(self.to_str())["model"]
-        made = {"".join(merge) for merge in value["merges"]}
-        spelled = {letter: byte for byte, letter in enumerate(byte_letters())}
-        return [
-            bytes(map(spelled.__getitem__, token.removeprefix(STOP))).decode(errors="replace")
-            for token in value["vocab"]
-            if len(token) > 1 and token not in made
-        ]
-
     def byte_counts(self) -> NDArray[np.int64]:
-        """Bytes of each token, (V,): summed over a document's ids they are exactly its text's length."""
+        """Bytes of each token, (V,): of a tokenizer of ours they are, summed over a document's ids, exactly its text's
+        length."""
         return np.array([len(token) for token in self._bytes], dtype=np.int64)
 
+    @functools.cached_property
+    def _lead(self) -> bytes:
+        """What stands before the first word of a text and is none of it, such as the space of Metaspace."""
+        ids = self.encode(_NEAR)
+        data, text = b"".join(map(self.token_bytes, ids)), self._inner.decode(ids).encode()
+        return data.removesuffix(text) if data.endswith(text) else b""
 
-@functools.lru_cache(maxsize=8)
-def _of(text: str) -> tokenizers.Tokenizer:
-    """The library's tokenizer of this JSON, the same for the same text: each one that encodes leaves 5 to 11 kB behind
-    for good (tokenizers 0.23, docs/lab-notes.md)."""
-    return tokenizers.Tokenizer.from_str(text)
+    @functools.cached_property
+    def _bytes(self) -> list[bytes]:
+        """Each token's bytes: what its letters spell where the tokenizer is byte-level; the byte of a <0xNN>; the piece
+        with spaces for ▁; and else the difference that it makes to the text before it."""
+        letters = {letter: byte for byte, letter in enumerate(byte_letters())}
+        kinds = _decoders(json.loads(self._text).get("decoder"))
+        silent = self.specials.silent.union(self.special.values())
+        table, open_ = [b""] * self.vocab_size, list[tuple[str, int]]()
+        for token, id in self._spelled.items():
+            if id in silent:
+                continue
+            if token in self._added:
+                table[id] = token.encode()
+            elif "ByteLevel" in kinds:
+                data = [letters.get(letter) for letter in token]
+                table[id] = token.encode() if None in data else bytes(data)  # type: ignore[arg-type]
+            elif "ByteFallback" in kinds and (byte := _BYTE.fullmatch(token)):
+                table[id] = bytes([int(byte[1], 16)])
+            elif kinds <= _PLAIN:
+                table[id] = token.replace("▁", " ").encode()
+            else:
+                open_.append((token, id))
+        near = self.encode(_NEAR)
+        before = self._inner.decode(near)
+        for (_, id), text in zip(
+            open_, self._inner.decode_batch([[*near, id] for _, id in open_]), strict=True
+        ):
+            table[id] = text.removeprefix(before).encode()
+        return table
+
+
+_PLAIN = frozenset(("Metaspace", "ByteFallback", "Fuse", "Strip", "▁"))
+"""Decoders under which a token's text is its spelling, with spaces for ▁."""
+
+
+def _decoders(value: Any) -> set[str]:
+    """The kinds of decoder that a file's decoder is made of; "▁" is one that replaces this by a space."""
+    if not isinstance(value, dict):
+        return set()
+    if value.get("type") == "Sequence":
+        return set[str]().union(*(_decoders(part) for part in value.get("decoders", [])))
+    if (
+        value.get("type") == "Replace"
+        and value.get("pattern") == {"String": "▁"}
+        and value.get("content") == " "
+    ):
+        return {"▁"}
+    return {str(value.get("type"))}
+
+
+def _of(text: str, file: bpe.Read, place: object) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The library's tokenizer of a file in which special tokens have other names, and these; the same for the same
+    text: each one that encodes leaves 5 to 11 kB behind for good (tokenizers 0.23, docs/lab-notes.md)."""
+    known = _made.get(text)
+    if known is None:
+        inner, names = bpe.aliased(file)
+        try:
+            known = tokenizers.Tokenizer.from_str(inner), names
+        except Exception as error:
+            why = " ".join(str(error).split())[:200]
+            raise DataError(f"{place}: the tokenizers library cannot read it ({why})") from None
+        while len(_made) >= _KEPT:
+            _made.pop(next(iter(_made)))
+        _made[text] = known
+    return known
+
+
+_KEPT = 8
+_made: dict[str, tuple[tokenizers.Tokenizer, dict[str, str]]] = {}
 
 
 @contextlib.contextmanager
@@ -196,8 +320,8 @@ def _panics(what: object) -> Iterator[None]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text, cut where every known pattern splits: between the end of a line and a letter or a number, and between
-    one of these and a space."""
+    """The text, cut where our pattern splits: between the end of a line and a letter or a number, and between one of
+    these and a space."""
     start = 0
     while len(text) - start > _PIECE and (border := _BORDER.search(text, start + _PIECE)):
         yield text[start : border.end()]
@@ -221,13 +345,3 @@ def _refuse_surrogates(texts: Iterable[str]) -> None:
             raise DataError(
                 f"text: character {text[at]!r} at {at} is half of a surrogate pair, not text"
             ) from None
-
-
-def _byte_table(inner: tokenizers.Tokenizer) -> list[bytes]:
-    """Each token's bytes, from their spelling."""
-    spelled = {letter: byte for byte, letter in enumerate(byte_letters())}
-    table = [b""] * inner.get_vocab_size()
-    for token, id in inner.get_vocab().items():
-        if id != Tokenizer.end_of_text and not token.startswith(STOP):
-            table[id] = bytes(spelled[character] for character in token)
-    return table

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from perspectron.data.adopt import adopt
 from perspectron.data.corpus import Corpus
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.util.errors import DataError
@@ -21,18 +20,13 @@ def made(kind: str, corpus: Corpus, vocab_size: int) -> Tokenizer:
     """The tokenizer of a kind in KINDS, learned from the training text where it has something to learn, or that of a
     tokenizer.json. DataError: no such kind or file, or a `vocab_size` below BYTES."""
     if kind not in KINDS:
-        return adopted(kind)
+        return Tokenizer.load(_file(kind))
     if vocab_size < BYTES:
         raise DataError(f"vocab_size: {vocab_size} is below {BYTES} (256 bytes and the separator)")
     if kind == "bytes":
         return Tokenizer.spelled([])
     texts = (document.prompt + document.text for document in corpus.documents("train"))
     return characters(texts, vocab_size) if kind == "characters" else Tokenizer.train(texts, vocab_size)
-
-
-def adopted(path: str) -> Tokenizer:
-    """The tokenizer of a file: one of ours, or byte-level BPE of others whose separator becomes id 0."""
-    return adopt(_file(path)).tokenizer
 
 
 def _file(path: str) -> Path:

@@ -220,6 +220,15 @@ def _stack(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any])
         tape.each(to, "copy", out.select(dim, i), part)
 
 
+@records("repeat_interleave")
+def _repeated(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    x, times, dim = filled(args, 1, kwargs.get("repeats"), kwargs.get("dim"))
+    if isinstance(times, Tensor) or dim is None:
+        raise Unrecordable("repeat_interleave by a tensor, or of all dimensions")
+    parts = out.unflatten(dim, (-1, times))
+    tape.each(to, "copy", parts, x.unsqueeze(dim % x.ndim + 1).expand(parts.shape))
+
+
 @records("pad")
 def _pad(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, pads = args[0], args[1]

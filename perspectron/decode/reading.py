@@ -124,12 +124,12 @@ def lengths(ids: Sequence[int]) -> list[int]:
 
 
 def check_room(positions: int, length: int, unread: Sequence[int], max_tokens: int, row: int) -> None:
-    """ConfigError for a text that would run off a table of learned positions; length: tokens of the document so far."""
+    """ConfigError for a text that would run off the positions of a model; length: tokens of the document so far."""
     if positions == 0:
         return
     for number, count in enumerate(lengths(unread)):
         length = length if number == 0 else 0
-        room = f"≤ {positions - length}, the learned positions that row {row} has left of {positions}"
+        room = f"≤ {positions - length}, the positions that row {row} has left of {positions}"
         require(length + count <= positions, "tokens of the prompt", count, room)
         left = positions - length - count + 1
     require(max_tokens <= left, "max_tokens", max_tokens,

@@ -117,10 +117,17 @@ class Recorder(Mode):
         return memory(x) in self._dynamic
 
     def attended(
-        self, q_BH1K: Tensor, ring: tuple[Tensor, Tensor], at: attention.Places, scale: float | None
+        self,
+        q_BH1K: Tensor,
+        ring: tuple[Tensor, Tensor],
+        at: attention.Places,
+        scale: float | None,
+        cap: float | None,
     ) -> Tensor:
         """`ops.attention.stepped`, of as many slots as are filled when it runs."""
         k, v = ring
+        if cap is not None:
+            raise Unrecordable("capped scores")
         with _disable_current_modes():
             out: Tensor = attention.stepped(q_BH1K, ring, at, scale=scale).contiguous()
             q = tape.contiguous(self.tape, q_BH1K, last=True)
@@ -214,11 +221,16 @@ class Beside(Mode):
             self._run(len(self._tape) + 1)
 
     def attended(
-        self, q_BH1K: Tensor, ring: tuple[Tensor, Tensor], at: attention.Places, scale: float | None
+        self,
+        q_BH1K: Tensor,
+        ring: tuple[Tensor, Tensor],
+        at: attention.Places,
+        scale: float | None,
+        cap: float | None,
     ) -> Tensor:
         """`ops.attention.stepped`, as the modules have it."""
         with _disable_current_modes():
-            return attention.stepped(q_BH1K, ring, at, scale=scale)
+            return attention.stepped(q_BH1K, ring, at, scale=scale, cap=cap)
 
     def scanned(
         self, q_B1R: Tensor, k_B1R: Tensor, v_B1D: Tensor, gamma_B1D: Tensor, state_BDR: Tensor

@@ -136,8 +136,9 @@ class Rows:
             )
         state = None if conversation is None else own.state.to(model.device)  # a loaded one is on the CPU
         unread = [*own.pending[0], *ids]
-        length = 0 if state is None or state.length_B is None else int(state.length_B[0])
-        check_room(model.config.positions, length, unread, max_tokens, handle)
+        length_B = None if state is None else state.document_length_B
+        length = 0 if length_B is None else int(length_B[0])
+        check_room(model.config.positions or model.config.longest, length, unread, max_tokens, handle)
         recent = [*own.recent[0], *(id for id in ids if id != END_OF_TEXT_ID)][-sampling.repetition_window :]
         apart = [] if own.recent[0][-len(own.pending[0]) :] == own.pending[0] else own.pending[0]
         known = [*own.recent[0], *apart, *ids]

@@ -319,7 +319,8 @@ class Session:
         return sum(self._calls)
 
     def _check_positions(self, ids: list[int]) -> None:
-        positions = self._rows.model.config.positions
+        config = self._rows.model.config
+        positions = config.positions or config.longest
         if positions == 0:
             return
         length = max(lengths([*self._ids[:], *ids]))

@@ -36,6 +36,7 @@ from perspectron.decode.recorder import Beside, Recorder, near
 from perspectron.decode.witness import Witness
 from perspectron.experts.router import Routed
 from perspectron.model.cache import Cache
+from perspectron.model.half import is_half
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.native import tape
@@ -106,7 +107,8 @@ class Steps:
         self._model, self.witness, self.told = weakref.ref(model), Witness(model), told
         self._routed = any(isinstance(module, Routed) for module in model.modules())
         on_cpu = all(x.device.type == "cpu" for x in (*model.parameters(), *model.buffers()))
-        self.plain = on_cpu and not self.witness.patched and model.dtype is torch.float32
+        whole = model.dtype is torch.float32 and not is_half(model)
+        self.plain = on_cpu and whole and not self.witness.patched
         self._ids = model.config.vocab_size
         self._refused, self._unsettled = set[Any](), Counter[Any]()
         self._made = dict[Any, _Recording | None]()

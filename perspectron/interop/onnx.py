@@ -18,7 +18,6 @@ import torch.utils._pytree as pytree
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-import perspectron
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.router import RoutedConfig
 from perspectron.model.block import Block
@@ -27,6 +26,7 @@ from perspectron.model.state import LMState
 from perspectron.util.config import require
 from perspectron.util.errors import ArtifactError
 from perspectron.util.files import atomic
+from perspectron.util.version import __version__
 
 MOST_BYTES = 2**31 - 2**24
 """Weights in one file of ONNX."""
@@ -127,7 +127,7 @@ def _write(step: Step, tokenizer: Tokenizer, path: Path) -> None:
         )
     assert program is not None
     known = {
-        "perspectron": perspectron.__version__,
+        "perspectron": __version__,
         "model": step.model.config.name,
         "tokenizer": tokenizer.to_str(),
     }

@@ -5,7 +5,7 @@ Shapes: B batch, T time, D model width, N parts (mixer and network) that read th
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from perspectron.model.config import (
     NoResidualConfig,
     ParallelConfig,
     RouteGatedConfig,
+    SequentialConfig,
 )
 from perspectron.model.ffn import FFNS, TiedConfig
 from perspectron.model.parts import Dropout, Shared, TokenShift, ValueResidual
@@ -104,6 +105,11 @@ class Block(nn.Module):
         self.first_values: ValueResidual | None = None
         self.mixer_shift = self.ffn_shift = None
         bare = isinstance(config.residual, NoResidualConfig)
+        self.around = config.residual if isinstance(config.residual, SequentialConfig) else SequentialConfig()
+        if self.around.norm == "sandwich":
+            for part in ("mixer", "ffn"):
+                if getattr(config, part) is not None:
+                    self.add_module(f"{part}_post_norm", NORMS[norm](d_model, norm_eps))
         if config.mixer is not None:
             self.mixer_norm = nn.Identity() if bare else NORMS[norm](d_model, norm_eps)
             self.mixer = mixers.build(d_model, norm_eps, config.mixer)
@@ -158,12 +164,13 @@ class Block(nn.Module):
         chooses experts."""
         check_consumed(consume_state)
         residual = self.config.residual
+        law5, first = isinstance(residual, Law5Config), self.around.norm != "post"
         own, before_BND = (state.mixer, state.last_BND) if isinstance(state, ShiftedState) else (state, None)
         lasts: list[Tensor] = []
         if self.config.mixer is None:
             mixed_BTD, aux = torch.zeros_like(x_BTD), dict[str, Term]()
         else:
-            read_BTD = x_BTD if isinstance(residual, Law5Config) else self.mixer_norm(x_BTD)
+            read_BTD = self.mixer_norm(x_BTD) if first and not law5 else x_BTD
             if self.mixer_shift is not None:
                 assert before_BND is not None
                 read_BTD, last_BD = self.mixer_shift(read_BTD, before_BND[:, 0], reset_BT, pad_BT)
@@ -178,12 +185,14 @@ class Block(nn.Module):
             )
             if self.mixer_dropout is not None:
                 mixed_BTD = self.mixer_dropout(mixed_BTD)
+            mixed_BTD = self._added(mixed_BTD, "mixer")
         bare = isinstance(residual, NoResidualConfig)
         h_BTD = mixed_BTD.to(x_BTD.dtype) if bare else x_BTD + mixed_BTD
-        if isinstance(residual, Law5Config):
+        if law5:
             h_BTD = self.mixer_norm(h_BTD)
         if ffn is not None:
-            read_BTD = self.ffn_norm(x_BTD if isinstance(residual, ParallelConfig) else h_BTD)
+            read_BTD = x_BTD if isinstance(residual, ParallelConfig) else h_BTD
+            read_BTD = self.ffn_norm(read_BTD) if first else read_BTD
             if self.ffn_shift is not None:
                 assert before_BND is not None
                 read_BTD, last_BD = self.ffn_shift(read_BTD, before_BND[:, -1], reset_BT, pad_BT)
@@ -195,8 +204,16 @@ class Block(nn.Module):
         y_BTD, more = ffn(read_BTD, mixed_BTD, reset_BT=reset_BT, pad_BT=pad_BT, **seen)
         if self.ffn_dropout is not None:
             y_BTD = self.ffn_dropout(y_BTD)
+        y_BTD = self._added(y_BTD, "ffn")
         out_BTD, gate = self._joined(x_BTD, h_BTD, mixed_BTD, y_BTD)
         return out_BTD, state, aux | more | gate
+
+    def _added(self, y_BTD: Tensor, part: Literal["mixer", "ffn"]) -> Tensor:
+        """What the mixer or the network adds, of what it gives: normed and multiplied if the config says so."""
+        if self.around.norm != "pre":
+            name = f"{part}_norm" if self.around.norm == "post" else f"{part}_post_norm"
+            y_BTD = self.get_submodule(name)(y_BTD)
+        return y_BTD if self.around.factor == 1 else y_BTD * self.around.factor
 
     def _joined(
         self, x_BTD: Tensor, h_BTD: Tensor, mixed_BTD: Tensor, y_BTD: Tensor

@@ -98,13 +98,15 @@ def attend(
     at: attention.Places,
     *,
     scale: float | None = None,
+    cap: float | None = None,
     consume_state: bool = False,
     drop: attention.Drop = None,
 ) -> tuple[Tensor, Cache]:
-    """softmax(scale · q kᵀ) v over the cache and the chunk (outputs [B,H,T,V], the cache after it).
+    """softmax(scale · q kᵀ) v over the cache and the chunk (outputs [B,H,T,V], the cache after it); k and v may have
+    fewer heads than q.
 
-    `at`: `attention.places` of the chunk after `cache.length_B`. The cache doubles when it is full.
-    consume_state: one token is written into the cache handed in.
+    `at`: `attention.places` of the chunk after `cache.length_B`. cap: of scores, as `attention.attend`. The cache
+    doubles when it is full. consume_state: one token is written into the cache handed in.
     """
     nothing = cache.used == 0
     fresh = nothing and not at.resets and not at.padded
@@ -112,10 +114,11 @@ def attend(
     counted = at.resets or (at.padded and q.shape[2] > 1)
     after = _remember(k, v, cache, at, fresh, counted, consume_state)
     if fresh:
-        return attention.attend(q, k, v, causal=True, scale=scale, drop=drop), after
+        return attention.attend(q, k, v, causal=True, scale=scale, cap=cap, drop=drop), after
     if q.shape[2] == 1:
-        return attention.stepped(q, after.ring(), at, scale=scale), after
-    o = attention.cached(q, k, v, cache.ring(), cache.length_B, at, fresh=nothing, scale=scale, drop=drop)
+        return attention.stepped(q, after.ring(), at, scale=scale, cap=cap), after
+    before, before_B = cache.ring(), cache.length_B
+    o = attention.cached(q, k, v, before, before_B, at, fresh=nothing, scale=scale, cap=cap, drop=drop)
     return o, after
 
 

@@ -22,9 +22,17 @@ would overflow 64 bits."""
 
 @dataclass(frozen=True)
 class SequentialConfig(ResidualConfig):
-    """h = x + mixer(norm(x)); y = h + ffn(norm(h)) (docs/designs/perspective.md#stack)."""
+    """h = x + mixer(norm(x)); y = h + ffn(norm(h)) (docs/designs/perspective.md#stack).
+
+    norm: "pre"; "post" norms what mixer and network give, not what they read: h = x + norm(mixer(x)); "sandwich" does
+    both. factor: of what mixer and network add."""
 
     kind = "sequential"
+    norm: Literal["pre", "post", "sandwich"] = "pre"
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(self.factor != 0, "factor", self.factor, "other than 0")
 
 
 @dataclass(frozen=True)
@@ -93,11 +101,14 @@ class ModelConfig:
 
     head: None uses the transposed embedding. embedding_std: standard deviation of the embedding at initialisation.
     embedding_norm: divide the embedding by its root mean square before the first block, so that it is comparable in
-    size to what the mixers add. positions: length of a learned position table, which bounds the length of a document;
-    0 for none. norm: "rms", or "layer" with biases. dropout: share of the numbers that are zeroed in training, in the
-    embedding, in what mixers and networks add, and in the weights of attention. shift: mixers and networks read a
-    learned mix of each token and the one before (docs/designs/baselines.md#two-parts-for-every-design). first_values:
-    values of mixers lean on those of the first mixer with as many channels.
+    size to what the mixers add. embedding_factor: multiply it, by the nearest number of its dtype. logits_factor,
+    logits_cap: of what the head gives, l, logits are factor · l, or cap · tanh(factor · l / cap) where the cap is not
+    0. positions: length of a learned position table, which bounds the length of a document; 0 for none. norm: "rms", or
+    "layer" with biases. dropout: share of the numbers that are zeroed in training, in the embedding, in what mixers and
+    networks add, and in the weights of attention. shift: mixers and networks read a learned mix of each token and the
+    one before (docs/designs/baselines.md#two-parts-for-every-design). first_values: values of mixers lean on those of
+    the first mixer with as many channels. longest: tokens of the longest document that rotary positions were made for,
+    past which nothing is generated; 0 for no bound.
     """
 
     name: str
@@ -107,19 +118,23 @@ class ModelConfig:
     head: HeadConfig | None = None
     embedding_std: float = 0.02
     embedding_norm: bool = False
+    embedding_factor: float = 1.0
+    logits_factor: float = 1.0
+    logits_cap: float = 0.0
     positions: int = 0
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     dropout: float = 0.0
     shift: bool = False
     first_values: bool = False
+    longest: int = 0
 
     def __post_init__(self) -> None:
         at_least(1, self, "vocab_size", "d_model")
         require(0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)")
         require(len(self.blocks) >= 1, "blocks", len(self.blocks), "at least one block")
-        at_least(0, self, "positions")
-        positive(self, "embedding_std", "norm_eps")
+        at_least(0, self, "positions", "logits_cap", "longest")
+        positive(self, "embedding_std", "norm_eps", "embedding_factor", "logits_factor")
         require(len(self.blocks) <= MOST_BLOCKS, "blocks", len(self.blocks), f"≤ {MOST_BLOCKS}")
         _require_sizes(self, "")
         mixers = sum(block.mixer is not None for block in self.blocks)

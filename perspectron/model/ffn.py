@@ -24,10 +24,12 @@ Activation = Literal["gelu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class SwiGLUConfig(FFNConfig):
-    """A SwiGLU of hidden width F = `hidden`."""
+    """A SwiGLU of hidden width F = `hidden`. activation: of the gate. bias: of all three matrices."""
 
     kind = "swiglu"
     hidden: int
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    bias: bool = False
 
     def __post_init__(self) -> None:
         require(self.hidden >= 1, "hidden", self.hidden, "≥ 1")
@@ -90,16 +92,18 @@ class Network(nn.Module):
 
 
 class SwiGLU(Network):
-    """W_down(SiLU(W_gate x) ⊙ W_up x) (docs/designs/perspective.md#experts)."""
+    """W_down(SiLU(W_gate x) ⊙ W_up x) (docs/designs/perspective.md#experts), or with GELU by tanh in SiLU's place."""
 
     def __init__(self, d_model: int, config: SwiGLUConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(d_model, config.hidden, bias=False)
-        self.up_proj = nn.Linear(d_model, config.hidden, bias=False)
-        self.down_proj = nn.Linear(config.hidden, d_model, bias=False)
+        self.config = config
+        self.gate_proj = nn.Linear(d_model, config.hidden, bias=config.bias)
+        self.up_proj = nn.Linear(d_model, config.hidden, bias=config.bias)
+        self.down_proj = nn.Linear(config.hidden, d_model, bias=config.bias)
 
     def output(self, x_BTD: Tensor, context_BTD: Any) -> Tensor:
-        return self.down_proj(gated(self.gate_proj(x_BTD), self.up_proj(x_BTD)))
+        gate, up = self.gate_proj(x_BTD), self.up_proj(x_BTD)
+        return self.down_proj(gated(gate, up) if self.config.activation == "silu" else fused.gelu(gate) * up)
 
 
 def gelu(x: Tensor, activation: Activation) -> Tensor:

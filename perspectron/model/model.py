@@ -25,6 +25,7 @@ from perspectron.model.state import LMState, fingerprint
 from perspectron.ops import fused
 from perspectron.ops.attention import places
 from perspectron.ops.dispatch import captured, check_consumed, gradients_off, recorder
+from perspectron.ops.fused import batch_invariant
 from perspectron.util import ranks
 from perspectron.util.config import one_of, require
 from perspectron.util.errors import ConfigError, StateError
@@ -251,10 +252,12 @@ class LanguageModel(nn.Module):
         pad_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The input of the first block from token embeddings [B,T,·], and the length of each document after them.
-        Embeddings are normed to a mean square of 1 if the config says so, and learned positions are added if there are
-        any."""
+        Embeddings are normed to a mean square of 1 and multiplied if the config says so, and learned positions are
+        added if there are any."""
         if self.config.embedding_norm:
             x_BTD = F.rms_norm(x_BTD, x_BTD.shape[-1:], eps=self.config.norm_eps)
+        if self.config.embedding_factor != 1:
+            x_BTD = x_BTD * torch.tensor(self.config.embedding_factor, dtype=x_BTD.dtype).item()
         if length_B is None:
             return x_BTD, None
         P, at = self.config.positions, places(length_B, x_BTD.shape[1], reset_BT, pad_BT)
@@ -272,9 +275,16 @@ class LanguageModel(nn.Module):
 
     def head(self, hidden_BTD: Tensor) -> Tensor:
         """Logits [B,T,V]."""
-        if self.config.head is None:
-            return tied(self.embedding, hidden_BTD, self.config.vocab_size)
-        logits_BTV: Tensor = self.lm_head(hidden_BTD)
+        config = self.config
+        logits_BTV: Tensor
+        if config.head is None:
+            logits_BTV = tied(self.embedding, hidden_BTD, config.vocab_size)
+        else:
+            logits_BTV = self.lm_head(hidden_BTD)
+        if config.logits_factor != 1:
+            logits_BTV = logits_BTV * config.logits_factor
+        if config.logits_cap:
+            logits_BTV = config.logits_cap * batch_invariant(torch.tanh, logits_BTV / config.logits_cap)
         return logits_BTV
 
     def terms(self, logits_BTV: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> dict[str, Term]:
@@ -392,9 +402,10 @@ def allocated(model: LanguageModel) -> LanguageModel:
     return model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
 
 
-def require_memory(model: LanguageModel) -> None:
+def require_memory(model: LanguageModel, itemsize: int = 0) -> None:
     """Raise ConfigError if a model's weights do not fit into the memory of this machine. The model may be on the meta
-    device."""
-    size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    device. itemsize: bytes of each number, where they will be others than the model's."""
+    tensors = (*model.parameters(), *model.buffers())
+    size = sum(tensor.numel() * (itemsize or tensor.itemsize) for tensor in tensors)
     bound = f"≤ {memory() / 1e9:,.1f} GB, the memory of this machine"
     require(size <= memory(), f"weights of {model.config.name}", f"{size / 1e9:,.1f} GB", bound)

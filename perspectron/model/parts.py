@@ -26,12 +26,13 @@ ValueFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class ShortConv(nn.Module):
-    """A causal convolution of each channel over its last W tokens, then swish (`perspectron.ops.conv`). weight [C,1,W];
-    bias [C], if there is one. The mixer that has it calls `draw` in its `init_weights` and keeps its window as
-    state."""
+    """A causal convolution of each channel over its last W tokens, then swish if it is on (`perspectron.ops.conv`).
+    weight [C,1,W]; bias [C], if there is one. The mixer that has it calls `draw` in its `init_weights` and keeps its
+    window as state."""
 
-    def __init__(self, channels: int, taps: int, *, bias: bool = True) -> None:
+    def __init__(self, channels: int, taps: int, *, bias: bool = True, swish: bool = True) -> None:
         super().__init__()
+        self.swish = swish
         self.weight = nn.Parameter(torch.empty(channels, 1, taps))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
@@ -52,7 +53,7 @@ class ShortConv(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The outputs [B,T,C], in the window's dtype, and the window after them."""
         bias_C = self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
-        return convolve(u_BTC, window_BZC, self.weight, bias_C, reset_BT, pad_BT)
+        return convolve(u_BTC, window_BZC, self.weight, bias_C, reset_BT, pad_BT, swish=self.swish)
 
 
 class Dropout(nn.Module):

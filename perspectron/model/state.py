@@ -389,9 +389,11 @@ def digest_of(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
 
 def fingerprint(config: ModelConfig, weights: dict[str, Tensor]) -> str:
     """Hex digest of a model: a checksum of its weights (independent of device and order) and of its config, fields at
-    their defaults left out, so that a new field changes no digest."""
+    their defaults left out, so that a new field changes no digest. Numbers of 16 bits count as in float32."""
     digest = hashlib.sha256(json.dumps(dump(config, defaults=False), sort_keys=True).encode())
     for name in sorted(weights):
         digest.update(name.encode())
-        digest.update(weights[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        weight = weights[name].detach().cpu()
+        weight = weight.float() if weight.dtype in (torch.bfloat16, torch.float16) else weight
+        digest.update(weight.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

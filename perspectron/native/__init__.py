@@ -40,7 +40,6 @@ import torch
 from torch import Tensor
 
 from perspectron.native.library import load
-from perspectron.util.errors import BackendError
 
 FORMATS = ("ternary", "2bit", "4bit", "int8", "4bit32", "8bit32")
 ROWS = {"ternary": 5, "2bit": 4, "4bit": 2, "int8": 1, "4bit32": 16, "8bit32": 16}
@@ -216,10 +215,8 @@ def padded(K: int) -> int:
 
 @cache
 def function(name: str, *arguments: type) -> Callable[..., None]:
-    """A function of the library with the types of its arguments, which a design declares itself. BackendError: the
-    library was built without the file of that design's kernels."""
-    if not hasattr(_library(), name):
-        raise BackendError(f"backend = 'native' cannot run: the library was built without {name}")
+    """A function of the library with the types of its arguments, which a design declares itself. AttributeError:
+    the library was built without the file of that design's kernels."""
     found: Callable[..., None] = getattr(_library(), name)
     found.argtypes, found.restype = arguments, None  # type: ignore[attr-defined]
     return found

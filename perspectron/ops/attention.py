@@ -1,4 +1,4 @@
-"""Causal attention over a chunk and a cache, with rotary positions, windows, packed documents and padding.
+"""Causal attention over a chunk and a cache, with windows, packed documents and padding.
 
 A cache is a ring of S slots: the token at position p of its document stands in slot p mod S, so which slot
 holds what follows from the number of tokens read, and nothing else is stored. Full attention is a ring that
@@ -8,7 +8,6 @@ Shapes: B batch, T chunk, S cache slots, H query heads, G key heads, K head widt
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from perspectron import native
 from perspectron.native import training
 from perspectron.ops.dispatch import gradients_off, owned, recorder, under_tracing
-from perspectron.ops.fused import fits, recorded
+from perspectron.ops.fused import batch_invariant, fits, recorded
 
 Drop = Callable[[Tensor], Tensor] | None
 """A function of the weights of attention, such as dropout; None takes the fused kernels."""
@@ -113,11 +112,12 @@ def attend(
     *,
     causal: bool = False,
     scale: float | None = None,
+    cap: float | None = None,
     drop: Drop = None,
 ) -> Tensor:
     """Attention softmax(scale · q kᵀ) v [B,H,T,V] on PyTorch's fused kernel, or on ours where it is causal and trains
-    on a CPU; H / G query heads share a key head. `scale` is K^-½ when not given. drop: gets the weights where gradients
-    are on.
+    on a CPU; H / G query heads share a key head. `scale` is K^-½ when not given. cap: scores s become
+    cap · tanh(s / cap), without a fused kernel. drop: gets the weights where gradients are on.
 
     Values may be narrower than keys: PyTorch's kernel wants them padded, so one query goes without it (padding would
     copy the cache for every token). So does one query on a CPU in float32 and float64, which must see a key: the kernel
@@ -127,24 +127,18 @@ def attend(
     k, v = k_BGSK.to(q_BHTK.dtype), v_BGSV.to(q_BHTK.dtype)
     (B, H, T, K), V = q_BHTK.shape, v.shape[-1]
     scale = K**-0.5 if scale is None else scale
-    if drop is not None and not gradients_off():
-        k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-        scores = (q_BHTK * scale) @ k.mT
-        if causal:
-            scores = scores.masked_fill(
-                scores.new_ones(T, k.shape[2], dtype=torch.bool).triu(1), float("-inf")
-            )
-        scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
-        return drop(scores.softmax(-1)) @ v
+    drop = None if gradients_off() else drop
+    if T > 1 and (cap is not None or drop is not None):
+        return _explicit(q_BHTK * scale, k, v, mask, causal, cap, drop)
     plain = q_BHTK.device.type == "cpu" and q_BHTK.dtype in (torch.float32, torch.float64)
-    if T == 1 and (V != K or plain):
+    if T == 1 and (V != K or plain or cap is not None):
         if B * k.shape[1] == 1:  # a product of several rows with one matrix is cut among the threads too
             k, v = k.expand(B, H, -1, -1), v.expand(B, H, -1, -1)
         shared = (q_BHTK * scale).view(B, k.shape[1], H // k.shape[1], K)  # heads of one key head
-        scores = shared @ k.mT
+        scores = capped(shared @ k.mT, cap)
         scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
         return (scores.softmax(-1) @ v).view(B, H, 1, V)
-    if causal and _ours(q_BHTK, k, v, scale):
+    if causal and cap is None and _ours(q_BHTK, k, v, scale):
         return _attended(q_BHTK, k, v, torch.zeros(B, T, dtype=torch.int32, device=k.device), scale)
     if k.shape[1] != H and mask is not None and _takes_no_groups(q_BHTK):
         k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
@@ -152,6 +146,25 @@ def attend(
     v = F.pad(v, (0, K - V)) if V != K else v
     o = F.scaled_dot_product_attention(q_BHTK, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     return o[..., :V]
+
+
+def capped(scores: Tensor, cap: float | None) -> Tensor:
+    """Scores s as cap · tanh(s / cap), with the same bits in a batch of any size."""
+    return scores if cap is None else batch_invariant(torch.tanh, scores / cap, least=0) * cap
+
+
+def _explicit(
+    q_BHTK: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, cap: float | None, drop: Drop
+) -> Tensor:
+    """`attend` of scaled queries, with all scores in memory; heads of one key head are rows of one product."""
+    (B, H, T, _), G = q_BHTK.shape, k.shape[1]
+    scores = capped((q_BHTK.reshape(B, G, -1, q_BHTK.shape[3]) @ k.mT).view(B, H, T, -1), cap)
+    if causal:
+        scores = scores.masked_fill(scores.new_ones(T, k.shape[2], dtype=torch.bool).triu(1), float("-inf"))
+    scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+    weights = scores.softmax(-1)
+    weights = weights if drop is None else drop(weights)
+    return (weights.view(B, G, -1, k.shape[2]) @ v).view(B, H, T, -1)
 
 
 def _takes_no_groups(q_BHTK: Tensor) -> bool:
@@ -219,18 +232,26 @@ def _first(at: Places, window: int | None) -> Tensor:
     return torch.where(at.valid_BT, time_T - back_BT, time_T).to(torch.int32).contiguous()
 
 
-def stepped(q_BH1K: Tensor, ring: tuple[Tensor, Tensor], at: Places, *, scale: float | None = None) -> Tensor:
+def stepped(
+    q_BH1K: Tensor,
+    ring: tuple[Tensor, Tensor],
+    at: Places,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+) -> Tensor:
     """One token attends to a ring that already holds it. Rows of a batch on a CPU do so one by one, each to the slots
     that it has filled: how many the others have changes no bit of it. An exporter, which sees no values, masks."""
     if (tape := recorder()) is not None:
-        attended: Tensor = tape.attended(q_BH1K, ring, at, scale)
+        attended: Tensor = tape.attended(q_BH1K, ring, at, scale, cap)
         return attended
     S = ring[0].shape[2]  # padding before any token sees slot 0: no empty softmax
     if q_BH1K.device.type != "cpu" or torch.compiler.is_exporting():
-        return attend(q_BH1K, *ring, slots(at.length_B.clamp_min(1), S)[:, None] >= 0, scale=scale)
+        mask_B1S = slots(at.length_B.clamp_min(1), S)[:, None] >= 0
+        return attend(q_BH1K, *ring, mask_B1S, scale=scale, cap=cap)
     k, v = ring
     rows = [
-        attend(q_BH1K[b : b + 1], k[b : b + 1, :, :filled], v[b : b + 1, :, :filled], scale=scale)
+        attend(q_BH1K[b : b + 1], k[b : b + 1, :, :filled], v[b : b + 1, :, :filled], scale=scale, cap=cap)
         for b, filled in enumerate(max(1, min(S, length)) for length in at.length_B.tolist())
     ]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -246,11 +267,12 @@ def cached(
     *,
     fresh: bool = False,
     scale: float | None = None,
+    cap: float | None = None,
     drop: Drop = None,
 ) -> Tensor:
     """A chunk attends to a cache [B,G,S,K] of everything before it, and to itself. fresh: there was nothing before."""
     scale = q_BHTK.shape[3] ** -0.5 if scale is None else scale
-    if fresh and not at.padded and drop is None and _ours(q_BHTK, k_BGTK, v_BGTV, scale):
+    if fresh and not at.padded and drop is None and cap is None and _ours(q_BHTK, k_BGTK, v_BGTV, scale):
         return _attended(q_BHTK, k_BGTK, v_BGTV, _first(at, None), scale)
     old_BS = slots(before_B, ring[0].shape[2])
     own_BT = torch.where(at.valid_BT, at.position_BT, -1)
@@ -259,7 +281,7 @@ def cached(
     mask_BTS = visible(at, position_BS, segment_BS, None)
     mask_BTS.diagonal(old_BS.shape[1], 1, 2).fill_(True)  # padding sees itself: no empty softmax
     k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(ring, (k_BGTK, v_BGTV), strict=True))
-    return attend(q_BHTK, k, v, mask_BTS, scale=scale, drop=drop)
+    return attend(q_BHTK, k, v, mask_BTS, scale=scale, cap=cap, drop=drop)
 
 
 def _columns(x_BHTK: Tensor, order_BT: Tensor) -> Tensor:
@@ -275,6 +297,8 @@ def windowed(
     at: Places,
     *,
     fresh: bool = False,
+    scale: float | None = None,
+    cap: float | None = None,
     drop: Drop = None,
 ) -> Tensor:
     """A chunk attends to the last W tokens, itself counted; `ring` [B,G,W,K] holds what came before. fresh:
@@ -289,10 +313,10 @@ def windowed(
         ordered = {name: getattr(at, name).gather(1, order_BT) for name in at._fields[:3]}
         tokens = at._replace(padded=False, **ordered)
         q, k, v = (_columns(x, order_BT) for x in (q_BHTK, k_BGTK, v_BGTK))
-        return _columns(
-            windowed(q, k, v, ring, before_B, tokens, fresh=fresh, drop=drop), order_BT.argsort(1)
-        )
-    if fresh and drop is None and _ours(q_BHTK, k_BGTK, v_BGTK, scale := q_BHTK.shape[3] ** -0.5):
+        o = windowed(q, k, v, ring, before_B, tokens, fresh=fresh, scale=scale, cap=cap, drop=drop)
+        return _columns(o, order_BT.argsort(1))
+    scale = q_BHTK.shape[3] ** -0.5 if scale is None else scale
+    if fresh and drop is None and cap is None and _ours(q_BHTK, k_BGTK, v_BGTK, scale):
         return _attended(q_BHTK, k_BGTK, v_BGTK, _first(at, W), scale)
     c = min(W, T)
     n = -(-T // c)
@@ -318,47 +342,6 @@ def windowed(
         return torch.cat([cut[:, :-1], cut[:, 1:]], 3).flatten(0, 1)
 
     q_NHcK = F.pad(q_BHTK, (0, 0, 0, tail)).unflatten(2, (n, c)).transpose(1, 2).flatten(0, 1)
-    o_NHcK = attend(q_NHcK, blocks(ring[0], k_BGTK), blocks(ring[1], v_BGTK), mask_NTS, drop=drop)
+    keys, values = blocks(ring[0], k_BGTK), blocks(ring[1], v_BGTK)
+    o_NHcK = attend(q_NHcK, keys, values, mask_NTS, scale=scale, cap=cap, drop=drop)
     return o_NHcK.unflatten(0, (B, n)).transpose(1, 2).flatten(2, 3)[:, :, :T]
-
-
-def angles(position_BT: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [B,T,K/2] of the rotary angles of heads K = `width` wide, in float64: a far position costs no
-    precision."""
-    half, place = width // 2, position_BT.device
-    made = _frequencies.__wrapped__ if under_tracing(position_BT) else _frequencies
-    angle_BTF = position_BT[:, :, None] * made(half, base, place)
-    return angle_BTF.cos(), angle_BTF.sin()
-
-
-@cache
-def _frequencies(half: int, base: float, device: torch.device) -> Tensor:
-    """The frequencies [K/2], kept; no tensor of inference mode, which could not be used outside of it."""
-    with torch.inference_mode(False):
-        return base ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
-
-
-def rope(x_BHTK: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions by `angles`, the two halves of a head paired; products at least in float32."""
-    dtype = torch.promote_types(x_BHTK.dtype, torch.float32)
-    cos, sin = (angle_BTF.to(dtype) for angle_BTF in turn)
-    x_BTHK = x_BHTK.transpose(1, 2)
-    B, T, H, K = x_BTHK.shape
-    if x_BTHK.stride()[2:] == (K, 1) and fits(x_BTHK, dtypes=(torch.float32, torch.bfloat16)):
-        y: Tensor = _Turned.apply(x_BTHK.flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1))
-        return y.view(B, T, H, K).transpose(1, 2)
-    cos, sin = cos[:, None], sin[:, None]
-    a, b = x_BHTK.to(dtype).chunk(2, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x_BHTK.dtype)
-
-
-class _Turned(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return training.turned(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _Turned.apply(dy.contiguous(), cos, -sin), None, None

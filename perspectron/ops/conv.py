@@ -1,9 +1,10 @@
-"""A short causal convolution of each channel over the tokens of its document, then swish, with its window as state
-(Mamba-2's; docs/designs/baselines.md#mamba-2).
+"""A short causal convolution of each channel over the tokens of its document, with its window as state, then swish
+(Mamba-2's; docs/designs/baselines.md#mamba-2) or nothing.
 
 Shapes: B batch, T time, C channels, W taps, Z = W − 1 tokens of the window, S = Z + T.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +26,16 @@ def convolve(
     bias_C: Tensor,
     reset_BT: Tensor | None,
     pad_BT: Tensor | None,
+    *,
+    swish: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The swish of each token's sum with the Z tokens of its document before it, weighted by channel: (outputs [B,T,C],
-    the window after them). Computes and returns in the window's dtype."""
+    """Each token's sum with the Z tokens of its document before it, weighted by channel, or the swish of it: (outputs
+    [B,T,C], the window after them). Computes and returns in the window's dtype."""
     dtype, (B, Z, _), T = window_BZC.dtype, window_BZC.shape, u_BTC.shape[1]
     weights = weight_C1W[:, 0].T.to(dtype).contiguous(), bias_C.to(dtype).contiguous()
     if reset_BT is None and pad_BT is None:
         u_BSC = torch.cat([window_BZC, u_BTC.to(dtype)], 1)
-        return _Convolution.apply(u_BSC, *weights, None), u_BSC[:, T:].clone()
+        return _Convolution.apply(u_BSC, *weights, None, swish), u_BSC[:, T:].clone()
     # The window counts as Z tokens; before a document's first it holds zeros.
     at = places(torch.full((B,), Z, device=u_BTC.device), T, reset_BT, pad_BT)
     position_BT, order_BT = at.position_BT, None
@@ -41,7 +44,7 @@ def convolve(
         u_BTC, position_BT = _columns(u_BTC, order_BT), position_BT.gather(1, order_BT)
     u_BSC = torch.cat([window_BZC, u_BTC.to(dtype)], 1)
     back_W = torch.arange(Z, -1, -1, device=u_BTC.device)
-    y_BTC = _Convolution.apply(u_BSC, *weights, (back_W <= position_BT[:, :, None]).to(dtype))
+    y_BTC = _Convolution.apply(u_BSC, *weights, (back_W <= position_BT[:, :, None]).to(dtype), swish)
     last_BZ = Z + at.valid_BT.sum(1, keepdim=True) - back_W[:Z]
     gone_BZ = back_W[:Z] > at.length_B[:, None]
     window_BZC = _columns(u_BSC, last_BZ).masked_fill(gone_BZ[:, :, None], 0)
@@ -72,47 +75,52 @@ def _taps(
     return taps, y
 
 
-def _fast(*tensors: Tensor) -> bool:
-    """True if the native kernel computes these: float32 on a CPU, watched by nothing."""
+def _fast(swish: bool, *tensors: Tensor) -> bool:
+    """True if the native kernel computes these: swish of float32 on a CPU, watched by nothing."""
     plain = all(x.device.type == "cpu" and x.dtype is torch.float32 for x in tensors)
     some = tensors[0].numel() > 0 and tensors[0].shape[1] >= len(tensors[1])
-    return plain and some and not under_tracing(*(x.detach() for x in tensors)) and native.wanted()
+    return swish and plain and some and not under_tracing(*(x.detach() for x in tensors)) and native.wanted()
 
 
 class _Convolution(torch.autograd.Function):
-    """swish(Σ_j weight_j u_{t+j} + bias), zeros in the place of what a token may not see. Keeps only its inputs
+    """Σ_j weight_j u_{t+j} + bias, or its swish, zeros in the place of what a token may not see. Keeps only its inputs
     for the backward pass, which computes the sum again."""
 
     @staticmethod
-    def forward(u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None) -> Tensor:
-        if _fast(u_BSC, weight_WC, bias_C):
+    def forward(
+        u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None, swish: bool
+    ) -> Tensor:
+        if _fast(swish, u_BSC, weight_WC, bias_C):
             return training.convolve(u_BSC, weight_WC, bias_C, sees_BTW)
         y_BTC = u_BSC.new_empty(u_BSC.shape[0], u_BSC.shape[1] - len(weight_WC) + 1, u_BSC.shape[2])
         for block in _blocks(u_BSC, len(weight_WC)):
-            y_BTC[:, block] = F.silu(_taps(u_BSC, weight_WC, bias_C, sees_BTW, block)[1])
+            y = _taps(u_BSC, weight_WC, bias_C, sees_BTW, block)[1]
+            y_BTC[:, block] = F.silu(y) if swish else y
         return y_BTC
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.swish = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, dy_BTC: Tensor) -> tuple[Tensor | None, ...]:
-        return *once_differentiable("conv.convolve", _backward, *ctx.saved_tensors, dy_BTC), None
+        gradients = partial(_backward, ctx.swish)
+        return *once_differentiable("conv.convolve", gradients, *ctx.saved_tensors, dy_BTC), None, None
 
     jvp = refuse("conv.convolve has no forward-mode derivative; differentiate in reverse mode")
 
 
 def _backward(
-    u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None, dy_BTC: Tensor
+    swish: bool, u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None, dy_BTC: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of u, weight and bias."""
-    if _fast(u_BSC, weight_WC, bias_C):
+    if _fast(swish, u_BSC, weight_WC, bias_C):
         return training.convolve_backward(u_BSC, weight_WC, bias_C, sees_BTW, dy_BTC.contiguous())
     du_BSC, dweight_WC, dbias_C = (torch.zeros_like(x) for x in (u_BSC, weight_WC, bias_C))
     for block in _blocks(u_BSC, len(weight_WC)):
         taps, y = _taps(u_BSC, weight_WC, bias_C, sees_BTW, block)
-        dy = torch.ops.aten.silu_backward(dy_BTC[:, block], y)
+        dy = torch.ops.aten.silu_backward(dy_BTC[:, block], y) if swish else dy_BTC[:, block]
         dbias_C += dy.sum((0, 1))
         for j, tap in enumerate(taps):
             dweight_WC[j] += (dy * tap).sum((0, 1))

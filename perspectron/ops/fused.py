@@ -116,6 +116,18 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x)
 
 
+class GroupedRMSNorm(nn.RMSNorm):
+    """The same of each of so many parts of the last dimension, with one weight for each number."""
+
+    def __init__(self, width: int, groups: int, eps: float) -> None:
+        super().__init__(width, eps)
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.unflatten(-1, (self.groups, -1))
+        return F.rms_norm(parts, parts.shape[-1:], None, self.eps).flatten(-2) * self.weight
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -7,8 +7,8 @@ A gate of 0 forgets everything before it (a new document); a gate of 1 with v = 
 (padding). Source: docs/designs/baselines.md#gated-linear-attention; Yang et al. 2023 (arXiv 2312.06635), Dao & Gu
 2024 (arXiv 2405.21060).
 
-Shapes: B batch, H heads, G heads of queries and keys (H, or 1 shared by all), T time, L tokens of one chunk,
-K key width, A gate width (K or 1), V value width.
+Shapes: B batch, H heads, G heads of queries and keys, each of which H / G heads in a row share, T time, L tokens of
+one chunk, K key width, A gate width (K or 1), V value width.
 """
 
 import torch
@@ -64,6 +64,8 @@ def scan(
     q, k, v, gate = (x.to(dtype) for x in inputs)
     state = v.new_zeros(B, H, K, v.shape[-1]) if state_BHKV is None else state_BHKV.to(dtype)
     q = q * (K**-0.5 if scale is None else scale)
+    if 1 < (G := q.shape[1]) < H:
+        q, k = (x.repeat_interleave(H // G, 1) for x in (q, k))
     if backend == "naive":
         return naive(q, k, v, gate, state)
     if v.numel() > 0 and on_gpu.wanted(backend, v.shape[-1], q, k, v, gate, state):
@@ -90,9 +92,10 @@ def _check(inputs: list[Tensor], state_BHKV: Tensor | None) -> None:
     q, k, v, gate = (tuple(x.shape) for x in inputs)
     B, H, T, V = v
     G, K, A = q[1], q[-1], gate[-1]
-    fits = G in (1, H) and A in (1, K) and q == k == (B, G, T, K) and gate == (B, H, T, A)
+    groups = G == H or (G > 0 and H % G == 0)
+    fits = groups and A in (1, K) and q == k == (B, G, T, K) and gate == (B, H, T, A)
     if not fits:
-        wanted = "[B,H|1,T,K], [B,H|1,T,K], [B,H,T,V], [B,H,T,K|1]"
+        wanted = "[B,G,T,K], [B,G,T,K], [B,H,T,V], [B,H,T,K|1]"
         raise ValueError(f"q, k, v, gate have shapes {q}, {k}, {v}, {gate}; want {wanted}")
     if state_BHKV is not None and state_BHKV.shape != (B, H, K, V):
         raise ValueError(f"state has shape {tuple(state_BHKV.shape)}, want {(B, H, K, V)}")

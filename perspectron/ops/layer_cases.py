@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from perspectron.ops import attention, experts, fused, packed, packing
+from perspectron.ops import attention, experts, fused, packed, packing, rope
 from perspectron.ops.case import LOOSE, Case, Tensors, U, drawn, half, steps
 
 
@@ -84,7 +84,7 @@ def _cache(backend: str, q: Tensor, k: Tensor, v: Tensor, old_k: Tensor, old_v: 
 def _rope(backend: str, x: Tensor) -> Tensors:
     at = torch.arange(x.shape[2], device=x.device).expand(len(x), -1) + 1000
     if backend != "naive":
-        return (attention.rope(x, attention.angles(at, x.shape[-1], 1e4)),)
+        return (rope.turned(x, rope.angles(at, x.shape[-1], 1e4)),)
     angle = at[:, None, :, None] * 1e4 ** (
         -torch.arange(0, 1, 2 / x.shape[-1], dtype=torch.float64, device=x.device)
     )

@@ -21,7 +21,7 @@ def scan(
     q_BGTK: Tensor, k_BGTK: Tensor, v_BHTV: Tensor, e_BHTK: Tensor | None, b_BHTK: Tensor | None,
     alpha_BHTA: Tensor, state_BHKV: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(outputs [B,H,T,V], the last state); differentiable once, in reverse mode. G is H, or 1: all heads share q and
+    """(outputs [B,H,T,V], the last state); differentiable once, in reverse mode. H / G heads in a row share q and
     k."""
     inputs = (q_BGTK, k_BGTK, v_BHTV, e_BHTK, b_BHTK, alpha_BHTA, state_BHKV)
     o_NTV, state_NKV = _Scan.apply(*(None if x is None else x.flatten(0, 1).contiguous() for x in inputs))

@@ -24,6 +24,7 @@ from perspectron.data.corpus import RULE
 from perspectron.data.shuffle import ORDER
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.ternary import SHARE
+from perspectron.model import half
 from perspectron.model.model import LanguageModel, require_memory
 from perspectron.train import lora, moments
 from perspectron.train.config import RunConfig, TrainConfig
@@ -310,9 +311,12 @@ def _check_tokenizer(path: Path, fingerprint: str, tokenizer: Tokenizer) -> None
 
 
 def fill(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
-    """Load the tensors, which are used up; CheckpointError that names the first which does not fit."""
-    same_tensors(model.state_dict(), tensors, path)
+    """Load the tensors, which are used up; CheckpointError that names the first which does not fit. Matrices of 16 bits
+    stay so where the model is on the meta device."""
+    if model.device.type == "meta":
+        half.keep(model, tensors)
     own = model.state_dict()
+    same_tensors(own, tensors, path)
     if model.device.type == "meta":
         require_memory(model)
         taken = set[int]()
@@ -333,7 +337,8 @@ def _alone(tensor: Tensor, taken: set[int]) -> Tensor:
 
 
 def same_tensors(own: dict[str, Tensor], tensors: dict[str, Tensor], path: Path) -> None:
-    """CheckpointError that names the first tensor which is not of the same shape and type."""
+    """CheckpointError that names the first tensor which is not of the same shape and type; 16 bits are as good as
+    float32."""
     for name in own | tensors:
         here, there = (_kind(side[name]) if name in side else "missing" for side in (own, tensors))
         if here != there:
@@ -341,7 +346,8 @@ def same_tensors(own: dict[str, Tensor], tensors: dict[str, Tensor], path: Path)
 
 
 def _kind(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    dtype = torch.float32 if tensor.dtype in half.DTYPES else tensor.dtype
+    return f"{list(tensor.shape)} {str(dtype).removeprefix('torch.')}"
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

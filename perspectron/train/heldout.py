@@ -42,7 +42,8 @@ def heldout(
 
     Every window of `seq_len` tokens starts from an empty state, so that designs are compared at the same context. With
     `carry` the state continues from window to window (batch size 1) and is only reset at the start of a document.
-    `dtype`: of autocast. Ranks share the batches, and each has the sum of all.
+    `dtype`: of autocast. Ranks share the batches, and each has the sum of all. Bytes are those of the text where all of
+    a split is read; of a part they are those of its tokens, which a normaliser may have changed.
     """
     counts_V = torch.from_numpy(np.asarray(tokenizer.byte_counts()))
     device = model.device
@@ -57,9 +58,8 @@ def heldout(
         )
         for batch, counts in ranks.shared(batches):
             ids, targets = (ranks.columns(x).to(device) for x in (batch.ids_BT, batch.targets_BT))
-            reset = ids == tokenizer.end_of_text if carry else None  # padding, too: nothing is read after it
-            if not carry and batch.reset_BT is not None:
-                reset = ranks.columns(batch.reset_BT).to(device)
+            starts = batch.starts_BT if carry else batch.reset_BT
+            reset = None if starts is None else ranks.columns(starts).to(device)
             output = model(ids, state, reset_BT=reset, consume_state=True)
             losses = F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
             read_N = targets[targets != IGNORE].cpu()
@@ -71,5 +71,9 @@ def heldout(
         raise DataError(
             f"{split.name}: no completion among the tokens measured; measure more of it (eval_tokens)"
         )
+    if split.learned is None and (limit_tokens is None or limit_tokens >= split.tokens):
+        text_bytes = split.text_bytes - int(
+            counts_V[split.read(0, 1)].sum()
+        )  # the first token is not predicted
     bits_per_byte = nats / math.log(2) / max(text_bytes, 1)
     return Heldout(bits_per_byte, math.exp(min(nats / tokens, 700.0)), int(tokens), int(text_bytes))

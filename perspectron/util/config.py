@@ -6,7 +6,6 @@ the subclasses, so that defining a mixer's config registers it.
 
 import dataclasses
 import math
-import tomllib
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -46,6 +45,8 @@ def assignment(text: str) -> tuple[str, Any]:
     """("rank", 64) of "rank=64"; the value is read as TOML, and a bare word as a string."""
     key, equals, value = text.partition("=")
     require(equals == "=" and key != "", "set", text, "KEY=VALUE")
+    import tomllib  # takes a tenth of what `--help` does
+
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Self
@@ -16,6 +15,7 @@ from typing import Self
 import torch
 
 from perspectron.util.errors import ConfigError
+from perspectron.util.version import __version__
 
 LARGE = 1 << 21  # bytes of a large page
 MADV_COLLAPSE = 25  # of Linux from 6.1 on
@@ -47,8 +47,7 @@ def processor() -> str:
 def commit() -> str:
     """The commit of the checkout that runs, and whether the program differs from it; the version where it is installed
     without one."""
-    package = import_module("perspectron")  # which imports this module's layer, to the import contract
-    here = Path(str(package.__file__)).resolve().parents[1]
+    here = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> list[str]:
         with suppress(OSError):
@@ -58,7 +57,7 @@ def commit() -> str:
 
     top, *head = git("rev-parse", "--show-toplevel", "--short=12", "HEAD") or [""]
     if not head or Path(top) != here:
-        return f"version {package.__version__}"
+        return f"version {__version__}"
     changed = any(git("status", "--porcelain", "--", "perspectron", "benchmarks"))
     return head[0] + (" with changes" if changed else "")
 

@@ -7,6 +7,8 @@ They are not mapped: a file that is cut short meanwhile would end the process.
 import math
 import os
 import re
+from collections.abc import Callable
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -155,6 +157,29 @@ def load_tensors(
             return metadata, {name: _read(file, place) for name, place in places.items()}
         except ValueError as cause:
             raise error(f"{path}: not {what} ({cause})") from None
+
+
+def unread_tensors(
+    path: Path, error: type[PerspectronError], what: str
+) -> dict[str, tuple[Place, Callable[[], Tensor]]]:
+    """The tensors of a safetensors file by name: the place of each, and what reads it when it is called. `error` as
+    `load_tensors`, then too."""
+    with opened(path, error) as file:
+        try:
+            text = read_header(file)
+            places = parse_header(text, os.fstat(file.fileno()).st_size - 8 - len(text))[1]
+        except ValueError as cause:
+            raise error(f"{path}: not {what} ({cause})") from None
+
+    def read(place: Place) -> Tensor:
+        with opened(path, error) as file:
+            file.seek(8 + len(text) + place.start)
+            try:
+                return _read(file, place)
+            except ValueError as cause:
+                raise error(f"{path}: not {what} ({cause})") from None
+
+    return {name: (place, partial(read, place)) for name, place in places.items()}
 
 
 def _read(file: BufferedReader, place: Place) -> Tensor:

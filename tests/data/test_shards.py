@@ -343,9 +343,13 @@ def test_ids_beyond_the_vocabulary(copy: Path, shards: Shards) -> None:
         open_shards(copy)
 
 
-@pytest.mark.parametrize("change", [(3, 0), (0, 3)])
-def test_starts_that_are_not_the_separators(copy: Path, change: tuple[int, int]) -> None:
-    overwrite(copy, *change)
+@pytest.mark.parametrize(("at", "value"), [(0, 3), (1, 0), (1, -1), (-1, 2**40)])
+def test_starts_that_are_no_places_of_documents(copy: Path, at: int, value: int) -> None:
+    path = copy / "train-00000.starts"
+    starts = np.fromfile(path, "<i8")
+    starts[at] = value
+    path.write_bytes(starts.tobytes())
+    edit(copy, lambda m: m["splits"]["train"][0].update(starts_sha256=sha256(path)))
     with pytest.raises(DataError, match=r"train-00000\.starts: not the positions"):
         open_shards(copy)
 

@@ -20,12 +20,16 @@ from perspectron.designs.adr.mixer import ADRConfig
 from perspectron.designs.delta.gdn import GDNConfig
 from perspectron.designs.delta.gdn2 import GDN2Config
 from perspectron.designs.delta.kda import KDAConfig
+from perspectron.designs.gated_conv.mixer import GatedConvConfig
 from perspectron.designs.lens.mixer import LensConfig
 from perspectron.designs.perspective.pdr import PDRConfig
+from perspectron.designs.ssd.mixer import SSDConfig
+from perspectron.designs.transformer.attention import AttentionConfig
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import mixers
 from perspectron.model.state import LMState
+from perspectron.ops.rope import RopeScaling
 
 D = 16
 LENGTHS = [1, 63, 64, 65, 150]
@@ -33,12 +37,38 @@ MODES = {"train": torch.enable_grad, "no_grad": torch.no_grad, "inference": torc
 HYPOTHESIS = settings(max_examples=15, deadline=None, derandomize=True, database=None)
 
 OPTIONS = {
+    "attention, of transformers": AttentionConfig(
+        4,
+        1e4,
+        rope_share=0.5,
+        kv_heads=2,
+        head_dim=10,
+        bias=True,
+        out_bias=False,
+        qk_norm="head",
+        rope_scaling=RopeScaling("llama3", 4.0, 16),
+    ),
+    "attention, capped": AttentionConfig(
+        4,
+        kv_heads=1,
+        qk_norm="all",
+        scale=0.7,
+        cap=1.5,
+        gate="sigmoid",
+        rope_scaling=RopeScaling("yarn", 4.0, 16),
+    ),
+    "attention, window": AttentionConfig(4, kv_heads=2, window=5, cap=2.0, gate="sigmoid"),
     "pdr, gate_rank": PDRConfig(4, gate_rank=3),
     "pdr, fixed_decay": PDRConfig(4, fixed_decay=True),
     "adr, keys": ADRConfig(2, 0.9, couple=False, remember="keys", rope_base=1e4),
     "adr, values": ADRConfig(2, 0.9, remember="values"),
     "lens, rotary": LensConfig(2, output_gate=True, rope_base=1e4),
     "gdn, negative": GDNConfig(2, negative=True),
+    "gdn, grouped": GDNConfig(4, key_heads=2, key_dim=6, value_dim=10),
+    "ssd, grouped": SSDConfig(8, 5, heads=4, groups=2, bias=True, conv_bias=False, dt_min=0.1, dt_max=0.7),
+    "ssd, norm before": SSDConfig(8, 4, conv=3, norm="before"),
+    "ssd, no norm": SSDConfig(6, 3, heads=3, groups=3, norm="none"),
+    "gated_conv, bias": GatedConvConfig(4, bias=True),
     "kda, negative": KDAConfig(2, negative=True),
     "gdn2, negative": GDN2Config(2, negative=True),
 }

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from perspectron import native
 from perspectron.native import training
-from perspectron.ops import attention
+from perspectron.ops import attention, rope
 
 KINDS = ["none", "causal", "mask"]
 
@@ -185,12 +185,12 @@ def test_our_kernel_is_the_one_that_trains(dtype, asked):
 def test_a_far_position_costs_no_precision(asked):
     """Training turns heads by a kernel; float64 does not."""
     x = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    turn = attention.angles(10**7 + torch.arange(5).expand(2, 5), 8, 10000.0)
+    turn = rope.angles(10**7 + torch.arange(5).expand(2, 5), 8, 10000.0)
     found = []
     for dtype in (torch.float64, torch.float32):
         # as mixers have it: [B,T,H,K] in memory
         part = x.transpose(1, 2).to(dtype).contiguous().requires_grad_()
-        y = attention.rope(part.transpose(1, 2), turn)
+        y = rope.turned(part.transpose(1, 2), turn)
         (gradient,) = torch.autograd.grad((y * x).sum(), part)
         found.append((y.detach(), gradient))
     assert asked == (["turned", "turned"] if native.available() else [])

@@ -45,6 +45,21 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("A", [K, 1])
+@pytest.mark.parametrize("backend", ["auto", "naive"])
+def test_heads_in_a_row_share_queries_and_keys(T, A, backend):
+    """As if each head had a copy, gradients included."""
+    tensors = inputs(T, 2, A)
+    tensors[2:] = [torch.cat([x, x.flip(1)], 1)[:, :4] for x in tensors[2:]]
+    copies = [x.repeat_interleave(2, 1) for x in tensors[:2]]
+    for a, b in zip(gla.scan(*tensors, backend=backend), gla.scan(*copies, *tensors[2:]), strict=True):
+        close(a, b, 1e-12)
+    shared, each = gradients(tensors, backend), gradients([*copies, *tensors[2:]])
+    for a, b in zip(shared, each, strict=True):
+        close(a, b if a.shape == b.shape else b.unflatten(1, (2, 2)).sum(2), 1e-10)
+
+
 @every_kind
 @pytest.mark.parametrize("T", LENGTHS)
 def test_tree_equals_loop(T, G, A):

@@ -17,7 +17,7 @@ from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction
 from perspectron.model.state import register
-from perspectron.ops import attention
+from perspectron.ops import attention, rope
 from perspectron.util.config import MixerConfig, divides, one_of, require
 from perspectron.util.terms import Term
 
@@ -171,8 +171,8 @@ class ADR(Mixer):
         )
         q, (k, v) = qkv[:, :, 0].transpose(1, 2), seen.permute(2, 0, 3, 1, 4)
         if self.config.rope_base is not None:
-            turn = attention.angles(at.position_BT, q.shape[3], self.config.rope_base)
-            q, k = (attention.rope(x, turn) for x in (q, k))
+            turn = rope.angles(at.position_BT, q.shape[3], self.config.rope_base)
+            q, k = (rope.turned(x, turn) for x in (q, k))
         o, after = cache.attend(
             q,
             k,

@@ -1,7 +1,8 @@
 """The common part of mixers by a gated delta rule: everything except the gates (`perspectron.ops.delta`, decay first).
 
-Shapes: B batch, T time, D model width, H heads, K key width, V value width, A gates of a head (K or 1), E erasing gates
-(K or 1), W writing gates (V or 1), C = H(2K + V) channels of the convolution, Z inputs that it remembers.
+Shapes: B batch, T time, D model width, H heads, G heads of queries and keys, K key width, V value width, A gates of a
+head (K or 1), E erasing gates (K or 1), W writing gates (V or 1), C = 2GK + HV channels of the convolution, Z inputs
+that it remembers.
 """
 
 import abc
@@ -35,7 +36,8 @@ class Delta(Mixer):
     """q, k, v = swish(conv(W x)), q and k of length 1; α = exp(−e^{A_log} softplus(f + b));
     S ← diag(α) S;  S ← S + k (w ⊙ v − Sᵀ (β ⊙ k))ᵀ;  y = W_o (norm(Sᵀ q / √K) ⊙ g), with f, β, w, g by `gates`.
 
-    rates: what e^{A_log} starts at, evenly between. A: 1, or K for decays of each channel."""
+    rates: what e^{A_log} starts at, evenly between. A: 1, or K for decays of each channel. key_heads: G, which H / G
+    heads in a row share; None is H."""
 
     def __init__(
         self,
@@ -47,12 +49,14 @@ class Delta(Mixer):
         A: int,
         conv: int,
         rates: tuple[float, float],
+        key_heads: int | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.rates = (heads, K, V), rates
+        self.shape, self.rates, self.key_heads = (heads, K, V), rates, key_heads or heads
         self.value_channels = heads * V
-        self.qkv_proj = nn.Linear(d_model, heads * (2 * K + V), bias=False)
-        self.conv1d = ShortConv(heads * (2 * K + V), conv, bias=False)
+        channels = 2 * self.key_heads * K + heads * V
+        self.qkv_proj = nn.Linear(d_model, channels, bias=False)
+        self.conv1d = ShortConv(channels, conv, bias=False)
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads * A))
         self.norm = RMSNorm(V, norm_eps)
@@ -88,10 +92,10 @@ class Delta(Mixer):
         value_residual: ValueFunction | None = None,
     ) -> tuple[Tensor, DeltaState, dict[str, Term]]:
         u_BTC, window_BZC = self.conv1d(self.qkv_proj(x_BTD), state.window_BZC, reset_BT, pad_BT)
-        H, K, V = self.shape
-        q, k, v = u_BTC.split([H * K, H * K, H * V], -1)
+        (H, K, V), G = self.shape, self.key_heads
+        q, k, v = u_BTC.split([G * K, G * K, H * V], -1)
         v = v if value_residual is None else value_residual(v, x_BTD)
-        q, k, v = (x.unflatten(-1, (H, -1)) for x in (q, k, v))
+        q, k, v = (x.unflatten(-1, (heads, -1)) for x, heads in ((q, G), (k, G), (v, H)))
         f, beta, write, gate_BTV = self.gates(x_BTD)
         full = torch.promote_types(f.dtype, torch.float32)
         step = softplus(f.to(full) + self.dt_bias.unflatten(0, (H, -1)))
@@ -100,7 +104,7 @@ class Delta(Mixer):
         alpha = torch.exp(-step * torch.exp(self.A_log.to(full))[:, None])
         if reset_BT is not None:
             alpha = alpha.masked_fill(reset_BT[:, :, None, None], 0)
-        q, k = unit(q), unit(k)
+        q, k = (x if G == H else x.repeat_interleave(H // G, 2) for x in (unit(q), unit(k)))
         q, k, e, v, alpha = (x.transpose(1, 2) for x in (q, k, beta * k, write * v, alpha))
         o_BHTV, memory_BHKV = delta.scan(
             q, k, e, v, alpha, state.memory_BHKV, scale=K**-0.5, consume_state=consume_state, checked=False

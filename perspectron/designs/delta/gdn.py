@@ -1,7 +1,7 @@
 """Gated DeltaNet: a matrix memory with delta-rule writes and one decay per head, behind a short convolution (Yang,
 Kautz & Hatamizadeh 2024, arXiv 2412.06464).
 
-Shapes: B batch, T time, D model width, H heads, K = 3D/4H key width, V = 2K value width.
+Shapes: B batch, T time, D model width, H heads, G heads of queries and keys, K key width, V value width.
 """
 
 from dataclasses import dataclass
@@ -19,16 +19,23 @@ from perspectron.util.config import MixerConfig, at_least, require
 class GDNConfig(MixerConfig):
     """The options of Gated DeltaNet.
 
-    heads: H, must divide ¾ of the model width. conv: tokens that the short convolution sees. negative: β up to 2
-    instead of 1, so that a token can negate what its key holds (arXiv 2411.12537)."""
+    heads: H. conv: tokens that the short convolution sees. negative: β up to 2 instead of 1, so that a token can negate
+    what its key holds (arXiv 2411.12537). key_heads: G, each of which H / G heads in a row share; None is H.
+    key_dim: K; None is 3D/4H, and H must then divide ¾ of the model width. value_dim: V; None is 2K."""
 
     kind = "gdn"
     heads: int
     conv: int = 4
     negative: bool = False
+    key_heads: int | None = None
+    key_dim: int | None = None
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
-        at_least(1, self, "heads", "conv")
+        options = ("key_heads", "key_dim", "value_dim")
+        at_least(1, self, "heads", "conv", *(name for name in options if getattr(self, name) is not None))
+        groups = self.key_heads or self.heads
+        require(self.heads % groups == 0, "key_heads", groups, f"a divisor of heads = {self.heads}")
 
 
 class GDN(Delta):
@@ -41,14 +48,17 @@ class GDN(Delta):
     hidden = 356
 
     def __init__(self, d_model: int, norm_eps: float, config: GDNConfig) -> None:
-        bound = f"a divisor of 3/4 d_model = {3 * d_model / 4:g}"
-        require(3 * d_model % (4 * config.heads) == 0, "heads", config.heads, bound)
-        K = 3 * d_model // (4 * config.heads)
-        super().__init__(d_model, norm_eps, config.heads, K, 2 * K, 1, config.conv, (0.0, 16.0))
+        H, K = config.heads, config.key_dim
+        if K is None:
+            bound = f"a divisor of 3/4 d_model = {3 * d_model / 4:g}"
+            require(3 * d_model % (4 * H) == 0, "heads", H, bound)
+            K = 3 * d_model // (4 * H)
+        V = config.value_dim or 2 * K
+        super().__init__(d_model, norm_eps, H, K, V, 1, config.conv, (0.0, 16.0), config.key_heads)
         self.config = config
-        self.a_proj = nn.Linear(d_model, config.heads, bias=False)
-        self.b_proj = nn.Linear(d_model, config.heads, bias=False)
-        self.g_proj = nn.Linear(d_model, config.heads * 2 * K, bias=False)
+        self.a_proj = nn.Linear(d_model, H, bias=False)
+        self.b_proj = nn.Linear(d_model, H, bias=False)
+        self.g_proj = nn.Linear(d_model, H * V, bias=False)
 
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         beta = (1 + self.config.negative) * sigmoid(self.b_proj(x_BTD))[..., None]

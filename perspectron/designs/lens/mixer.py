@@ -14,7 +14,7 @@ from perspectron.model.cache import Cache
 from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction
-from perspectron.ops import attention
+from perspectron.ops import attention, rope
 from perspectron.ops.fused import batch_invariant
 from perspectron.util.config import MixerConfig, divides, require
 from perspectron.util.terms import Term
@@ -127,7 +127,7 @@ class Lens(Mixer):
         )
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
         if self.config.rope_base is not None:
-            turn = attention.angles(at.position_BT, v.shape[3], self.config.rope_base)
+            turn = rope.angles(at.position_BT, v.shape[3], self.config.rope_base)
             q, k = (self._turned(x, turn) for x in (q, k))
         o, state = cache.attend(
             q,
@@ -147,4 +147,4 @@ class Lens(Mixer):
     def _turned(self, x_BHTF: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
         """Features, each as wide as a head, turned by their position."""
         K = self.o_proj.in_features // self.config.heads
-        return torch.cat([attention.rope(part, turn) for part in x_BHTF.split(K, -1)], -1)
+        return torch.cat([rope.turned(part, turn) for part in x_BHTF.split(K, -1)], -1)

@@ -1,12 +1,13 @@
 """The state-space dual of Mamba-2: a matrix memory for each head that fades by one gate, read and written with
-vectors all heads share, behind a short convolution (Dao & Gu 2024, arXiv 2405.21060;
+vectors that heads share, behind a short convolution (Dao & Gu 2024, arXiv 2405.21060;
 docs/designs/baselines.md#mamba-2).
 
-Shapes: B batch, T time, D model width, I inner width, H heads, P = I/H head width, N state rows, C = I + 2N
-channels of the convolution, W its width, Z = W - 1 inputs it remembers, S = Z + T.
+Shapes: B batch, T time, D model width, I inner width, H heads, P = I/H head width, G groups of heads, N state rows,
+C = I + 2GN channels of the convolution, W its width, Z = W - 1 inputs it remembers, S = Z + T.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,8 @@ from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ShortConv, ValueFunction, softplus, softplus_of_steps
 from perspectron.model.state import register
 from perspectron.ops import gla
-from perspectron.ops.fused import RMSNorm, batch_invariant
-from perspectron.util.config import MixerConfig, at_least, require
+from perspectron.ops.fused import GroupedRMSNorm, RMSNorm, batch_invariant
+from perspectron.util.config import MixerConfig, at_least, one_of, require
 from perspectron.util.terms import Term
 
 DECAY = (1.0, 16.0)  # what A is drawn from, evenly
@@ -28,17 +29,36 @@ DECAY = (1.0, 16.0)  # what A is drawn from, evenly
 class SSDConfig(MixerConfig):
     """The options of SSD.
 
-    head_dim: P, must divide the inner width. state: N, rows of a head's memory. expand: the inner width is so
-    many times the model's. conv: W, tokens that the short convolution sees."""
+    head_dim: P, must divide the inner width. state: N, rows of a head's memory. expand: the inner width is so many
+    times the model's. conv: W, tokens that the short convolution sees. heads: H, so that the inner width is H P,
+    whatever `expand` is; None leaves that to `expand`. groups: G, each of which H / G heads in a row share b and c of,
+    and has a norm of its own. bias: of both projections; conv_bias: of the convolution. dt_min, dt_max: bounds of Δ;
+    None is no upper one. norm: after the gate or before it, or no norm."""
 
     kind = "ssd"
     head_dim: int
     state: int
     expand: int = 2
     conv: int = 4
+    heads: int | None = None
+    groups: int = 1
+    bias: bool = False
+    conv_bias: bool = True
+    dt_min: float = 0.0
+    dt_max: float | None = None
+    norm: Literal["after", "before", "none"] = "after"
 
     def __post_init__(self) -> None:
-        at_least(1, self, "head_dim", "state", "expand", "conv")
+        at_least(1, self, "head_dim", "state", "expand", "conv", "groups")
+        require(self.heads is None or self.heads >= 1, "heads", self.heads, "≥ 1")
+        at_least(0, self, "dt_min")
+        bounded = self.dt_max is None or self.dt_max >= self.dt_min
+        one_of(self.norm, ("after", "before", "none"), "norm")
+        require(bounded, "dt_max", self.dt_max, f"≥ dt_min = {self.dt_min}")
+
+    def inner(self, d_model: int) -> int:
+        """I."""
+        return self.expand * d_model if self.heads is None else self.heads * self.head_dim
 
 
 @register
@@ -53,7 +73,8 @@ class SSDState:
 
 class SSD(Mixer):
     """z, x, b, c, δ = W_in u; x, b, c ← swish(conv(x, b, c)); Δ = softplus(δ + bias), a = exp(-Δ exp(A_log));
-    S ← a S + b (Δ x)ᵀ; y = W_o norm((Sᵀ c + D x) ⊙ swish(z))."""
+    S ← a S + b (Δ x)ᵀ; y = W_o norm((Sᵀ c + D x) ⊙ swish(z)), or W_o (norm(Sᵀ c + D x) ⊙ swish(z)). b and c are those
+    of a head's group."""
 
     small = SSDConfig(head_dim=8, state=4)
     about = "Mamba-2's state-space dual: a matrix memory with one decay per head, behind a short convolution"
@@ -62,20 +83,22 @@ class SSD(Mixer):
 
     def __init__(self, d_model: int, norm_eps: float, config: SSDConfig) -> None:
         super().__init__()
-        inner, N = config.expand * d_model, config.state
+        inner, G = config.inner(d_model), config.groups
         bound = f"a divisor of expand · d_model = {inner}"
         require(inner % config.head_dim == 0, "head_dim", config.head_dim, bound)
-        heads, channels = inner // config.head_dim, inner + 2 * N
+        heads, channels = inner // config.head_dim, inner + 2 * G * config.state
+        require(heads % G == 0, "groups", G, f"a divisor of the number of heads = {heads}")
         self.config = config
         self.value_channels = inner
         self.split = [inner, channels, heads]
-        self.in_proj = nn.Linear(d_model, sum(self.split), bias=False)
-        self.conv1d = ShortConv(channels, config.conv)
+        self.in_proj = nn.Linear(d_model, sum(self.split), bias=config.bias)
+        self.conv1d = ShortConv(channels, config.conv, bias=config.conv_bias)
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads))
-        self.norm = RMSNorm(inner, norm_eps)
-        self.o_proj = nn.Linear(inner, d_model, bias=False)
+        if config.norm != "none":
+            self.norm = RMSNorm(inner, norm_eps) if G == 1 else GroupedRMSNorm(inner, G, norm_eps)
+        self.o_proj = nn.Linear(inner, d_model, bias=config.bias)
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Spread A and Δ over the heads, D = 1."""
@@ -107,18 +130,21 @@ class SSD(Mixer):
         u_BTC, window_BZC = self.conv1d(u_BTC, state.window_BZC, reset_BT, pad_BT)
         full = torch.promote_types(delta_BTH.dtype, torch.float32)
         delta_BTH = softplus(delta_BTH.to(full) + self.dt_bias)
+        if self.config.dt_min > 0 or self.config.dt_max is not None:
+            delta_BTH = delta_BTH.clamp(self.config.dt_min, self.config.dt_max)
         if pad_BT is not None:
             delta_BTH = delta_BTH.masked_fill(pad_BT[:, :, None], 0)  # gate 1, nothing written
         gate_BTH = torch.exp(-delta_BTH * torch.exp(self.A_log.to(full)))
         if reset_BT is not None:
             gate_BTH = gate_BTH.masked_fill(reset_BT[:, :, None], 0)
-        N = self.config.state
-        v_BTI, k_BTN, q_BTN = u_BTC.split([u_BTC.shape[-1] - 2 * N, N, N], -1)
+        G, N = self.config.groups, self.config.state
+        v_BTI, k, q = u_BTC.split([u_BTC.shape[-1] - 2 * G * N, G * N, G * N], -1)
         v_BTI = v_BTI if value_residual is None else value_residual(v_BTI, x_BTD)
         v_BTHP = v_BTI.unflatten(-1, (-1, self.config.head_dim))
+        q, k = (x.unflatten(-1, (G, N)).transpose(1, 2) for x in (q, k))
         o_BHTP, memory_BHNP = gla.scan(
-            q_BTN[:, None],
-            k_BTN[:, None],
+            q,
+            k,
             (v_BTHP * delta_BTH[..., None]).transpose(1, 2),
             gate_BTH[..., None].transpose(1, 2),
             state.memory_BHNP,
@@ -127,5 +153,10 @@ class SSD(Mixer):
             checked=False,
         )
         y_BTHP = torch.addcmul(o_BHTP.transpose(1, 2), v_BTHP, self.D[:, None])
-        y_BTI = y_BTHP.flatten(2) * batch_invariant(F.silu, z_BTI)
-        return self.o_proj(self.norm(y_BTI.to(x_BTD.dtype))), SSDState(memory_BHNP, window_BZC), {}
+        y_BTI, gate_BTI = y_BTHP.flatten(2), batch_invariant(F.silu, z_BTI)
+        if self.config.norm == "before":
+            y_BTI = self.norm(y_BTI.to(x_BTD.dtype)) * gate_BTI
+        else:
+            y_BTI = (y_BTI * gate_BTI).to(x_BTD.dtype)
+            y_BTI = self.norm(y_BTI) if self.config.norm == "after" else y_BTI
+        return self.o_proj(y_BTI), SSDState(memory_BHNP, window_BZC), {}

@@ -1,96 +1,170 @@
-"""Full causal attention, the transformer's own mixer: with rotary positions and no biases, or as in GPT-2
+"""Causal attention as transformers have it: to all earlier tokens or a window of them, with heads in groups
 (docs/designs/baselines.md#attention).
 
-Shapes: B batch, T time, D model width, H heads, K head width.
+Shapes: B batch, T time, D model width, H query heads, G heads of keys and values, K head width.
 """
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from perspectron.model import cache
+from perspectron.model import cache, ring
 from perspectron.model.cache import Cache
-from perspectron.model.masks import Mask, masked
+from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction
-from perspectron.ops import attention
-from perspectron.util.config import MixerConfig, divides, require
+from perspectron.model.ring import Ring
+from perspectron.ops import attention, rope
+from perspectron.ops.fused import RMSNorm, batch_invariant
+from perspectron.ops.rope import RopeScaling
+from perspectron.util.config import MixerConfig, divides, one_of, require
 from perspectron.util.terms import Term
 
 
 @dataclass(frozen=True)
 class AttentionConfig(MixerConfig):
-    """The options of full attention.
+    """The options of attention.
 
-    heads: H, must divide the model width (into even head widths where there are rotary positions).
-    rope_base: of the rotary frequencies; None is no rotation. bias: of the projections. rope_share: share of a head's
-    channels that are turned, its first ones."""
+    heads: H. kv_heads: G, divides H; None is H. head_dim: K; None is D/H, which H must divide (into even widths where
+    all of a head is turned). window: tokens a query sees, itself counted; None is all.
+    rope_base: of the rotary frequencies; None is no rotation. rope_share: share of a head's channels that are turned,
+    its first ones. rope_scaling: of the frequencies. bias: of queries, keys, values and the gate. out_bias: of the
+    output; None is as `bias`. qk_norm: RMS norm of queries and keys with weights, before the rotation: of each head's
+    K channels ("head") or of all heads' together ("all"). scale: of the scores; None is K^-½. cap: scores s become
+    cap · tanh(s / cap). gate: "sigmoid" multiplies what is attended to by a gate for each channel, of the same
+    input."""
 
     kind = "attention"
     heads: int
     rope_base: float | None = 10000.0
     bias: bool = False
     rope_share: float = 1.0
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    window: int | None = None
+    rope_scaling: RopeScaling | None = None
+    out_bias: bool | None = None
+    qk_norm: Literal["none", "head", "all"] = "none"
+    scale: float | None = None
+    cap: float | None = None
+    gate: Literal["none", "sigmoid"] = "none"
 
     def __post_init__(self) -> None:
         require(self.heads >= 1, "heads", self.heads, "≥ 1")
         require(self.rope_base is None or self.rope_base > 1, "rope_base", self.rope_base, "> 1")
         require(0 < self.rope_share <= 1, "rope_share", self.rope_share, "in (0, 1]")
+        for name in ("kv_heads", "head_dim", "window"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, value, "≥ 1")
+        require(
+            self.heads % self.groups == 0, "kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}"
+        )
+        for name in ("scale", "cap"):
+            value = getattr(self, name)
+            require(value is None or value > 0, name, value, "> 0")
+        one_of(self.qk_norm, ("none", "head", "all"), "qk_norm")
+        one_of(self.gate, ("none", "sigmoid"), "gate")
+        turned = self.rope_base is not None
+        require(
+            turned or self.rope_scaling is None, "rope_scaling", self.rope_scaling, "null without rope_base"
+        )
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return self.kv_heads or self.heads
+
+    def width(self, d_model: int) -> int:
+        """K. ConfigError where the heads do not fit the model width, or cannot be turned."""
+        even = self.rope_base is not None and self.rope_share == 1
+        if self.head_dim is None:
+            divides(self.heads, d_model, even=even)
+        else:
+            require(not even or self.head_dim % 2 == 0, "head_dim", self.head_dim, "even to be turned")
+        return self.head_dim or d_model // self.heads
 
 
 class Attention(Mixer):
-    """softmax(q kᵀ / √K) v over all earlier tokens."""
+    """softmax(q kᵀ · scale) v over earlier tokens."""
 
-    small = AttentionConfig(heads=2)
-    about = "full attention, with rotary positions or as in GPT-2"
+    small: ClassVar[MixerConfig] = AttentionConfig(heads=2)
+    about = "attention to all earlier tokens or a window, with the options of transformers"
     source = "docs/designs/baselines.md#attention"
     drops = True
 
     def __init__(self, d_model: int, norm_eps: float, config: AttentionConfig) -> None:
         super().__init__()
-        divides(config.heads, d_model, even=config.rope_base is not None)
-        self.config = config
-        self.value_channels = d_model
-        self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=config.bias)
-        self.o_proj = nn.Linear(d_model, d_model, bias=config.bias)
+        H, G, K = config.heads, config.groups, config.width(d_model)
+        self.config, self.options, self.width = config, config, K
+        self.value_channels = G * K
+        self._project(d_model)
+        out_bias = config.bias if config.out_bias is None else config.out_bias
+        self.o_proj = nn.Linear(H * K, d_model, bias=out_bias)
+        if config.qk_norm != "none":
+            q_width, k_width = (K, K) if config.qk_norm == "head" else (H * K, G * K)
+            self.q_norm, self.k_norm = RMSNorm(q_width, norm_eps), RMSNorm(k_width, norm_eps)
+        if config.gate == "sigmoid":
+            self.gate_proj = nn.Linear(d_model, H * K, bias=config.bias)
+
+    def _project(self, d_model: int) -> None:
+        H, G = self.options.heads, self.options.groups
+        self.qkv_proj = nn.Linear(d_model, (H + 2 * G) * self.width, bias=self.options.bias)
 
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
-    ) -> Cache:
-        """The empty cache, with room for `capacity` tokens."""
-        H = self.config.heads
-        width = self.o_proj.in_features // H
-        return cache.empty(batch_size, H, width, width, device, dtype, capacity)
+    ) -> Cache | Ring:
+        """The empty cache, with room for `capacity` tokens, or the empty ring of a window."""
+        G, K, window = self.options.groups, self.width, self.options.window
+        if window is None:
+            return cache.empty(batch_size, G, K, K, device, dtype, capacity)
+        return ring.empty(batch_size, G, K, window, device, dtype, capacity)
 
     @masked
     def forward(
         self,
-        x_BTD: Tensor,
-        state: Cache,
+        x_BTD: Inputs,
+        state: Any,
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
         value_residual: ValueFunction | None = None,
-    ) -> tuple[Tensor, Cache, dict[str, Term]]:
-        B, T, D = x_BTD.shape
-        parts = self.qkv_proj(x_BTD).view(B, T, 3, D).unbind(2)
+    ) -> tuple[Tensor, Cache | Ring, dict[str, Term]]:
+        config = self.options
+        (q_BTC, k_BTC, v_BTC), (x_q, x_kv) = self._inputs(x_BTD)
         if value_residual is not None:
-            parts = (*parts[:2], value_residual(parts[2], x_BTD))
-        q, k, v = (part.view(B, T, self.config.heads, -1).transpose(1, 2) for part in parts)
-        at = attention.places(state.length_B, T, reset_BT, pad_BT)
-        if self.config.rope_base is not None:
-            width = 2 * int(q.shape[3] * self.config.rope_share / 2)
-            turn = attention.angles(at.position_BT, width, self.config.rope_base)
-            q, k = (self._turned(x, width, turn) for x in (q, k))
-        o, state = cache.attend(
-            q, k, v, state, at, consume_state=consume_state, drop=self.dropout if self.training else None
+            v_BTC = value_residual(v_BTC, x_kv)
+        if config.qk_norm == "all":
+            q_BTC, k_BTC = _normed(self.q_norm, q_BTC), _normed(self.k_norm, k_BTC)
+        q, k, v = (part.unflatten(-1, (-1, self.width)) for part in (q_BTC, k_BTC, v_BTC))
+        if config.qk_norm == "head":
+            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        at = attention.places(state.length_B, q.shape[2], reset_BT, pad_BT)
+        if config.rope_base is not None:
+            turned = int(self.width * config.rope_share)
+            turn = rope.angles(at.position_BT, turned, config.rope_base, config.rope_scaling)
+            q, k = (rope.turned(x, turn) for x in (q, k))
+        drop = self.dropout if self.training else None
+        over = cache.attend if config.window is None else partial(ring.attend, window=config.window)
+        o, after = over(
+            q, k, v, state, at, scale=config.scale, cap=config.cap, consume_state=consume_state, drop=drop
         )
-        return self.o_proj(o.transpose(1, 2).reshape(B, T, D)), state, {}
+        o_BTC = o.transpose(1, 2).flatten(2)
+        if config.gate == "sigmoid":
+            o_BTC = o_BTC * batch_invariant(torch.sigmoid, self.gate_proj(x_q))
+        return self.o_proj(o_BTC), after, {}
 
-    def _turned(self, x_BHTK: Tensor, width: int, turn: tuple[Tensor, Tensor]) -> Tensor:
-        """The first `width` channels of each head turned by their position."""
-        if width == x_BHTK.shape[3]:
-            return attention.rope(x_BHTK, turn)
-        first, rest = x_BHTK.split([width, x_BHTK.shape[3] - width], -1)
-        return torch.cat([attention.rope(first, turn), rest], -1)
+    def _inputs(self, x: Inputs) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Queries, keys and values of all heads, and what queries, and keys and values, are made of."""
+        assert isinstance(x, Tensor)
+        H, G, K = self.options.heads, self.options.groups, self.width
+        q, k, v = self.qkv_proj(x).split([H * K, G * K, G * K], -1)
+        return (q, k, v), (x, x)
+
+
+def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
+    """In the dtype of the weight, which under autocast is wider; the result in x's."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)

@@ -1,43 +1,68 @@
 """Models of other programs as runs: a folder with a config.json, safetensors and a tokenizer.json, as transformers
-writes it.
+writes it, or a GGUF.
 
 `read` knows the kinds of model in KINDS; each family is a file with our config of its config, and our weights of its
 weights.
 """
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from perspectron.data.adopt import adopt
 from perspectron.data.template import Template
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.interop.foreign import bamba, gpt2, llama, mamba2, own
-from perspectron.interop.foreign.source import Source
+from perspectron.interop.foreign import (
+    bamba,
+    decoder,
+    gemma3,
+    gguf,
+    gpt2,
+    llama,
+    mamba2,
+    mistral,
+    olmo2,
+    own,
+    qwen2,
+    qwen3,
+    smollm3,
+)
+from perspectron.interop.foreign.source import HARMLESS, Source
+from perspectron.model import half
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel, require_memory
 from perspectron.train.checkpoint import fill
 from perspectron.util import registry
 from perspectron.util.config import require
-from perspectron.util.errors import CheckpointError, DataError
+from perspectron.util.errors import CheckpointError, ConfigError, DataError
 from perspectron.util.files import read_json
 
-Config = Callable[[Source], ModelConfig]
-Weights = Callable[[Source, ModelConfig], dict[str, Tensor]]
-KINDS: dict[str, tuple[Config, Weights]] = {
-    "perspectron": (own.config, own.weights),
-    "gpt2": (gpt2.config, gpt2.weights),
-    "llama": (llama.config, llama.weights),
-    "mistral": (
-        partial(llama.config, defaults=llama.MISTRAL),
-        partial(llama.weights, defaults=llama.MISTRAL),
-    ),
-    "mamba2": (mamba2.config, mamba2.weights),
-    "bamba": (bamba.config, bamba.weights),
+
+class Kind(NamedTuple):
+    """A family. config: our config of its config; weights: our weights of its weights. harmless: keys of its config
+    that say nothing about the function, beside those of all; None where `config` reads what there is."""
+
+    config: Callable[[Source], ModelConfig]
+    weights: Callable[[Source, ModelConfig], dict[str, Tensor]]
+    harmless: tuple[str, ...] | None = ()
+
+
+KINDS: dict[str, Kind] = {
+    "perspectron": Kind(own.config, own.weights, None),
+    "gpt2": Kind(gpt2.config, gpt2.weights, gpt2.HARMLESS),
+    "llama": Kind(llama.config, decoder.weights),
+    "mistral": Kind(mistral.config, decoder.weights),
+    "qwen2": Kind(qwen2.config, decoder.weights),
+    "qwen3": Kind(qwen3.config, decoder.weights),
+    "smollm3": Kind(smollm3.config, decoder.weights),
+    "gemma3_text": Kind(gemma3.config, gemma3.weights, gemma3.HARMLESS),
+    "gemma3": Kind(gemma3.config_within, gemma3.weights, gemma3.HARMLESS),
+    "olmo2": Kind(olmo2.config, olmo2.weights),
+    "olmo3": Kind(olmo2.config3, olmo2.weights),
+    "mamba2": Kind(mamba2.config, mamba2.weights, mamba2.HARMLESS),
+    "bamba": Kind(bamba.config, bamba.weights, bamba.HARMLESS),
 }
 """The kinds of models that can be read, by the `model_type` of config.json."""
 
@@ -51,56 +76,78 @@ class Imported(NamedTuple):
 
 
 def read(folder: Path, *, lens: bool = False) -> Imported:
-    """The model, tokenizer and chat template in a folder of transformers. The token between documents becomes id 0 and
-    changes places with the token that had it; other tokens that end texts are the tokenizer's `stops`. lens: of a
-    GPT-2, with the parts of the lens design beside its own, at rest. Weights of fewer bits get the dtype that the model
-    has.
+    """The model, tokenizer and chat template in a folder of transformers, or in a GGUF. lens: of a GPT-2, with the
+    parts of the lens design beside its own, at rest. Matrices of 16 bits stay so (`model.half`).
 
-    DataError for a tokenizer that cannot be read (`adopt`), ConfigError for a template that is none. CheckpointError:
-    no such folder, a kind that is not known, an option that no model of ours has, or weights that are missing, left
-    over or of another shape, with their names.
+    DataError for a tokenizer that the tokenizers library cannot read, ConfigError for a template that is none, and for
+    a model that does not fit into memory. CheckpointError: no such folder, a kind that is not known, an option that no
+    model of ours has, or weights that are missing, left over or of another shape, with their names.
     """
+    if folder.suffix == gguf.SUFFIX:
+        with gguf.unpacked(folder) as source:
+            return _read(source, lens)
+    return _read(opened(folder), lens)
+
+
+def _read(source: Source, lens: bool) -> Imported:
+    made = empty(source, lens=lens)
+    ours = source.get("model_type") == "perspectron"
+    tokenizer = own.tokenizer(source) if ours else Tokenizer.of_transformers(source.folder)
+    if tokenizer.vocab_size > made.config.vocab_size:
+        raise DataError(
+            f"{source.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {made.config.vocab_size}"
+        )
+    load(source, made)
+    return Imported(made, tokenizer, source.template())
+
+
+def opened(folder: Path) -> Source:
+    """What `config.json` says of a folder. CheckpointError: there is none, or it cannot be read."""
     values = read_json(folder / "config.json", CheckpointError, infinite=True)
-    name = values.get("model_type") if isinstance(values, dict) else None
+    return Source(folder, values if isinstance(values, dict) else {})
+
+
+def model(source: Source, *, lens: bool = False) -> LanguageModel:
+    """The model of a source, with its weights; errors as `read`."""
+    made = empty(source, lens=lens)
+    load(source, made)
+    return made
+
+
+def empty(source: Source, *, lens: bool = False) -> LanguageModel:
+    """The model of a source on the meta device: its config and nothing else is read; errors as `read`."""
+    name = source.get("model_type")
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise CheckpointError(
-            f"{folder / 'config.json'}: model_type is {name!r}, which cannot be read; {', '.join(KINDS)} can"
-        )
+        raise source.error(f"model_type is {name!r}, which cannot be read; {', '.join(KINDS)} can")
     if lens:
         require(name == "gpt2", "lens", True, f"left out: the model is {name!r}, only 'gpt2' can have lenses")
-    source = Source(folder, values)
-    config_from, weights_from = kind
-    config = config_from(source)
-    upcycle = registry.at(f"{registry.designs()['lens'].package}.upcycle") if lens else None
-    with torch.device("meta"):
-        model = LanguageModel(config if upcycle is None else upcycle.config_of_gpt2(config))
-    require_memory(model)
-    stops = source.stops()
-    adopted = adopt(folder / "tokenizer.json", [source.get("bos_token_id"), *stops], stops)
-    if adopted.tokenizer.vocab_size > config.vocab_size:
-        raise DataError(
-            f"{folder}: the tokenizer has {adopted.tokenizer.vocab_size} ids, the model {config.vocab_size}"
-        )
+    try:
+        config = kind.config(source)
+        if kind.harmless is not None:
+            source.done_config(HARMLESS.union(kind.harmless))
+        with torch.device("meta"):
+            made = LanguageModel(_upcycle().config_of_gpt2(config) if lens else config)
+    except ConfigError as error:  # numbers that do not go together
+        raise source.error(str(error)) from None
+    require_memory(made, 2)
+    return made
+
+
+def load(source: Source, made: LanguageModel) -> None:
+    """Give a model its weights: tensors are read one by one, and those of a layer are there twice for a moment. Errors
+    as `read`."""
+    kind = KINDS[source.get("model_type")]
     source.open_weights()
-    weights = weights_from(source, config)
+    require_memory(made, source.itemsize)
+    config = kind.config(source)
+    weights = kind.weights(source, config)
     source.done()
-    if upcycle is not None:
-        weights = upcycle.weights_of_gpt2(weights, model.config)
-    for name in ("embedding.weight", "lm_head.weight"):
-        if name in weights:
-            weights[name] = _swapped(weights[name], adopted.separator)
-    own = model.state_dict()
-    for name, tensor in weights.items():
-        if name in own and tensor.is_floating_point() and own[name].is_floating_point():
-            weights[name] = tensor.to(own[name].dtype)
-    fill(model, weights, folder)
-    return Imported(model, adopted.tokenizer, source.template(adopted.spelling))
+    if config != made.config:
+        weights = _upcycle().weights_of_gpt2(weights, made.config)
+    half.keep(made, weights)
+    fill(made, weights, source.folder)
 
 
-def _swapped(rows: Tensor, separator: int) -> Tensor:
-    """The same rows, with that of the separator first and the first in its place."""
-    if separator == 0:
-        return rows
-    rows[[0, separator]] = rows[[separator, 0]]
-    return rows
+def _upcycle() -> Any:
+    return registry.at(f"{registry.designs()['lens'].package}.upcycle")

@@ -4,30 +4,37 @@ from typing import Any
 
 from torch import Tensor
 
-from perspectron.interop.foreign import llama, mamba2
+from perspectron.interop.foreign import decoder, mamba2
 from perspectron.interop.foreign.source import Source
-from perspectron.model.config import BlockConfig, ModelConfig
+from perspectron.model.config import ModelConfig
 
 NAMES = {
     "expand": "mamba_expand", "heads": "mamba_n_heads", "head_dim": "mamba_d_head", "state": "mamba_d_state",
     "conv": "mamba_d_conv", "groups": "mamba_n_groups", "bias": "mamba_proj_bias", "conv_bias": "mamba_conv_bias",
 }  # fmt: skip
-BAMBA = llama.Defaults(1e-5, key_heads=8, rope_share=0.5)
+HARMLESS = (
+    "mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient",
+)  # fmt: skip
 
 
 def config(source: Source) -> ModelConfig:
     D, there = source.number("hidden_size"), source.items("attn_layer_indices")
-    network, ssd = llama.network_config(source), mamba2.ssd_config(source, D, NAMES, groups=1, width=None)
-    attention = llama.attention_config(source, D, BAMBA)
-    mixers = (attention if i in there else ssd for i in range(llama.layers(source)))
-    return llama.model_config(source, "bamba", tuple(BlockConfig(m, network) for m in mixers), BAMBA.eps)
+    source.must("mlp_bias", (False,), False)
+    network, ssd = decoder.network(source), mamba2.ssd_config(source, D, NAMES, groups=1, width=None)
+    bias = decoder.flag(source, "attention_bias", False)
+    attention = decoder.attention(source, decoder.rope(source, share=0.5), key_heads=8, bias=bias)
+    mixers = [attention if i in there else ssd for i in range(decoder.layers(source))]
+    return decoder.model(source, "bamba", mixers, network, eps=1e-5, longest=262_144)
 
 
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
-    def mixer(there: str, here: str, mixer: Any) -> dict[str, Tensor]:
-        if mixer.kind == "attention":
-            return llama.attention(source, f"{there}.self_attn", here, config.d_model, mixer, BAMBA)
-        return mamba2.ssd(source, f"{there}.mamba", here, config.d_model, mixer)
+    norms = decoder.PRE | {"ffn_norm": "pre_ff_layernorm"}
+    return decoder.weights(
+        source, config, mixer=_mixer, norms=norms, network="feed_forward", last="final_layernorm"
+    )
 
-    names = {"network": "feed_forward", "second": "pre_ff_layernorm", "last": "final_layernorm"}
-    return llama.decoder_weights(source, config, mixer, **names)
+
+def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
+    if mixer.kind == "attention":
+        return decoder.attention_weights(source, f"{there}.self_attn", here, D, mixer)
+    return mamba2.ssd(source, f"{there}.mamba", here, D, mixer)

@@ -4,11 +4,16 @@ from typing import Any
 
 from torch import Tensor
 
-from perspectron.interop.foreign.llama import head_config, outer_weights
+from perspectron.interop.foreign import decoder
 from perspectron.interop.foreign.source import Source
 from perspectron.model.config import MOST_BLOCKS, BlockConfig, ModelConfig
 from perspectron.model.ffn import MLPConfig
 from perspectron.model.mixer import config_of
+
+HARMLESS = (
+    "attn_pdrop", "embd_pdrop", "n_ctx", "reorder_and_upcast_attn", "resid_pdrop", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+)  # fmt: skip
 
 
 def config(source: Source) -> ModelConfig:
@@ -23,7 +28,7 @@ def config(source: Source) -> ModelConfig:
     block = BlockConfig(mixer, MLPConfig(source.number("n_inner", 4 * D), "gelu_tanh"))
     blocks = (block,) * source.number("n_layer", 12, MOST_BLOCKS)
     return ModelConfig(
-        "gpt2", source.number("vocab_size", 50257), D, blocks, head_config(source, True),
+        "gpt2", source.number("vocab_size", 50257), D, blocks, decoder.head(source, True),
         positions=source.number("n_positions", 1024), norm="layer",
         norm_eps=source.real("layer_norm_epsilon", 1e-5),
     )  # fmt: skip
@@ -35,7 +40,7 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     D, F = config.d_model, network.hidden
     top = "transformer." if source.has("transformer.wte.weight") else ""
     taken = {
-        **outer_weights(source, f"{top}wte.weight", config),
+        **decoder.outer(source, f"{top}wte.weight", config),
         "positions.weight": source.take(f"{top}wpe.weight", config.positions, D),
         **_pair(source, f"{top}ln_f", "norm", D),
     }

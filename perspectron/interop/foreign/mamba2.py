@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from perspectron.interop.foreign.llama import head_config, layers, outer_weights
+from perspectron.interop.foreign import decoder
 from perspectron.interop.foreign.source import Source
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.mixer import config_of
@@ -14,20 +14,24 @@ NAMES = {
     "expand": "expand", "heads": "num_heads", "head_dim": "head_dim", "state": "state_size", "conv": "conv_kernel",
     "groups": "n_groups", "bias": "use_bias", "conv_bias": "use_conv_bias",
 }  # fmt: skip
+HARMLESS = (
+    "chunk_size", "rescale_prenorm_residual", "residual_in_fp32", "rms_norm", "time_step_floor", "time_step_max",
+    "time_step_min", "time_step_rank",
+)  # fmt: skip
 
 
 def config(source: Source) -> ModelConfig:
     source.must("hidden_act", ("silu",), "silu")
     D, eps = source.number("hidden_size"), source.real("layer_norm_epsilon", 1e-5)
-    blocks = (BlockConfig(ssd_config(source, D, NAMES, groups=8, width=64), None),) * layers(source)
+    blocks = (BlockConfig(ssd_config(source, D, NAMES, groups=8, width=64), None),) * decoder.layers(source)
     return ModelConfig(
-        "ssd", source.number("vocab_size"), D, blocks, head_config(source, False), norm_eps=eps
+        "ssd", source.number("vocab_size"), D, blocks, decoder.head(source, False), norm_eps=eps
     )
 
 
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     D = config.d_model
-    taken = outer_weights(source, "backbone.embeddings.weight", config)
+    taken = decoder.outer(source, "backbone.embeddings.weight", config)
     taken["norm.weight"] = source.take("backbone.norm_f.weight", D)
     for i, block in enumerate(config.blocks):
         there, here = f"backbone.layers.{i}", f"blocks.{i}"

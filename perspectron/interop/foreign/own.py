@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
+import msgspec
 from torch import Tensor
 
+from perspectron.data.specials import OURS
+from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.foreign.source import Source
 from perspectron.model.config import ModelConfig
 from perspectron.util.config import load
@@ -15,6 +18,15 @@ def config(source: Source) -> ModelConfig:
     """The config within config.json."""
     whole = load(ModelConfig, source.get("architecture"), f"{source.folder / 'config.json'}: architecture")
     return replace(whole, vocab_size=source.number("vocab_size"))
+
+
+def tokenizer(source: Source) -> Tokenizer:
+    """The tokenizer beside config.json, which says across which id such a model remembers nothing."""
+    found = Tokenizer.load(source.folder / "tokenizer.json")
+    if found.specials != OURS:
+        reset = source.get("end_of_text")
+        found.specials = msgspec.structs.replace(found.specials, reset=reset if type(reset) is int else None)
+    return found
 
 
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:

@@ -1,44 +1,60 @@
 """A folder of another program while it is read: what was not asked for is named."""
 
 import math
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from perspectron.data.template import FILE, Template
-from perspectron.data.tokenizer import END_OF_TEXT
 from perspectron.model.config import MOST_SIZE
 from perspectron.util.errors import CheckpointError
 from perspectron.util.files import read_json
-from perspectron.util.machine import memory
-from perspectron.util.tensors import load_tensors
+from perspectron.util.tensors import unread_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+HARMLESS = frozenset(
+    {
+        "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout", "attn_implementation",
+        "auto_map", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype", "eos_token_id",
+        "id2label", "initializer_range", "label2id", "model_type", "output_attentions", "output_hidden_states",
+        "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "task_specific_params", "tokenizer_class",
+        "torch_dtype", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+    }
+)  # fmt: skip
+"""Keys of a config.json that say nothing about the function that a model computes."""
+LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
+"""Names of kinds of layers in older files, and what they are called now."""
 
 
 class Source:
-    """Config values and, once `open_weights` was called, tensors of a folder."""
+    """Config values of a folder and its tensors by name, which are functions that read them. What is asked of the
+    config is noted, so that `done_config` names the rest."""
 
-    def __init__(self, folder: Path, values: dict[str, Any], file: str = "config.json") -> None:
-        self.folder, self.values, self.file = folder, values, file
-        self._tensors: dict[str, Tensor] = {}
+    def __init__(
+        self, folder: Path, values: dict[str, Any], file: str = "config.json", within: str = ""
+    ) -> None:
+        self.folder, self.values, self.file, self.within = folder, values, file, within
+        self.tensors: dict[str, Callable[[], Tensor]] = {}
+        self.itemsize = 4
+        """Bytes of a weight in memory."""
+        self._asked, self._inner = set[str](), list[Source]()
 
     def get(self, name: str, default: Any = None) -> Any:
         """A value of config.json; null is as good as missing."""
+        self._asked.add(name)
         value = self.values.get(name)
         return default if value is None else value
 
-    def number(self, name: str, default: int | None = None, most: int = MOST_SIZE) -> int:
-        """A whole number from 1 to `most` of config.json. CheckpointError for anything else."""
+    def number(self, name: str, default: int | None = None, most: int = MOST_SIZE, least: int = 1) -> int:
+        """A whole number from `least` to `most` of config.json. CheckpointError for anything else."""
         value = self.get(name, default)
-        if type(value) is not int or not 1 <= value <= most:
-            raise self.error(f"{name} is {value!r}, must be a whole number from 1 to {most:,}")
+        if type(value) is not int or not least <= value <= most:
+            raise self.error(f"{name} is {value!r}, must be a whole number from {least} to {most:,}")
         return value
 
-    def real(self, name: str, default: float) -> float:
+    def real(self, name: str, default: float | None = None) -> float:
         """A finite number of config.json. CheckpointError for anything else."""
         value = self.get(name, default)
         if type(value) not in (int, float) or not math.isfinite(value):
@@ -57,7 +73,29 @@ class Source:
         value = self.get(name, {})
         if not isinstance(value, dict):
             raise self.error(f"{name} is {value!r}, must be an object")
-        return Source(self.folder, value, self.file)
+        return self.inner(name, value)
+
+    def inner(self, name: str, values: dict[str, Any]) -> "Source":
+        """These values in the place of an object of config.json; what is not asked of them is named, too."""
+        inner = Source(self.folder, values, self.file, f"{self.within}{name}.")
+        self._inner = [other for other in self._inner if other.within != inner.within] + [inner]
+        return inner
+
+    def layer_types(self, count: int, default: Sequence[str]) -> list[str]:
+        """The kind of each of `count` layers, by today's names. CheckpointError: no list of as many names."""
+        kinds = self.get("layer_types", list(default))
+        if not isinstance(kinds, list) or len(kinds) != count or not all(isinstance(k, str) for k in kinds):
+            raise self.error(f"layer_types is {str(kinds)[:80]}, must be a list of {count} names")
+        return [LAYER_TYPES.get(kind, str(kind)) for kind in kinds]
+
+    def done_config(self, harmless: Collection[str]) -> None:
+        """CheckpointError for a value that was not asked for, but for null and the names that are harmless: it may
+        change what the model computes."""
+        for name, value in self.values.items():
+            if value is not None and name not in self._asked and name not in harmless:
+                raise self.error(f"{name} is {repr(value)[:40]}, which no model of ours has a place for")
+        for inner in self._inner:
+            inner.done_config(harmless)
 
     def must(self, name: str, allowed: Sequence[Any], default: Any = None) -> Any:
         """A value of config.json. CheckpointError unless it is among those that a model of ours can have."""
@@ -75,52 +113,22 @@ class Source:
             raise CheckpointError(f"{self.folder / name}: must be an object")
         return Source(self.folder, values, name)
 
-    def stops(self) -> list[int | str]:
-        """The tokens that end a text, by id or spelling: those of config.json, generation_config.json and
-        tokenizer_config.json. CheckpointError for what is no token."""
-        found: list[int | str] = []
-        for source in (self, self.beside("generation_config.json")):
-            value = source.get("eos_token_id", [])
-            ids = value if isinstance(value, list) else [value]
-            if any(type(id) is not int for id in ids):
-                raise source.error(f"eos_token_id is {value!r}, must be a whole number or a list of them")
-            found += ids
-        return found + self.eos_token()
-
-    def eos_token(self) -> list[str]:
-        """The spelling of the end in tokenizer_config.json, if it has one."""
-        source = self.beside("tokenizer_config.json")
-        value = source.get("eos_token")
-        value = value.get("content") if isinstance(value, dict) else value
-        if value is not None and not isinstance(value, str):
-            raise source.error(f"eos_token is {value!r}, must be a token's spelling")
-        return [] if value is None else [value]
-
-    def template(self, separator: str) -> Template | None:
-        """The chat template, of its own file or in tokenizer_config.json, if there is one. In it the separator has the
-        name that it has here. Where it writes tokens by their roles (`bos_token` at the very beginning does not count,
-        as every text begins with the separator), it also says which they are. ConfigError: it is none."""
+    def template(self) -> Template | None:
+        """The chat template, of its own file or in tokenizer_config.json, if there is one. ConfigError: it is none."""
         kept, source = Template.of(self.folder), self.beside("tokenizer_config.json")
         text = source.get("chat_template") if kept is None else kept.text
         if isinstance(text, list):
             named = (each for each in text if isinstance(each, dict) and each.get("name") == "default")
             text = next(named, {}).get("template")
-        if not isinstance(text, str):
-            return None
-        loop = re.search(r"\{%[-+]?\s*for\b", text)
-        parts = {"eos_token": text, "bos_token": "" if loop is None else text[loop.start() :]}
-        values = {"eos_token": [*self.eos_token(), separator][0], "bos_token": separator}
-        used = [name for name, part in parts.items() if re.search(rf"\b{name}\b", part)]
-        text = "".join(f"{{%- set {name} = {values[name]!r} %}}" for name in used) + text
-        return Template(text.replace(separator, END_OF_TEXT), self.folder / FILE)
+        return Template(text, self.folder / FILE) if isinstance(text, str) else None
 
     def error(self, message: str) -> CheckpointError:
         """An error that says what is wrong with the file."""
-        return CheckpointError(f"{self.folder / self.file}: {message}")
+        return CheckpointError(f"{self.folder / self.file}: {self.within}{message}")
 
     def open_weights(self) -> None:
-        """Read the tensors: of model.safetensors, or of the files that its index names. CheckpointError: none of them,
-        a name that is no file's in the folder, or more bytes than half the memory."""
+        """Find the tensors: of model.safetensors, or of the files that its index names. CheckpointError: none of them,
+        or a name that is no file's in the folder."""
         names = {WEIGHTS}
         if not (self.folder / WEIGHTS).exists():
             index = self.folder / INDEX
@@ -136,20 +144,18 @@ class Source:
                         f"{index}: {name!r}, must be the name of a .safetensors file beside it"
                     )
             names = set(places.values())
-        files = [self.folder / name for name in sorted(names)]
-        size, most = sum(file.stat().st_size for file in files if file.is_file()), memory() // 2
-        if size > most:
-            raise CheckpointError(
-                f"{self.folder}: {size:,} bytes of weights, must be ≤ {most:,}, half the memory of this machine"
-            )
-        for file in files:
-            self._tensors |= load_tensors(file, CheckpointError, "the weights of a model")[1]
+        sizes = set[int]()
+        for name in sorted(names):
+            found = unread_tensors(self.folder / name, CheckpointError, "the weights of a model")
+            self.tensors |= {name: read for name, (_, read) in found.items()}
+            sizes |= {place.dtype.itemsize for place, _ in found.values() if place.dtype.is_floating_point}
+        self.itemsize = 2 if sizes == {2} else 4
 
     def take(self, name: str, *shape: int) -> Tensor:
         """A tensor, which is then used up. CheckpointError, with its name: it is missing or of another shape."""
-        if name not in self._tensors:
+        if name not in self.tensors:
             raise CheckpointError(f"{self.folder}: it has no weights {name}")
-        tensor = self._tensors.pop(name)
+        tensor = self.tensors.pop(name)()
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"{self.folder}: weights {name} have shape {list(tensor.shape)}, must have {list(shape)}"
@@ -157,21 +163,25 @@ class Source:
         return tensor
 
     def has(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self.tensors
 
     def drop(self, *names: str) -> None:
         """Use up tensors that say nothing that the config does not."""
         for name in names:
-            self._tensors.pop(name, None)
+            self.tensors.pop(name, None)
+
+    def drop_all(self, *prefixes: str) -> None:
+        """Use up the tensors of parts that a model of text does not have."""
+        self.drop(*(name for name in self.tensors if name.startswith(prefixes)))
 
     def all(self) -> dict[str, Tensor]:
         """All tensors that are left, used up."""
-        left, self._tensors = self._tensors, {}
-        return left
+        left, self.tensors = self.tensors, {}
+        return {name: read() for name, read in left.items()}
 
     def done(self) -> None:
         """CheckpointError if a tensor was not used."""
-        if self._tensors:
+        if self.tensors:
             raise CheckpointError(
-                f"{self.folder}: weights {', '.join(sorted(self._tensors)[:3])} have no place in a model of ours"
+                f"{self.folder}: weights {', '.join(sorted(self.tensors)[:3])} have no place in a model of ours"
             )

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from transformers import GenerationConfig
 
-import perspectron
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.hf import card, remote
 from perspectron.interop.hf.configuration import PerspectronConfig
@@ -14,6 +13,7 @@ from perspectron.opening import Opened, Refused
 from perspectron.util.config import require
 from perspectron.util.files import atomic
 from perspectron.util.tensors import save_tensors
+from perspectron.util.version import __version__
 
 
 def export(opened: Opened, out: Path) -> None:
@@ -36,7 +36,7 @@ def write(model: LanguageModel, tokenizer: Tokenizer, out: Path) -> None:
     ids = {"bos_token_id": 0, "eos_token_id": ends if len(ends) > 1 else 0, "pad_token_id": 0}
     described = PerspectronConfig.of(model.config, architectures=["PerspectronForCausalLM"], **ids)
     described.auto_map = remote.auto_map()
-    described.perspectron_version = perspectron.__version__
+    described.perspectron_version = __version__
     described.dtype = str(model.dtype).removeprefix("torch.")
     described.save_pretrained(out)
     GenerationConfig(**ids).save_pretrained(out)

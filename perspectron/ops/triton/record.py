@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from contextlib import suppress
-from importlib import import_module, metadata
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from perspectron.util.errors import BackendError, PerspectronError, StorageError
 from perspectron.util.files import cache_folder, read_json, write_json
+from perspectron.util.version import __version__
 
 OPS = Path(__file__).parents[1]
 TESTS = ("selftest.py", "case.py", "cases.py", "layer_cases.py")
@@ -34,7 +35,6 @@ def version() -> str | None:
 
 def conditions(device: torch.device) -> dict[str, str]:
     """The machine, the device and the versions of a selftest, and a digest of what runs the kernels and tests them."""
-    package = import_module("perspectron")  # which imports this module's layer, to the import contract
     cuda = device.type == "cuda"
     return {
         "machine": platform.node(),
@@ -42,7 +42,7 @@ def conditions(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": version() or "not installed",
         "interpreted": os.environ.get("TRITON_INTERPRET", "0"),
-        "perspectron": package.__version__,
+        "perspectron": __version__,
         "kernels": hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16],
     }
 

@@ -17,7 +17,6 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from perspectron import __version__
 from perspectron.data import Tokenizer
 from perspectron.decode.session import Session
 from perspectron.serve.engine import Closed, Engine, Full
@@ -30,6 +29,7 @@ from perspectron.serve.web.metrics import Metrics
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, PerspectronError, StorageError
 from perspectron.util.machine import memory
+from perspectron.util.version import __version__
 
 T = TypeVar("T")
 PAGE = Path(__file__).parent / "page"

@@ -9,6 +9,8 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 import perspectron
 from perspectron.designs.delta.common import Delta, DeltaState
@@ -128,6 +130,70 @@ def test_its_gradients_are_those_of_the_published_layer(kind):
         torch.testing.assert_close(
             a, b, rtol=1e-9, atol=1e-9 * float(b.abs().max()), msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+@torch.no_grad()
+def test_it_is_gated_deltanet_as_transformers_has_it():
+    """With fewer heads of keys than of values, and widths of their own."""
+    sizes = {"key_heads": 2, "key_dim": 6, "value_dim": 10}
+    module = GDN(D, 1e-5, GDNConfig(4, conv=3, **sizes)).float()
+    draw = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.normal_(0, parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1.0, generator=draw)
+    config = Qwen3_5TextConfig(
+        hidden_size=D, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=6,
+        linear_value_head_dim=10, linear_conv_kernel_dim=3, rms_norm_eps=1e-5, num_hidden_layers=1,
+    )  # fmt: skip
+    theirs = Qwen3_5GatedDeltaNet(config, 0).eval()
+    names = {"qkv_proj": "in_proj_qkv", "g_proj": "in_proj_z", "a_proj": "in_proj_a", "b_proj": "in_proj_b",
+             "o_proj": "out_proj"}  # fmt: skip
+    parts = {name: name.partition(".") for name in module.state_dict()}
+    theirs.load_state_dict(
+        {names.get(part, part) + dot + rest: module.state_dict()[name]
+         for name, (part, dot, rest) in parts.items()}
+    )  # fmt: skip
+    x = normal(2, 70, D).float()
+    torch.testing.assert_close(module(x)[0], theirs(x), rtol=1e-4, atol=1e-5)
+
+
+def test_key_heads_that_are_shared_are_key_heads_repeated():
+    """In outputs, states and gradients."""
+    shared = GDN(D, 1e-5, GDNConfig(4, key_heads=2, key_dim=6, value_dim=10)).double()
+    each = GDN(D, 1e-5, GDNConfig(4, key_dim=6, value_dim=10)).double()
+    rows = torch.arange(24).view(2, 2, 6).repeat_interleave(2, 1).flatten()
+    rows = torch.cat([rows, torch.arange(24, 64)])
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in shared.parameters():
+            parameter.normal_(0, 0.5, generator=draw)
+        weights = dict(shared.state_dict())
+        for name in ("qkv_proj.weight", "conv1d.weight"):
+            weights[name] = weights[name][rows]
+        each.load_state_dict(weights)
+    x = normal(2, 70, D)
+    (y, after, _), (expected, end, _) = shared(x), each(x)
+    torch.testing.assert_close(y, expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(after.memory_BHKV, end.memory_BHKV, rtol=1e-11, atol=1e-11)
+    for out in (y, expected):
+        (out * normal(2, 70, D, seed=4)).sum().backward()
+    for name in ("qkv_proj.weight", "conv1d.weight"):
+        one, many = (dict(module.named_parameters())[name].grad for module in (shared, each))
+        summed = torch.zeros_like(one).index_add_(0, rows, many)
+        torch.testing.assert_close(one, summed, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"key_heads": 3}, "key_heads = 3, must be a divisor of heads = 4"),
+        ({"key_heads": 0}, "key_heads = 0, must be ≥ 1"),
+        ({"key_dim": 0}, "key_dim = 0, must be ≥ 1"),
+        ({"value_dim": -1}, "value_dim = -1, must be ≥ 1"),
+    ],
+)
+def test_heads_that_do_not_fit_are_named(fields, message):
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        GDNConfig(4, **fields)
 
 
 # ---------------------------------------------------------------- how they follow from each other

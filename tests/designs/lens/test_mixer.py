@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from perspectron.designs.lens.mixer import Lens, LensConfig
 from perspectron.designs.transformer.attention import Attention, AttentionConfig
 from perspectron.model.state import LMState
-from perspectron.ops.attention import angles, rope
+from perspectron.ops.rope import angles, turned
 from perspectron.util.errors import ConfigError
 
 D, H = 16, 2
@@ -86,7 +86,7 @@ def test_every_lens_turns_with_the_distance_alone():
         at = torch.arange(begin, begin + T).expand(2, T)
         u = module.u_HK[None, :, None].expand(2, H, T, K)
         turn = angles(at, K, 50.0)
-        turned_q, turned_k, turned_u = (rope(part, turn) for part in (q, k, u))
+        turned_q, turned_k, turned_u = (turned(part, turn) for part in (q, k, u))
         logits = w[:, 0] * turned_q @ turned_k.mT / K**0.5 + w[:, 1] * turned_k @ turned_q.mT / K**0.5
         logits = logits + w[:, 2] * turned_u @ turned_k.mT
         seen = torch.ones(T, T).tril()

@@ -127,12 +127,80 @@ def test_it_is_mamba_2_as_transformers_has_it():
     torch.testing.assert_close(y, theirs(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("bounds", [(0.0, None), (0.3, 0.9)])
+def test_groups_biases_and_bounds_are_as_transformers_has_them(bounds):
+    low, high = bounds
+    options = SSDConfig(P, N, groups=2, bias=True, conv_bias=False, conv=3, dt_min=low, dt_max=high)
+    module = redrawn(SSD(D, 1e-5, options)).float()
+    config = Mamba2Config(
+        hidden_size=D, num_heads=H, head_dim=P, state_size=N, n_groups=2, conv_kernel=3, expand=2,
+        layer_norm_epsilon=1e-5, use_bias=True, use_conv_bias=False, chunk_size=16, num_hidden_layers=1,
+        time_step_limit=(low, float("inf") if high is None else high),
+    )  # fmt: skip
+    theirs = Mamba2Mixer(config, layer_idx=0).eval()
+    weights = {name.replace("o_proj", "out_proj"): value for name, value in module.state_dict().items()}
+    theirs.load_state_dict(weights)
+    x = normal(2, 70, D).float()
+    with torch.no_grad():
+        torch.testing.assert_close(module(x)[0], theirs(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def redrawn(module: SSD) -> SSD:
+    module = module.double()
+    draw = torch.Generator().manual_seed(3)
+    for parameter in module.parameters():
+        parameter.normal_(0, parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1.0, generator=draw)
+    return module.to(torch.get_default_device())
+
+
+@torch.no_grad()
+def test_each_group_is_a_mixer_of_its_own():
+    """With a norm before the gate, after it or none, and any inner width."""
+    for norm in ("after", "before", "none"):
+        whole = redrawn(SSD(D, 1e-5, SSDConfig(P, N, heads=6, groups=2, norm=norm)))
+        (inner, channels, _), part, x = whole.split, 3 * P, normal(2, 20, D)
+        sums = torch.zeros_like(x)
+        for g in range(2):
+            one = SSD(D, 1e-5, SSDConfig(P, N, heads=3, norm=norm)).double()
+            mine = torch.arange(part) + g * part
+            conv = torch.cat([mine, inner + N * g + torch.arange(N), inner + N * (2 + g) + torch.arange(N)])
+            rows = torch.cat([mine, inner + conv, inner + channels + 3 * g + torch.arange(3)])
+            weights = dict(whole.state_dict())
+            weights["in_proj.weight"] = weights["in_proj.weight"][rows]
+            for name in ("conv1d.weight", "conv1d.bias"):
+                weights[name] = weights[name][conv]
+            for name in ("dt_bias", "A_log", "D"):
+                weights[name] = weights[name][3 * g : 3 * g + 3]
+            if norm != "none":
+                weights["norm.weight"] = weights["norm.weight"][mine]
+            weights["o_proj.weight"] = weights["o_proj.weight"][:, mine]
+            one.load_state_dict(weights)
+            sums += one(x)[0]
+        torch.testing.assert_close(whole(x)[0], sums, rtol=1e-12, atol=1e-12)
+
+
+def test_the_norm_is_before_the_gate_where_the_config_says_so():
+    before, none = (SSD(D, 1e-5, SSDConfig(P, N, norm=norm)).double() for norm in ("before", "none"))
+    redrawn(before)
+    none.load_state_dict({k: v for k, v in before.state_dict().items() if k != "norm.weight"})
+    outputs = []
+    for module in (before, none):
+        module.o_proj = torch.nn.Identity()
+        outputs.append(module(normal(2, 20, D))[0])
+    z = before.in_proj(normal(2, 20, D))[..., :INNER]
+    bare = outputs[1] / torch.nn.functional.silu(z)
+    expected = bare / torch.sqrt(bare.square().mean(-1, keepdim=True) + 1e-5) * before.norm.weight
+    torch.testing.assert_close(outputs[0], expected * torch.nn.functional.silu(z), rtol=1e-9, atol=1e-9)
+
+
 # ---------------------------------------------------------------- the convolution
 
 
 def literal(
-    u_BTC: Tensor, window_BZC: Tensor, weight_C1W: Tensor, bias_C: Tensor, reset_BT: Tensor, pad_BT: Tensor
-) -> tuple[Tensor, Tensor]:
+    u_BTC: Tensor, window_BZC: Tensor, weight_C1W: Tensor, bias_C: Tensor, reset_BT: Tensor, pad_BT: Tensor,
+    swish: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Token by token, from a list of what the document has given so far; padding's outputs are zeros."""
     (B, T, _), W = u_BTC.shape, weight_C1W.shape[-1]
     rows, windows = [], []
@@ -146,7 +214,7 @@ def literal(
                 continue
             seen.append(u_BTC[b, t])
             y = bias_C + sum(weight_C1W[:, 0, j] * seen[len(seen) - W + j] for j in range(W))
-            outputs.append(y * sigmoid(y))
+            outputs.append(y * sigmoid(y) if swish else y)
         rows.append(torch.stack(outputs))
         windows.append(torch.stack(seen[len(seen) - W + 1 :]) if W > 1 else window_BZC[b])
     return torch.stack(rows), torch.stack(windows)
@@ -175,7 +243,8 @@ def chosen(use: str, B: int, T: int) -> tuple[Tensor | None, Tensor | None]:
 @every_mask
 @pytest.mark.parametrize("W", [1, 2, 4])
 @pytest.mark.parametrize("T", [1, 2, 16, 17, 40])
-def test_the_convolution_sees_its_own_documents_last_tokens(use, W, T):
+@pytest.mark.parametrize("swish", [True, False])
+def test_the_convolution_sees_its_own_documents_last_tokens(use, W, T, swish):
     B, width = 5, 3
     u, window, weight, bias = (
         normal(B, T, width),
@@ -185,8 +254,8 @@ def test_the_convolution_sees_its_own_documents_last_tokens(use, W, T):
     )
     reset, pad = chosen(use, B, T)
     none = torch.zeros(B, T, dtype=torch.bool)
-    expected, end = literal(u, window, weight, bias, *(none if m is None else m for m in (reset, pad)))
-    y, after = convolve(u, window, weight, bias, reset, pad)
+    expected, end = literal(u, window, weight, bias, *(none if m is None else m for m in (reset, pad)), swish)
+    y, after = convolve(u, window, weight, bias, reset, pad, swish=swish)
     keep = ~none if pad is None else ~pad
     torch.testing.assert_close(y[keep], expected[keep], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(after, end, rtol=1e-12, atol=1e-12)
@@ -216,7 +285,8 @@ def test_the_window_carries_over_any_split(use, split):
 
 @every_mask
 @pytest.mark.parametrize("T", [1, 40])
-def test_gradients_of_the_convolution(use, T):
+@pytest.mark.parametrize("swish", [True, False])
+def test_gradients_of_the_convolution(use, T, swish):
     B, width, W = 5, 3, 4
     tensors = [normal(B, T, width), normal(B, W - 1, width, seed=2), normal(width, 1, W), normal(width)]
     for tensor in tensors:
@@ -231,8 +301,8 @@ def test_gradients_of_the_convolution(use, T):
         ).sum()
         return torch.autograd.grad(loss, tensors)
 
-    fast = gradients(*convolve(*tensors, reset, pad))
-    slow = gradients(*literal(*tensors, *(none if mask is None else mask for mask in (reset, pad))))
+    fast = gradients(*convolve(*tensors, reset, pad, swish=swish))
+    slow = gradients(*literal(*tensors, *(none if mask is None else mask for mask in (reset, pad)), swish))
     for a, b in zip(fast, slow, strict=True):
         assert b.abs().max() > 0
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
@@ -328,6 +398,12 @@ def test_huge_values_in_padding_do_no_harm_in_float32():
         ({"head_dim": 4, "state": 0}, "state = 0, must be ≥ 1"),
         ({"head_dim": 4, "state": 4, "expand": 0}, "expand = 0, must be ≥ 1"),
         ({"head_dim": 4, "state": 4, "conv": 0}, "conv = 0, must be ≥ 1"),
+        (
+            {"head_dim": 4, "state": 4, "groups": 4},
+            "groups = 4, must be a divisor of the number of heads = 6",
+        ),
+        ({"head_dim": 4, "state": 4, "dt_min": 1.0, "dt_max": 0.5}, "dt_max = 0.5, must be ≥ dt_min = 1.0"),
+        ({"head_dim": 4, "state": 4, "norm": "x"}, "norm = 'x', must be one of after, before, none"),
         ({"head_dim": 5, "state": 4}, "head_dim = 5, must be a divisor of expand · d_model = 24"),
     ],
 )

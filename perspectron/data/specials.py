@@ -1,0 +1,115 @@
+"""The ids that stand for no text: what begins a text, ends it, fills a batch, and begins memory anew."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from perspectron.util.errors import DataError
+from perspectron.util.files import read_json, write_text
+from perspectron.util.schema import checked
+
+FILE = "specials.json"
+"""Beside the tokenizer.json of a run or an artifact whose tokenizer is not of this library."""
+
+
+class Specials(Struct, frozen=True, forbid_unknown_fields=True):
+    """prefix: stands before every text. stops: each ends a text, and is none of it. pad: fills batches in other
+    programs. reset: a model remembers nothing across it, as in its training; None where that is said apart from ids.
+    end: the one of `stops` with which a document ends that is trained on; None where the next one's prefix says so."""
+
+    prefix: tuple[int, ...] = ()
+    stops: frozenset[int] = frozenset()
+    pad: int | None = None
+    reset: int | None = None
+    end: int | None = None
+
+    @property
+    def silent(self) -> frozenset[int]:
+        """All of them: repetition penalties and texts leave them out."""
+        return self.stops.union(
+            self.prefix, (id for id in (self.pad, self.reset, self.end) if id is not None)
+        )
+
+    def begun(self, ids: Sequence[int]) -> list[int]:
+        """The ids of a text from its beginning: with the prefix, unless it is there."""
+        n = len(self.prefix)
+        return list(ids) if tuple(ids[:n]) == self.prefix else [*self.prefix, *ids]
+
+    def to_json(self) -> bytes:
+        """The same specials as the same bytes."""
+        return msgspec.json.encode(self, order="sorted")
+
+    def save(self, path: Path) -> None:
+        """Write to a file. StorageError if it cannot be."""
+        write_text(path, self.to_json().decode())
+
+    @classmethod
+    def load(cls, path: Path) -> "Specials":
+        """Read what `save` wrote. DataError: damaged."""
+        found: Specials = checked(read_json(path, DataError), cls, DataError, f"{path}: no special ids")
+        return found
+
+    def check(self, where: object, vocab_size: int) -> None:
+        """DataError for an id that is none of `vocab_size`."""
+        for id in sorted(self.silent):
+            if not 0 <= id < vocab_size:
+                raise DataError(f"{where}: special id {id}, must be ≥ 0 and < {vocab_size}")
+
+
+OURS = Specials((0,), frozenset((0,)), None, 0)
+"""Those of the tokenizers that this library trains: one id separates documents."""
+
+
+def beside(folder: Path, ids: Mapping[str, int], prefix: Sequence[int]) -> Specials:
+    """Those of a folder of transformers. ids: of its tokens by spelling. prefix: what the tokenizer itself puts first;
+    where it puts nothing, `add_bos_token` of tokenizer_config.json may. stops: each eos of config.json,
+    generation_config.json and tokenizer_config.json. DataError, naming file and field, for what is no token."""
+    known = frozenset(ids.values())
+    config, generation, own = (
+        _Values(folder / f"{name}.json", ids, known)
+        for name in ("config", "generation_config", "tokenizer_config")
+    )
+    stops = [*own.token("eos_token"), *config.ids("eos_token_id"), *generation.ids("eos_token_id")]
+    if not prefix and own.values.get("add_bos_token") is True:
+        prefix = own.token("bos_token")
+    pad = own.token("pad_token") or [
+        id for source in (config, generation) if (id := source.values.get("pad_token_id")) in known
+    ]
+    end = stops[0] if stops and stops[0] not in prefix else None
+    return Specials(tuple(prefix), frozenset(stops), pad[0] if pad else None, None, end)
+
+
+class _Values:
+    """The values of a file of JSON, none where it is missing."""
+
+    def __init__(self, path: Path, ids: Mapping[str, int], known: frozenset[int]) -> None:
+        self.path, self._ids, self._known = path, ids, known
+        values = read_json(path, DataError, infinite=True) if path.exists() else {}
+        if not isinstance(values, dict):
+            raise DataError(f"{path}: must be an object")
+        inner = values.get("text_config")
+        self.values: dict[str, Any] = {**(inner if isinstance(inner, dict) else {}), **values}
+
+    def ids(self, name: str) -> list[int]:
+        """An id, or a list of them."""
+        value = self.values.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for id in ids:
+            if type(id) is not int:
+                raise DataError(f"{self.path}: {name} is {value!r}, must be a whole number or a list of them")
+            if id not in self._known:
+                raise DataError(f"{self.path}: {name} is {value!r}; the tokenizer has no token {id}")
+        return ids
+
+    def token(self, name: str) -> list[int]:
+        """The id of a token that stands there by its spelling, in a list; none where there is none."""
+        value = self.values.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if value is None:
+            return []
+        if not isinstance(value, str) or value not in self._ids:
+            raise DataError(f"{self.path}: {name} is {value!r}, must be the spelling of a token")
+        return [self._ids[value]]

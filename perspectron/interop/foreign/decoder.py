@@ -1,0 +1,287 @@
+"""What decoders have in common: a norm, a mixer, a norm and a network in each layer, attention with rotary positions,
+and names of their weights that begin as Llama's.
+
+Shapes: D model width, H query heads, G heads of keys and values, K head width, F width of a network, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from perspectron.interop.foreign.source import Source
+from perspectron.model.config import MOST_BLOCKS, BlockConfig, ModelConfig, SequentialConfig
+from perspectron.model.ffn import SwiGLUConfig
+from perspectron.model.heads import LinearHeadConfig
+from perspectron.model.mixer import config_of
+from perspectron.ops.rope import RopeScaling
+from perspectron.util.config import FFNConfig, MixerConfig
+
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+"""Kinds of layers that attend to all earlier tokens, and to a window of them."""
+THETA = 10_000.0
+"""The rotary base where a config of transformers is silent, unless its kind has another."""
+PRE = {"mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+POST = {"mixer_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
+SANDWICH = {
+    "mixer_norm": "input_layernorm", "mixer_post_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm", "ffn_post_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+"""Norms of a layer by their names here and there."""
+Mixer = Callable[[Source, str, str, int, Any], dict[str, Tensor]]
+"""Takes the weights of a mixer: from a layer's name there, the mixer's name here, D and its config."""
+
+
+class Rope(NamedTuple):
+    """base: of the frequencies. share: of a head's channels that turn."""
+
+    base: float
+    scaling: RopeScaling | None
+    share: float
+
+
+# ---------------------------------------------------------------- configs
+
+
+def layers(source: Source) -> int:
+    return source.number("num_hidden_layers", most=MOST_BLOCKS)
+
+
+def network(
+    source: Source, *, bias: bool = False, act: str = "hidden_act", silent: str = "silu"
+) -> SwiGLUConfig:
+    """A gated network; act: the key of its activation, silent: what that is where it is missing."""
+    activation = source.must(act, ("silu", "gelu_pytorch_tanh"), silent)
+    return SwiGLUConfig(
+        source.number("intermediate_size"), "silu" if activation == "silu" else "gelu_tanh", bias
+    )
+
+
+def flag(source: Source, name: str, silent: bool) -> bool:
+    return bool(source.must(name, (True, False), silent))
+
+
+def rope(source: Source, *, theta: float = THETA, share: float | None = None) -> Rope:
+    """Rotary positions by `rope_parameters`, or as older files have them. theta: the base where it is silent. share: of
+    a head's channels that turn, where it is silent; None where a config of the kind cannot say it.
+
+    CheckpointError: a type that is not known, or a value that cannot be."""
+    newer = source.mapping("rope_parameters")
+    table = source.mapping("rope_scaling") if source.get("rope_scaling") else newer
+    base = table.real("rope_theta", source.real("rope_theta", theta))
+    if share is not None:
+        turns = table.real("partial_rotary_factor", source.real("partial_rotary_factor", share))
+        return Rope(base, _scaling(source, table), turns)
+    for where in (table, source):
+        where.must("partial_rotary_factor", (1.0,), 1.0)
+    return Rope(base, _scaling(source, table), 1.0)
+
+
+def ropes(source: Source, bases: dict[str, float]) -> dict[str, Rope]:
+    """Those of each kind of layer, by name. bases: where the config is silent; older files have the first kind's other
+    values outside."""
+    first, table = next(iter(bases)), dict(source.mapping("rope_parameters").values)
+    if scaling := source.mapping("rope_scaling").values:
+        table[first] = {**(table.get(first) or {}), **scaling}
+    nested = source.inner("rope_parameters", table)
+    found = {}
+    for kind, silent in bases.items():
+        own = nested.mapping(kind)
+        own.must("truncate", (True,), True)  # transformers looks for it outside
+        found[kind] = Rope(own.real("rope_theta", silent), _scaling(source, own), 1.0)
+    return found
+
+
+def _scaling(source: Source, table: Source) -> RopeScaling | None:
+    kind = table.get("rope_type", table.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise table.error(
+            f"rope type is {kind!r}, must be 'default', 'linear', 'llama3' or 'yarn' to be read"
+        )
+    more: dict[str, Any] = {}
+    if kind != "linear":
+        most = table.number("original_max_position_embeddings", source.get("max_position_embeddings"))
+        more["original_max_position_embeddings"] = source.number("original_max_position_embeddings", most)
+    if kind == "llama3":
+        more |= {name: table.real(name) for name in ("low_freq_factor", "high_freq_factor")}
+    if kind == "yarn":
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            more[name] = None if table.get(name) is None else table.real(name)
+        more |= {name: table.real(name, x) or x for name, x in (("beta_fast", 32.0), ("beta_slow", 1.0))}
+        more["truncate"] = flag(table, "truncate", True)
+        if table.get("factor") is None:
+            longest = source.number("max_position_embeddings")
+            return RopeScaling(kind, longest / more["original_max_position_embeddings"], **more)
+    return RopeScaling(kind, table.real("factor"), **more)
+
+
+def attention(
+    source: Source,
+    positions: Rope | None,
+    *,
+    key_heads: int | None = None,
+    width: int | None = None,
+    **options: Any,
+) -> Any:
+    """The config of attention. positions: None is no rotation. key_heads: where the config is silent; None is as many
+    as of queries. width: of a head, where it is silent; None is D/H. options: of `AttentionConfig`."""
+    heads = source.number("num_attention_heads")
+    D, missing = source.number("hidden_size"), "num_key_value_heads" not in source.values
+    G = source.number(
+        "num_key_value_heads", (missing and key_heads) or heads
+    )  # null is as many as query heads
+    K = source.number("head_dim", width or max(1, D // heads))
+    if heads % G:
+        raise source.error(f"num_key_value_heads is {G}, must divide num_attention_heads = {heads}")
+    if positions is None:
+        turned: dict[str, Any] = {"rope_base": None}
+    else:
+        turned = {
+            "rope_base": positions.base,
+            "rope_scaling": positions.scaling,
+            "rope_share": positions.share,
+        }
+    scale = options.pop("scale", None)
+    scale = None if scale == K**-0.5 else scale
+    grouped = {"kv_heads": None if heads == G else G, "head_dim": None if heads * K == D else K}
+    return config_of("attention", heads=heads, **grouped, scale=scale, **turned, **options)
+
+
+def window(source: Source) -> int | None:
+    """The tokens that a sliding layer sees: null is all of them, and a missing number 4,096."""
+    silent = None if "sliding_window" in source.values else 4096
+    return None if source.get("sliding_window", silent) is None else source.number("sliding_window", silent)
+
+
+def sliding(source: Source, kinds: Sequence[str], window: int | None) -> list[int | None]:
+    """The window of each layer, by its kind. CheckpointError for kinds that are none of attention, or lack a window."""
+    known = {GLOBAL} if window is None else {GLOBAL, LOCAL}
+    if other := set(kinds) - known:
+        raise source.error(
+            f"layer_types has {min(other)!r}, must be {' or '.join(map(repr, sorted(known)))} here"
+        )
+    return [window if kind == LOCAL else None for kind in kinds]
+
+
+def model(
+    source: Source,
+    name: str,
+    mixers: Sequence[MixerConfig],
+    networks: FFNConfig | Sequence[FFNConfig],
+    *,
+    eps: float = 1e-6,
+    tied: bool = False,
+    longest: int | None = None,
+    residual: SequentialConfig = SequentialConfig(),  # noqa: B008
+    ties: Source | None = None,
+    **options: Any,
+) -> ModelConfig:
+    """The config of a model with these mixers, each before a network. eps, tied, longest: where the config is silent:
+    of the norms, whether the head is the embedding, and `max_position_embeddings`; None for longest where positions
+    have no bound. ties: where the config says whether the head is the embedding, if elsewhere. options: of
+    `ModelConfig`."""
+    shared = (networks,) * len(mixers) if isinstance(networks, FFNConfig) else networks
+    blocks = tuple(BlockConfig(m, f, residual) for m, f in zip(mixers, shared, strict=True))
+    scalings = [s for m in mixers if (s := getattr(m, "rope_scaling", None)) is not None]
+    most = 0 if longest is None else source.number("max_position_embeddings", longest)
+    most = max([most, *(int(s.factor * s.original_max_position_embeddings) for s in scalings)])
+    return ModelConfig(
+        name, source.number("vocab_size"), source.number("hidden_size"), blocks, head(ties or source, tied),
+        norm_eps=source.real("rms_norm_eps", eps), longest=most, **options,
+    )  # fmt: skip
+
+
+def head(source: Source, tied: bool) -> LinearHeadConfig | None:
+    """A head of its own, or none where the embedding is it. tied: whether it is where the config is silent."""
+    return None if flag(source, "tie_word_embeddings", tied) else LinearHeadConfig()
+
+
+# ---------------------------------------------------------------- weights
+
+
+def outer(
+    source: Source, embedding: str, config: ModelConfig, head: str = "lm_head.weight"
+) -> dict[str, Tensor]:
+    """The embedding's rows, and the head's where it has its own; those that are written beside an embedding though tied
+    to it are passed over."""
+    V, D = config.vocab_size, config.d_model
+    taken = {"embedding.weight": source.take(embedding, V, D)}
+    if config.head is None:
+        source.drop(head)
+        return taken
+    return taken | {"lm_head.weight": source.take(head, V, D)}
+
+
+def norm(source: Source, name: str, width: int, *, one: bool = False) -> Tensor:
+    """The weight of an RMS norm. one: it is stored as what it is more than 1."""
+    weight = source.take(name, width)
+    return weight.float() + 1 if one else weight
+
+
+def weights(
+    source: Source,
+    config: ModelConfig,
+    *,
+    mixer: Mixer | None = None,
+    norms: dict[str, str] = PRE,
+    network: str = "mlp",
+    last: str = "norm",
+    top: str = "model.",
+    head: str = "lm_head.weight",
+    one: bool = False,
+) -> dict[str, Tensor]:
+    """The weights of a decoder by our names. mixer: takes those of a layer's mixer; None is attention. norms: a layer's
+    norms by their names here and there. network, last: names of networks and of the last norm. top, head: what all
+    names begin with, and the head's. one: weights of norms are stored as what they are more than 1."""
+    D = config.d_model
+    taken = outer(source, f"{top}embed_tokens.weight", config, head)
+    taken["norm.weight"] = norm(source, f"{top}{last}.weight", D, one=one)
+    for i, block in enumerate(config.blocks):
+        there, here = f"{top}layers.{i}", f"blocks.{i}"
+        for ours, theirs in norms.items():
+            taken[f"{here}.{ours}.weight"] = norm(source, f"{there}.{theirs}.weight", D, one=one)
+        if mixer is None:
+            taken |= attention_weights(source, f"{there}.self_attn", f"{here}.mixer", D, block.mixer, one=one)
+        else:
+            taken |= mixer(source, there, f"{here}.mixer", D, block.mixer)
+        assert isinstance(block.ffn, SwiGLUConfig)
+        taken |= gated_weights(source, f"{there}.{network}", f"{here}.ffn", D, block.ffn)
+    return taken
+
+
+def gated_weights(source: Source, there: str, here: str, D: int, ffn: SwiGLUConfig) -> dict[str, Tensor]:
+    """Those of a gated network."""
+    taken, F = {}, ffn.hidden
+    for name, rows, columns in (("gate_proj", F, D), ("up_proj", F, D), ("down_proj", D, F)):
+        taken[f"{here}.{name}.weight"] = source.take(f"{there}.{name}.weight", rows, columns)
+        if ffn.bias:
+            taken[f"{here}.{name}.bias"] = source.take(f"{there}.{name}.bias", rows)
+    return taken
+
+
+def attention_weights(
+    source: Source, there: str, here: str, D: int, mixer: Any, *, one: bool = False, out: str = "o_proj",
+    norms: tuple[str, str] = ("q_norm", "k_norm"),
+) -> dict[str, Tensor]:  # fmt: skip
+    """Those of attention: queries, keys and values in one matrix. out, norms: their names there."""
+    H, G, K = mixer.heads, mixer.groups, mixer.width(D)
+    source.drop(f"{there}.rotary_emb.inv_freq")
+    taken = {}
+    for part in ("weight", "bias") if mixer.bias else ("weight",):
+        inner = (D,) if part == "weight" else ()
+        parts = (
+            source.take(f"{there}.{x}_proj.{part}", n * K, *inner)
+            for x, n in zip("qkv", (H, G, G), strict=True)
+        )
+        taken[f"{here}.qkv_proj.{part}"] = torch.cat([*parts])
+    taken[f"{here}.o_proj.weight"] = source.take(f"{there}.{out}.weight", D, H * K)
+    if mixer.bias if mixer.out_bias is None else mixer.out_bias:
+        taken[f"{here}.o_proj.bias"] = source.take(f"{there}.{out}.bias", D)
+    if mixer.qk_norm != "none":
+        widths = (K, K) if mixer.qk_norm == "head" else (H * K, G * K)
+        for ours, theirs, width in zip(("q_norm", "k_norm"), norms, widths, strict=True):
+            taken[f"{here}.{ours}.weight"] = norm(source, f"{there}.{theirs}.weight", width, one=one)
+    return taken

@@ -1,0 +1,96 @@
+"""Models in GGUF, the format of llama.cpp, as folders of transformers: each value and tensor under the name that it has
+there, so that a family's importer reads both."""
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from perspectron.interop.foreign.gguf import container, families, tokenizer
+from perspectron.interop.foreign.gguf.container import Container, Stored
+from perspectron.interop.foreign.gguf.families import FAMILIES, Family, Fix
+from perspectron.interop.foreign.source import Source
+from perspectron.util.errors import CheckpointError, DataError
+
+SUFFIX = ".gguf"
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+
+
+@contextlib.contextmanager
+def unpacked(path: Path) -> Iterator[Source]:
+    """The model in a file as a folder of transformers that is there within the context; its tensors stay in the file
+    until they are taken.
+
+    CheckpointError, naming the file and the field: cut short, of a type that gguf does not know, an architecture that
+    is not in FAMILIES, or metadata that no model of ours has. DataError: a tokenizer that is not known.
+    """
+    whole = container.read(path)
+    arch = whole.metadata.get("general.architecture")
+    kind = whole.metadata.get("general.type", "model")
+    if kind != "model" or arch not in FAMILIES:
+        what = f"general.type is {kind!r}" if kind != "model" else f"general.architecture is {arch!r}"
+        raise whole.error(f"{what}, which cannot be read; {', '.join(FAMILIES)} can")
+    if "token_embd.weight" not in whole.tensors:
+        raise whole.error("it has no tensor token_embd.weight")
+    family, fields = FAMILIES[arch], families.Fields(whole, arch)
+    config = families.shared(fields)
+    config = {"model_type": family.kind} | config | family.config(fields, config)
+    fields.done()
+    files = tokenizer.files(whole)
+    config |= files["generation_config.json"]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, values in {"config.json": config, **files}.items():
+            (Path(folder) / name).write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
+        try:
+            source = _Unpacked(Path(folder), config)
+            source.tensors = _tensors(whole, family, config)
+            yield source
+        except (CheckpointError, DataError) as error:
+            text = str(error).replace(f"{folder}{os.sep}", f"{path}: ").replace(folder, str(path))
+            raise type(error)(text) from None
+
+
+class _Unpacked(Source):
+    """Values of a folder, and tensors of the file that it was made from."""
+
+    def open_weights(self) -> None:
+        """They are known."""
+
+
+class _Parts(NamedTuple):
+    """The tensors in a file that are one of a folder, one after another, and what each is made to."""
+
+    stored: list[Stored]
+    fix: Fix
+
+    def load(self) -> Tensor:
+        """The one of the folder."""
+        loaded = [self.fix(each.load()) for each in self.stored]
+        return loaded[0] if len(loaded) == 1 else torch.cat(loaded)
+
+
+def _tensors(whole: Container, family: Family, config: dict[str, Any]) -> dict[str, Callable[[], Tensor]]:
+    """The tensors by their names in a folder; one that is not known keeps its name, and importers name it then. Those
+    of layers that only guess further tokens are passed over, and the divisors of frequencies, which the config has."""
+    fixes, parts = family.fixes(config), dict[str, _Parts]()
+    for name in sorted(whole.tensors.keys() - {"rope_freqs.weight"}):
+        layer = _LAYER.fullmatch(name)
+        if layer and int(layer[1]) >= config["num_hidden_layers"]:
+            continue
+        rest, names = (layer[2], family.names) if layer else (name, family.outer)
+        stem, _, suffix = rest.rpartition(".")
+        there = names.get(rest) or (f"{names[stem]}.{suffix}" if stem in names else None)
+        if there is None:
+            parts[name] = _Parts([whole.tensors[name]], lambda x: x)
+            continue
+        there = f"model.layers.{layer[1]}.{there}" if layer else there
+        fix = fixes.get(rest) or fixes.get(stem) or (lambda x: x)
+        parts.setdefault(there, _Parts([], fix)).stored.append(whole.tensors[name])
+    return {name: each.load for name, each in parts.items()}

@@ -1,0 +1,369 @@
+"""The families of models that a GGUF can hold: the config of each as transformers writes it, and the names of its
+tensors there, with what llama.cpp's converter did to them undone.
+
+Shapes: D model width, H query heads, G heads of keys and values, K head width; of linear attention Hk key heads, Hv
+value heads, K and V their widths.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from perspectron.interop.foreign.gguf.container import Container
+from perspectron.util.errors import CheckpointError
+
+Fix = Callable[[Tensor], Tensor]
+Values = dict[str, Any]
+
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_ATTENTION = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+}  # fmt: skip
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_POST = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_MAMBA = {
+    "ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj",
+}  # fmt: skip
+_DELTA = {
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d", "ssm_dt.bias": "linear_attn.dt_bias", "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+}  # fmt: skip
+
+
+class Fields:
+    """The metadata of a container's architecture. What was asked for is remembered, so that the rest can be named."""
+
+    def __init__(self, container: Container, arch: str) -> None:
+        self.container, self.arch = container, arch
+        self._read = set[str]()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
+        return self.container.metadata.get(f"{self.arch}.{name}", default)
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """A whole number ≥ 1; of one for each layer that are 0 in some, the one of the others."""
+        value = self.get(name, default)
+        if isinstance(value, list) and len(set(value) - {0}) == 1:
+            value = max(value)
+        if type(value) is not int or value < 1:
+            raise self.error(name, value, "a whole number ≥ 1, the same in all layers")
+        return value
+
+    def real(self, name: str, default: float) -> float:
+        value = self.get(name, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self.error(name, value, "a finite number")
+        return float(value)
+
+    def flags(self, name: str, count: int, default: Callable[[int], bool]) -> list[bool]:
+        """A flag for each layer: as the list says, true where a number is not 0; by default that of the index."""
+        value = self.get(name)
+        if value is None:
+            return [default(i) for i in range(count)]
+        if not isinstance(value, list) or len(value) < count:
+            raise self.error(name, value, f"{count} values")
+        return [bool(each) for each in value[:count]]
+
+    def has(self, tensor: str) -> bool:
+        """Say whether a layer has such a tensor."""
+        return any(name.startswith("blk.") and name.endswith(f".{tensor}") for name in self.container.tensors)
+
+    def error(self, name: str, value: Any, must: str) -> CheckpointError:
+        return self.container.error(f"{self.arch}.{name} is {value!r}, must be {must} to be read")
+
+    def done(self) -> None:
+        """CheckpointError, naming it, for a value that was not asked for and changes something: it is not 0."""
+        for key, value in self.container.metadata.items():
+            arch, _, name = key.partition(".")
+            if arch == self.arch and name not in self._read and value:
+                raise self.error(name, value, "0 or missing")
+
+
+class Family(NamedTuple):
+    """A family: `config` adds to the values that all have; `names` of a layer's tensors there by those here, of which
+    several of one name are its rows one after another; `fixes` undo what the converter did, by the names here."""
+
+    kind: str
+    config: Callable[[Fields, Values], Values]
+    names: dict[str, str]
+    fixes: Callable[[Values], dict[str, Fix]] = lambda values: {}
+    outer: dict[str, str] = _OUTER
+
+
+# ---------------------------------------------------------------- configs
+
+
+def shared(fields: Fields) -> Values:
+    """The values that all families have."""
+    layers = fields.number("block_count") - int(fields.get("nextn_predict_layers", 0))
+    D, H = fields.number("embedding_length"), fields.number("attention.head_count")
+    K = fields.number("attention.key_length", D // H)
+    if fields.get("attention.value_length", K) != K:
+        raise fields.error("attention.value_length", fields.get("attention.value_length"), f"{K}, as of keys")
+    if not fields.get("attention.causal", True):
+        raise fields.error("attention.causal", False, "true")
+    fields.get("vocab_size"), fields.get("rope.scaling.finetuned")
+    rope = {"rope_theta": fields.real("rope.freq_base", 1e4), **_rope_scaling(fields)}
+    if (turned := fields.number("rope.dimension_count", K)) != K:
+        rope["partial_rotary_factor"] = turned / K
+    if experts := fields.get("expert_count", 0):
+        raise fields.error("expert_count", experts, "0")
+    fields.get("expert_used_count")
+    return {
+        "hidden_size": D, "num_hidden_layers": layers, "num_attention_heads": H, "head_dim": K,
+        "num_key_value_heads": fields.number("attention.head_count_kv", H),
+        "intermediate_size": fields.number("feed_forward_length"),
+        "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon", 1e-5),
+        "max_position_embeddings": fields.number("context_length", 2048),
+        "vocab_size": fields.container.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in fields.container.tensors,
+        "rope_parameters": rope,
+    }  # fmt: skip
+
+
+def _rope_scaling(fields: Fields) -> Values:
+    """How rotary positions are scaled."""
+    kind, factor = fields.get("rope.scaling.type", "none"), fields.real("rope.scaling.factor", 0.0)
+    factor = factor or fields.real("rope.scale_linear", 0.0)
+    if "rope_freqs.weight" in fields.container.tensors:
+        if factor not in (0, 1):
+            raise fields.error("rope.scaling.factor", factor, "missing beside rope_freqs.weight")
+        return _llama3(fields)
+    if kind == "yarn":
+        values = {"rope_type": "yarn", "factor": factor}
+        for name, there in (
+            ("original_context_length", "original_max_position_embeddings"), ("yarn_attn_factor", "attention_factor"),
+            ("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"),
+        ):  # fmt: skip
+            if (value := fields.get(f"rope.scaling.{name}")) is not None:
+                values[there] = value
+        if (share := fields.get("rope.scaling.yarn_ext_factor", 1.0)) != 1:
+            raise fields.error("rope.scaling.yarn_ext_factor", share, "1")
+        return values
+    if kind not in ("none", "linear"):
+        raise fields.error("rope.scaling.type", kind, "'none', 'linear' or 'yarn'")
+    fields.get("rope.scaling.original_context_length")
+    return {"rope_type": "default"} if factor in (0, 1) else {"rope_type": "linear", "factor": factor}
+
+
+def _llama3(fields: Fields) -> Values:
+    """The scaling of Llama 3 whose divisors of the frequencies are those of rope_freqs.weight: from 1 to the factor
+    between wavelengths that have a ratio of 4. CheckpointError: they are others."""
+    divisors = fields.container.tensors["rope_freqs.weight"].load().double()
+    factor, theta = float(divisors.max()), fields.real("rope.freq_base", 1e4)
+    if factor == 1 == float(divisors.min()):
+        return {"rope_type": "default"}
+    waves = 2 * math.pi * theta ** (torch.arange(len(divisors)).double() / len(divisors))
+    for original in (2**n for n in range(4, 24)):
+        share = ((original / waves - 1) / 3).clamp(0, 1)
+        if torch.allclose(divisors, 1 / ((1 - share) / factor + share), rtol=1e-5, atol=0):
+            return {
+                "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": original,
+            }  # fmt: skip
+    raise fields.container.error("rope_freqs.weight is not the scaling of Llama 3, the one that can be read")
+
+
+def _llama(fields: Fields, values: Values) -> Values:
+    """Llama, and Mistral where there is a window."""
+    biases = {"attention_bias": fields.has("attn_q.bias"), "mlp_bias": fields.has("ffn_up.bias")}
+    window = fields.get("attention.sliding_window")
+    return biases | ({"model_type": "mistral", "sliding_window": window} if window else {})
+
+
+def _plain(fields: Fields, values: Values) -> Values:
+    return {}
+
+
+def _smollm3(fields: Fields, values: Values) -> Values:
+    """llama.cpp has it that every fourth layer is without positions, as the models do."""
+    return {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(values["num_hidden_layers"])]}
+
+
+def _windows(fields: Fields, values: Values, every: int) -> list[str]:
+    """The type of each layer of a model with a window, by default full attention in every n-th."""
+    name, count = "attention.sliding_window_pattern", values["num_hidden_layers"]
+    pattern = fields.get(name)
+    every = pattern if type(pattern) is int else every
+    flags = [(i + 1) % every != 0 for i in range(count)] if every else [True] * count
+    flags = fields.flags(name, count, lambda i: True) if isinstance(pattern, list) else flags
+    return ["sliding_attention" if flag else "full_attention" for flag in flags]
+
+
+def _gemma3(fields: Fields, values: Values) -> Values:
+    """The scale of the largest model (62 layers) is that of D/H, of the others that of K, as llama.cpp has it."""
+    D, H, layers = values["hidden_size"], values["num_attention_heads"], values["num_hidden_layers"]
+    window = fields.get("attention.sliding_window")
+    local = {"rope_type": "default", "rope_theta": fields.real("rope.freq_base_swa", 1e4)}
+    types = _windows(fields, values, 6) if window else ["full_attention"] * layers
+    return {
+        "query_pre_attn_scalar": D // H if layers == 62 else values["head_dim"],
+        "sliding_window": window or None, "layer_types": types,
+        "rope_parameters": {"full_attention": values["rope_parameters"], "sliding_attention": local},
+        "final_logit_softcapping": fields.get("final_logit_softcapping") or None,
+    }  # fmt: skip
+
+
+def _olmo2(fields: Fields, values: Values) -> Values:
+    """OLMo 2, and OLMo 3 where there is a window; its layers with one do not have their positions scaled."""
+    window = fields.get("attention.sliding_window")
+    if not window:
+        return {}
+    rope = values["rope_parameters"]
+    base = fields.real("rope.freq_base_swa", rope["rope_theta"])
+    local = {"rope_type": "default", "rope_theta": base}
+    return {
+        "model_type": "olmo3", "sliding_window": window, "layer_types": _windows(fields, values, 4),
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+    }  # fmt: skip
+
+
+def _qwen35(fields: Fields, values: Values) -> Values:
+    fields.get("rope.dimension_sections")  # of a text all sections have one position
+    every = fields.number("full_attention_interval", 4)
+    count, Hv = values["num_hidden_layers"], fields.number("ssm.time_step_rank")
+    linear = fields.flags("attention.recurrent_layers", count, lambda i: (i + 1) % every != 0)
+    return {
+        "layer_types": ["linear_attention" if flag else "full_attention" for flag in linear],
+        "linear_num_key_heads": fields.number("ssm.group_count"), "linear_num_value_heads": Hv,
+        "linear_key_head_dim": fields.number("ssm.state_size"),
+        "linear_value_head_dim": fields.number("ssm.inner_size") // Hv,
+        "linear_conv_kernel_dim": fields.number("ssm.conv_kernel"),
+    }  # fmt: skip
+
+
+def _granite(fields: Fields, values: Values) -> Values:
+    """Granite 4, dense; the scales that are missing are those of llama.cpp."""
+    positions = fields.get("rope.scaling.finetuned", True)
+    return {
+        "num_local_experts": 0, "num_experts_per_tok": 0,
+        "position_embedding_type": "rope" if positions else "nope",
+        "layer_types": ["attention"] * values["num_hidden_layers"],
+        "shared_intermediate_size": fields.get("expert_shared_feed_forward_length") or values["intermediate_size"],
+        "attention_bias": fields.has("attn_q.bias"),
+        "attention_multiplier": fields.real("attention.scale", 0.0) or values["head_dim"] ** -0.5,
+        "embedding_multiplier": fields.real("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": fields.real("residual_scale", 0.0) or 1.0,
+        "logits_scaling": fields.real("logit_scale", 0.0) or 1.0,
+    }  # fmt: skip
+
+
+def _granite_hybrid(fields: Fields, values: Values) -> Values:
+    attends = fields.flags("attention.head_count_kv", values["num_hidden_layers"], lambda i: True)
+    heads, inner = fields.number("ssm.time_step_rank"), fields.number("ssm.inner_size")
+    return _granite(fields, values) | {
+        "layer_types": ["attention" if flag else "mamba" for flag in attends],
+        "mamba_n_heads": heads, "mamba_d_head": inner // heads, "mamba_expand": inner // values["hidden_size"],
+        "mamba_d_state": fields.number("ssm.state_size"), "mamba_n_groups": fields.number("ssm.group_count"),
+        "mamba_d_conv": fields.number("ssm.conv_kernel"), "mamba_conv_bias": fields.has("ssm_conv1d.bias"),
+        "mamba_proj_bias": fields.has("ssm_in.bias"),
+    }  # fmt: skip
+
+
+def _lfm2(fields: Fields, values: Values) -> Values:
+    attends = fields.flags("attention.head_count_kv", values["num_hidden_layers"], lambda i: True)
+    return {
+        "layer_types": ["full_attention" if flag else "conv" for flag in attends],
+        "block_auto_adjust_ff_dim": False, "norm_eps": values["rms_norm_eps"],
+        "conv_L_cache": fields.number("shortconv.l_cache"), "conv_bias": fields.has("shortconv.conv.bias"),
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def _permuted(values: Values) -> dict[str, Fix]:
+    """Rows of queries and keys: a head's pairs were put side by side."""
+
+    def apart(heads: int, x: Tensor) -> Tensor:
+        return x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+
+    heads = {"attn_q": values["num_attention_heads"], "attn_k": values["num_key_value_heads"]}
+    return {name: partial(apart, count) for name, count in heads.items()}
+
+
+def _less_one(names: tuple[str, ...]) -> dict[str, Fix]:
+    """Weights of norms to which 1 was added."""
+    return dict.fromkeys(names, lambda x: x.float() - 1)
+
+
+def _mamba(values: Values) -> dict[str, Fix]:
+    return _permuted(values) | {
+        "ssm_conv1d.weight": lambda x: x[:, None], "ssm_d": torch.flatten, "ssm_norm": torch.flatten,
+        "ssm_a": lambda x: _logarithm(x.flatten()),
+    }  # fmt: skip
+
+
+def _logarithm(x: Tensor) -> Tensor:
+    """A_log of what was kept, −e^A_log."""
+    return (-x.double()).log().float()
+
+
+def _delta(values: Values) -> dict[str, Fix]:
+    """Norms, and value heads, which stand with those of one key head side by side again, not one from each in turn."""
+    Hk, Hv = values["linear_num_key_heads"], values["linear_num_value_heads"]
+    K, V = values["linear_key_head_dim"], values["linear_value_head_dim"]
+    norms = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")
+
+    def grouped(x: Tensor, width: int) -> Tensor:
+        """The first axis, of Hv heads."""
+        return x.reshape(Hv // Hk, Hk, width, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+    def values_last(x: Tensor) -> Tensor:
+        keys = 2 * Hk * K
+        return torch.cat([x[:keys], grouped(x[keys:], V)])
+
+    return _less_one(norms) | {
+        "attn_qkv": values_last, "ssm_conv1d": lambda x: values_last(x)[:, None],
+        "attn_gate": lambda x: grouped(x, V), "ssm_out": lambda x: grouped(x.T, V).T,
+        "ssm_alpha": lambda x: grouped(x, 1), "ssm_beta": lambda x: grouped(x, 1),
+        "ssm_dt.bias": lambda x: grouped(x, 1), "ssm_a": lambda x: _logarithm(grouped(x, 1)),
+    }  # fmt: skip
+
+
+_GEMMA_NORMS = (
+    "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm",
+)  # fmt: skip
+_GRANITE_NAMES = _NORMS | _ATTENTION | {
+    "ffn_gate": "shared_mlp.input_linear", "ffn_up": "shared_mlp.input_linear",
+    "ffn_down": "shared_mlp.output_linear",
+}  # fmt: skip
+FAMILIES = {
+    "llama": Family("llama", _llama, _NORMS | _ATTENTION | _MLP, _permuted),
+    "qwen2": Family("qwen2", _plain, _NORMS | _ATTENTION | _MLP),
+    "qwen3": Family("qwen3", _plain, _NORMS | _ATTENTION | _MLP),
+    "smollm3": Family("smollm3", _smollm3, _NORMS | _ATTENTION | _MLP, _permuted),
+    "gemma3": Family(
+        "gemma3_text", _gemma3,
+        _ATTENTION | _MLP | _NORMS | _POST | {"ffn_norm": "pre_feedforward_layernorm"},
+        lambda values: _less_one(_GEMMA_NORMS),
+    ),
+    "olmo2": Family("olmo2", _olmo2, _ATTENTION | _MLP | _POST),
+    "qwen35": Family("qwen3_5_text", _qwen35, _NORMS | _ATTENTION | _MLP | _POST | _DELTA, _delta),
+    "granite": Family("granitemoehybrid", _granite, _GRANITE_NAMES, _permuted),
+    "granitehybrid": Family("granitemoehybrid", _granite_hybrid, _GRANITE_NAMES | _MAMBA, _mamba),
+    "lfm2": Family(
+        "lfm2", _lfm2,
+        {
+            "attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm",
+            "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj",
+            "shortconv.out_proj": "conv.out_proj", "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+        },
+        lambda values: {"shortconv.conv.weight": lambda x: x[:, None]},
+        {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
+    ),
+}  # fmt: skip
+"""By the name of the architecture in a GGUF. Mistral is a llama."""

@@ -1,0 +1,183 @@
+"""The tokenizer in a GGUF as the files of a folder of transformers: tokenizer.json as the tokenizers library reads it,
+with what text begins with and ends with, and the chat template.
+
+It gives the ids that llama.cpp gives. Whether text is brought into a normal form first, as some models were trained,
+a GGUF does not say, and it is not here.
+"""
+
+from typing import Any
+
+from perspectron.interop.foreign.gguf.container import Container
+from perspectron.util.errors import DataError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+_GPT2 = [{**_BYTES, "use_regex": True}]
+_DIGITS = [{"type": "Digits", "individual_digits": True}, *_GPT2]
+
+
+def _split(pattern: str) -> list[dict[str, Any]]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return [split, {**_BYTES, "use_regex": False}]
+
+
+_WHOLE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2")
+"""Those in which a word that is a token is one, whatever merges make of it, and a text begins with a token."""
+SPLITS = {
+    **dict.fromkeys(("gpt-2", "olmo", "granite-docling"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _DIGITS),
+    **dict.fromkeys((*_WHOLE, "dbrx", "smaug-bpe"), _split(_LLAMA3)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _split(_QWEN2)),
+    "qwen35": _split(_QWEN35),
+}
+"""Pre-tokenizers by `tokenizer.ggml.pre`."""
+ENDS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>",
+    "<|end_of_text|>", "<end_of_utterance>", "</s>", "<eos>",
+)  # fmt: skip
+"""Control tokens that end a text, as llama.cpp knows them, beside those that the metadata names."""
+
+ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class _Metadata:
+    """The metadata of the tokenizer."""
+
+    def __init__(self, container: Container) -> None:
+        self.container, self.values = container, container.metadata
+        self.tokens: list[str] = self.list("tokens", str)
+        self.count = len(self.tokens)
+        self.kinds: list[int] = self.list("token_type", int) or [NORMAL] * self.count
+        self.ids = {token: id for id, token in enumerate(self.tokens)}
+        if len(self.ids) < self.count:
+            twice = next(token for id, token in enumerate(self.tokens) if self.ids[token] != id)
+            raise self.error("tokens", f"{twice!r} twice")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.values.get(f"tokenizer.ggml.{name}", default)
+
+    def list(self, name: str, kind: type) -> list[Any]:
+        """A list, empty where there is none; of one for each token. DataError for anything else."""
+        value = self.get(name, [])
+        right = isinstance(value, list) and all(type(each) is kind for each in value)
+        if not right or (name not in ("tokens", "merges") and value and len(value) != self.count):
+            raise self.error(name, "a value", f"a list of {kind.__name__}, one for each token")
+        return value
+
+    def id(self, name: str, default: int | None = None) -> int | None:
+        """A token that has a role, or none."""
+        value = self.get(f"{name}_token_id", default)
+        if value is None or (value == 2**32 - 1):
+            return None
+        if type(value) is not int or not 0 <= value < self.count:
+            raise self.error(f"{name}_token_id", repr(value), f"in 0 … {self.count - 1}")
+        return value
+
+    def error(self, name: str, value: str, must: str = "different ones") -> DataError:
+        return DataError(f"{self.container.path}: tokenizer.ggml.{name} is {value}, must be {must}")
+
+
+def files(container: Container) -> dict[str, dict[str, Any]]:
+    """The files of a folder about tokens, by name. DataError, naming the file and the field: a tokenizer, or a way to
+    split text, that is not known."""
+    data = _Metadata(container)
+    kind, pre = data.get("model"), data.get("pre")
+    if kind not in ("gpt2", "llama"):
+        raise data.error("model", repr(kind), "'gpt2' or 'llama' to be read")
+    if not data.tokens:
+        raise data.error("tokens", "missing", "a list")
+    if kind == "gpt2" and pre not in SPLITS:
+        raise data.error("pre", repr(pre), f"one of {', '.join(SPLITS)} to be read")
+    if data.get("add_eos_token"):
+        raise data.error("add_eos_token", "true", "false to be read")
+    defaults = {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {}
+    roles = {name: data.id(name, defaults.get(name)) for name in ("bos", "eos", "unknown", "padding")}
+    first = bool(data.get("add_bos_token", kind == "llama" or pre in _WHOLE)) and roles["bos"] is not None
+    named = (roles["eos"], data.id("eot"), data.id("eom"))
+    spelled = (data.ids[end] for end in ENDS if end in data.ids and data.kinds[data.ids[end]] == CONTROL)
+    stops = list(dict.fromkeys(id for id in (*named, *spelled) if id is not None))
+    ends = stops[0] if len(stops) == 1 else stops or None
+    made = _spm(data, roles["unknown"]) if kind == "llama" else _bpe(data, str(pre))
+    added = [
+        {"id": id, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": data.kinds[id] != USER_DEFINED}
+        for id, token in enumerate(data.tokens) if data.kinds[id] in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]  # fmt: skip
+    spellings = {
+        f"{name}_token": None if id is None else data.tokens[id]
+        for name, id in zip(("bos", "eos", "unk", "pad"), roles.values(), strict=True)
+    }
+    template = {"chat_template": text} if (text := container.metadata.get("tokenizer.chat_template")) else {}
+    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **made}
+    return {
+        "tokenizer.json": whole | {"post_processor": _begins(roles["bos"], data) if first else None},
+        "tokenizer_config.json": {"add_bos_token": first, **spellings, **template},
+        "generation_config.json": dict(zip(ROLES, (roles["bos"], ends, roles["padding"]), strict=True)),
+    }
+
+
+def _begins(bos: int | None, data: _Metadata) -> dict[str, Any]:
+    """What puts a token before each text."""
+    assert bos is not None
+    token = data.tokens[bos]
+    special, text = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 1}}
+    return {
+        "type": "TemplateProcessing", "single": [special, text], "pair": [special, text, second],
+        "special_tokens": {token: {"id": token, "ids": [bos], "tokens": [token]}},
+    }  # fmt: skip
+
+
+def _model(data: _Metadata, merges: list[list[str]], **options: Any) -> dict[str, Any]:
+    none = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+    return {"type": "BPE", **none, "fuse_unk": False, "vocab": data.ids, "merges": merges, **options}
+
+
+def _bpe(data: _Metadata, pre: str) -> dict[str, Any]:
+    """Byte-level BPE."""
+    merges = []
+    for merge in data.list("merges", str):
+        at = merge.find(" ", 1)
+        pair = [merge[:at], merge[at + 1 :]]
+        if at < 0 or not {*pair, "".join(pair)} <= data.ids.keys():
+            raise data.error("merges", repr(merge), "two tokens that make one")
+        merges.append(pair)
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS[pre]},
+        "decoder": {**_BYTES, "use_regex": True},
+        "model": _model(data, merges, byte_fallback=False, ignore_merges=pre in _WHOLE),
+    }
+
+
+def _spm(data: _Metadata, unknown: int | None) -> dict[str, Any]:
+    """BPE of SentencePiece: of two neighbours that make a token those are merged first whose token has the highest
+    score; other characters are spelled in bytes. Each part of a text between special tokens begins with a space, if the
+    first does."""
+    scores = data.list("scores", float)
+    known = {token for token, kind in zip(data.tokens, data.kinds, strict=True) if kind == NORMAL}
+    merges = list[tuple[float, int, list[str]]]()
+    for token in known:
+        id = data.ids[token]
+        for at in range(1, len(token)):
+            if token[:at] in known and token[at:] in known:
+                merges.append((-scores[id] if scores else 0.0, id, [token[:at], token[at:]]))
+    pairs = [pair for *_, pair in sorted(merges, key=lambda each: (*each[:2], len(each[2][0])))]
+    begins = [{"type": "Prepend", "prepend": "▁"}] if data.get("add_space_prefix", True) else []
+    less = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if begins else []
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *less]
+    options = {} if unknown is None else {"unk_token": data.tokens[unknown], "fuse_unk": True}
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*begins, spaces]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": _model(data, pairs, byte_fallback=True, ignore_merges=False, **options),
+    }

@@ -1,0 +1,79 @@
+"""Matrices of 16 bits in a model that computes in float32: half the memory, and the numbers that it has with all of
+them in float32. Only embeddings and matrices that are layers are kept so; vectors are float32.
+"""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perspectron.model.heads import LinearHead, TokenEmbedding
+
+DTYPES = (torch.bfloat16, torch.float16)
+ROWS = 1 << 12
+"""Rows of an embedding that are widened at once, where it is a head."""
+
+
+class HalfLinear(nn.Linear):
+    """y = W x + b in x's dtype; W is widened when it is used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+class HalfHead(HalfLinear, LinearHead):
+    """Logits of as many rows at a time as are widened at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return logits(x, self.weight)
+
+
+class HalfEmbedding(TokenEmbedding):
+    """Rows that are float32 where they are looked up."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return logits(hidden, self.weight)
+
+
+HALVES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: HalfLinear, LinearHead: HalfHead, TokenEmbedding: HalfEmbedding,
+}  # fmt: skip
+WHOLE = {half: whole for whole, half in HALVES.items()}
+
+
+def logits(hidden: Tensor, rows_VD: Tensor) -> Tensor:
+    """[..., V] of [..., D]: the product with every row."""
+    return torch.cat([F.linear(hidden, rows.to(hidden.dtype)) for rows in rows_VD.split(ROWS)], -1)
+
+
+def keep(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Have a model on the meta device take these tensors: matrices that are of 16 bits among them are so in the model,
+    too; all others are given its dtypes, in place."""
+    for name, module in model.named_modules():
+        for own, parameter in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            tensor = tensors.get(f"{name}.{own}" if name else own)
+            if tensor is None or not (tensor.is_floating_point() and parameter.is_floating_point()):
+                continue
+            if tensor.dtype in DTYPES and own == "weight" and type(module) in HALVES:
+                module.__class__ = HALVES[type(module)]
+                module.weight = nn.Parameter(parameter.to(tensor.dtype))
+            elif tensor.dtype != parameter.dtype:
+                tensors[f"{name}.{own}" if name else own] = tensor.to(parameter.dtype)
+
+
+def is_half(model: nn.Module) -> bool:
+    """True if a matrix of it is of 16 bits."""
+    return any(type(module) in WHOLE for module in model.modules())
+
+
+def widen(model: nn.Module) -> None:
+    """All of it in float32."""
+    for module in model.modules():
+        if type(module) in WHOLE:
+            module.__class__ = WHOLE[type(module)]
+            weight = cast(nn.Parameter, module.weight)
+            module.weight = nn.Parameter(weight.detach().float(), weight.requires_grad)

@@ -1,0 +1,269 @@
+"""GGUF files of small models of transformers with random weights, written as llama.cpp's converter does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+D, LAYERS, V, H, G, K = 32, 4, 300, 4, 2, 8
+KINDS = gguf.GGMLQuantizationType
+SMALL = {
+    "vocab_size": V, "hidden_size": D, "num_hidden_layers": LAYERS, "num_attention_heads": H,
+    "num_key_value_heads": G, "head_dim": K, "intermediate_size": 64, "rms_norm_eps": 3e-5,
+    "max_position_embeddings": 512, "bos_token_id": 299, "eos_token_id": 299, "pad_token_id": None,
+}  # fmt: skip
+GRANITE = {
+    "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 64, "mamba_d_conv": 3,
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2, "mamba_n_groups": 2, "mamba_d_state": 5,
+    "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0,
+}  # fmt: skip
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 5e5}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128,
+    "beta_fast": 30.0, "beta_slow": 2.0,
+}  # fmt: skip
+TYPES = ["sliding_attention", "full_attention"] * 2
+ARCHES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"attention_bias": True, "rope_parameters": ROPE, "tie_word_embeddings": False}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-linear": ("llama", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 3.0}}),
+    "qwen2": ("qwen2", {"head_dim": 8, "rope_parameters": YARN}),
+    "qwen3": ("qwen3", {"rope_parameters": ROPE}),
+    "smollm3": ("smollm3", {"head_dim": 8, "rope_parameters": ROPE, "tie_word_embeddings": False}),
+    "mistral": ("mistral", {"sliding_window": None, "rope_parameters": ROPE}),
+    "gemma3": ("gemma3_text", {
+        "sliding_window": 5, "query_pre_attn_scalar": K, "final_logit_softcapping": 20.0, "layer_types": TYPES,
+        "rope_parameters": {
+            "full_attention": ROPE | {"rope_type": "linear", "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+    }),
+    "olmo2": ("olmo2", {"head_dim": 8, "rope_parameters": ROPE}),
+    "qwen35": ("qwen3_5_text", {
+        **DELTA, "layer_types": ["linear_attention", "full_attention"] * 2,
+        "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+    }),
+    "qwen35-equal-heads": ("qwen3_5_text", {
+        **DELTA, "linear_num_key_heads": 4, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+    }),
+    "granitehybrid": ("granitemoehybrid", {
+        **GRANITE, "layer_types": ["mamba", "attention"] * 2, "head_dim": 8, "position_embedding_type": "nope",
+    }),
+    "granite": ("granitemoehybrid", {
+        **GRANITE, "layer_types": ["attention"] * 4, "head_dim": 8, "position_embedding_type": "rope",
+        "rope_parameters": ROPE,
+    }),
+    "lfm2": ("lfm2", {
+        "head_dim": 8, "layer_types": ["conv", "full_attention"] * 2, "norm_eps": 3e-5, "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": False, "rope_parameters": ROPE,
+    }),
+}  # fmt: skip
+"""Kind and options of models, by a name that begins with the architecture in a GGUF (that of Mistral is llama)."""
+
+
+def redrawn(kind: str, options: dict[str, Any]) -> Any:
+    """A model of transformers of which every parameter and buffer is drawn anew."""
+    torch.manual_seed(7)
+    config = transformers.AutoConfig.for_model(kind, **{**SMALL, **options})
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn_like(weight)
+            weight.copy_(noise * weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.3 * noise + 0.5)
+            if name.endswith("A_log"):
+                weight.abs_()
+    return model
+
+
+def rounded(x: Tensor, kind: Any) -> Tensor:
+    """The tensor after it was quantised, where its rows allow it."""
+    if not _fits(x, kind):
+        return x
+    return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(x.numpy(), kind), kind))
+
+
+def _fits(x: Tensor, kind: Any) -> bool:
+    return x.ndim == 2 and x.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+
+
+class Writer:
+    """A GGUF while it is written."""
+
+    def __init__(self, path: Path, arch: str) -> None:
+        self.file, self.arch = gguf.GGUFWriter(path, arch), arch
+
+    def value(self, name: str, value: Any) -> None:
+        """A value under the architecture's name; None is left out."""
+        key, file = name if name.startswith(("tokenizer.", "split.")) else f"{self.arch}.{name}", self.file
+        file.kv_data[0].pop(key, None)  # the last one counts
+        match value:
+            case bool():
+                file.add_bool(key, value)
+            case int():
+                file.add_uint32(key, value)
+            case float():
+                file.add_float32(key, value)
+            case str():
+                file.add_string(key, value)
+            case list():
+                file.add_array(key, value)
+
+    def values(self, **values: Any) -> None:
+        for name, value in values.items():
+            self.value(name.replace("__", "."), value)
+
+    def tensor(self, name: str, x: Tensor, kind: Any = KINDS.F32) -> None:
+        x = x.detach().float().contiguous()
+        kind = kind if _fits(x, kind) else KINDS.F32
+        self.file.add_tensor(name, gguf.quants.quantize(x.numpy(), kind), raw_dtype=kind)
+
+    def done(self) -> None:
+        self.file.write_header_to_file()
+        self.file.write_kv_data_to_file()
+        self.file.write_tensors_to_file()
+        self.file.close()
+
+
+def write(path: Path, folder: Path, arch: str, kind: Any = KINDS.F32, **more: Any) -> None:
+    """The model in a folder, with its tokenizer, as a GGUF of one of ARCHES. more: further values."""
+    config = json.loads((folder / "config.json").read_text())
+    writer = Writer(path, arch)
+    _values(writer, config)
+    _tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
+    writer.values(**more)
+    names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), LAYERS)
+    for name, x in load_file(folder / "model.safetensors").items():
+        for there, part in _converted(arch, name, x, config):
+            there = there.replace(".dt_bias", ".dt_proj.bias")
+            found = names.get_name(there, try_suffixes=(".weight", ".bias"))
+            assert found is not None, there
+            writer.tensor(found, part, kind if x.ndim == 2 else KINDS.F32)
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        writer.tensor("rope_freqs.weight", _divisors(rope))
+    writer.done()
+
+
+def _values(writer: Writer, config: dict[str, Any]) -> None:
+    rope = config.get("rope_parameters") or {}
+    full, local = rope.get("full_attention", rope), rope.get("sliding_attention", {})
+    types = config.get("layer_types") or []
+    heads = config["num_key_value_heads"]
+    writer.values(
+        block_count=LAYERS, context_length=config["max_position_embeddings"], embedding_length=D,
+        vocab_size=config["vocab_size"], feed_forward_length=64, attention__head_count=H,
+        attention__head_count_kv=[heads if kind in ("attention", "full_attention") else 0 for kind in types]
+        if writer.arch in ("granitehybrid", "lfm2") else heads,
+        attention__layer_norm_rms_epsilon=config.get("norm_eps") or config["rms_norm_eps"],
+        attention__sliding_window=config.get("sliding_window"),
+        final_logit_softcapping=config.get("final_logit_softcapping"), rope__freq_base=full.get("rope_theta"),
+        rope__freq_base_swa=local.get("rope_theta"), attention__key_length=config.get("head_dim"),
+        attention__value_length=config.get("head_dim"), shortconv__l_cache=config.get("conv_L_cache"),
+    )  # fmt: skip
+    if writer.arch == "gemma3":
+        writer.value("attention.sliding_window_pattern", [kind == "sliding_attention" for kind in types])
+    if full.get("rope_type") in ("linear", "yarn"):
+        writer.values(
+            rope__scaling__type=full["rope_type"], rope__scaling__factor=full["factor"],
+            rope__scaling__original_context_length=full.get("original_max_position_embeddings"),
+            rope__scaling__yarn_beta_fast=full.get("beta_fast"), rope__scaling__yarn_beta_slow=full.get("beta_slow"),
+        )  # fmt: skip
+    if writer.arch.startswith("granite"):
+        writer.values(
+            attention__scale=config["attention_multiplier"], embedding_scale=config["embedding_multiplier"],
+            residual_scale=config["residual_multiplier"], logit_scale=config["logits_scaling"],
+            rope__scaling__finetuned=config["position_embedding_type"] == "rope",
+            expert_shared_feed_forward_length=config["shared_intermediate_size"],
+        )  # fmt: skip
+    if writer.arch == "granitehybrid":
+        writer.values(
+            ssm__conv_kernel=3,
+            ssm__state_size=5,
+            ssm__group_count=2,
+            ssm__inner_size=64,
+            ssm__time_step_rank=4,
+        )
+    if writer.arch == "qwen35":
+        Hv, V = config["linear_num_value_heads"], config["linear_value_head_dim"]
+        writer.values(
+            ssm__conv_kernel=3, ssm__state_size=config["linear_key_head_dim"], ssm__inner_size=Hv * V,
+            ssm__group_count=config["linear_num_key_heads"], ssm__time_step_rank=Hv, full_attention_interval=4,
+            attention__recurrent_layers=[kind == "linear_attention" for kind in types],
+            rope__dimension_count=int(K * full["partial_rotary_factor"]), rope__dimension_sections=[1, 1, 0, 0],
+        )  # fmt: skip
+
+
+def _converted(arch: str, name: str, x: Tensor, config: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """A tensor as the converter stores it, under names that gguf knows."""
+    permutes = arch in ("llama", "smollm3", "granite", "granitehybrid")
+    if permutes and (".q_proj." in name or ".k_proj." in name):
+        heads = H if ".q_proj." in name else G
+        x = x.reshape(heads, 2, len(x) // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+    plus_one = {"gemma3": "norm.weight", "qwen35": "norm.weight"}.get(arch)
+    if plus_one and name.endswith(plus_one) and "linear_attn.norm" not in name:
+        x = x + 1
+    if "linear_attn." in name:
+        x = _tiled(name, x, config)
+    if name.endswith(".A_log"):
+        x = -x.exp()
+    if "conv1d.weight" in name or "conv.conv.weight" in name:
+        x = x.squeeze(1)
+    if "mamba." in name and name.endswith((".A_log", ".D")):
+        x = x[:, None]
+    if name.endswith("mamba.norm.weight"):
+        x = x.reshape(2, -1)
+    if name.endswith("shared_mlp.input_linear.weight"):
+        layer = name.split(".")[2]
+        return [(f"model.layers.{layer}.mlp.{part}_proj.weight", half)
+                for part, half in zip(("gate", "up"), x.chunk(2), strict=True)]  # fmt: skip
+    return [(name.replace("shared_mlp.output_linear", "mlp.down_proj"), x)]
+
+
+def _tiled(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:
+    """Value heads of linear attention, one of each key head in turn."""
+    Hk, Hv = config["linear_num_key_heads"], config["linear_num_value_heads"]
+
+    def tile(x: Tensor) -> Tensor:
+        return x.reshape(Hk, Hv // Hk, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+    if "in_proj_qkv" in name or "conv1d" in name:
+        keys = 2 * Hk * config["linear_key_head_dim"]
+        return torch.cat([x[:keys], tile(x[keys:])])
+    if "out_proj" in name:
+        return tile(x.T).T
+    return x if ".norm." in name else tile(x)
+
+
+def _divisors(rope: dict[str, Any]) -> Tensor:
+    waves = 2 * torch.pi * rope["rope_theta"] ** (torch.arange(0, K, 2).float() / K)
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    smooth = (rope["original_max_position_embeddings"] / waves - low) / (high - low)
+    return 1 / (smooth.clamp(0, 1) + (1 - smooth.clamp(0, 1)) / factor)
+
+
+def _tokenizer(writer: Writer, file: dict[str, Any]) -> None:
+    """Byte-level BPE that splits as GPT-2 does, its added tokens for control."""
+    vocab, added = file["model"]["vocab"], {token["content"]: token["id"] for token in file["added_tokens"]}
+    ids = {id: token for token, id in (vocab | added).items()}
+    merges = file["model"]["merges"]
+    writer.values(**{
+        "tokenizer__ggml__model": "gpt2", "tokenizer__ggml__pre": "gpt-2",
+        "tokenizer__ggml__merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
+        "tokenizer__ggml__tokens": [ids[id] for id in range(len(ids))],
+        "tokenizer__ggml__token_type": [3 if ids[id] in added else 1 for id in range(len(ids))],
+        "tokenizer__ggml__eos_token_id": added["<|endoftext|>"],
+        "tokenizer__ggml__bos_token_id": added["<|endoftext|>"],
+    })  # fmt: skip

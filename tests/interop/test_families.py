@@ -1,0 +1,79 @@
+"""Plain families of transformers as models of ours: the same function, whatever their config leaves out."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perspectron.model.model import LanguageModel
+from tests.interop import families
+from tests.interop.families import HEADS, OUTER, Family
+
+SMALL = OUTER | HEADS
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}
+SLIDES = ["sliding_attention", "full_attention"] * 2
+GEMMA = SMALL | {"sliding_window": 5, "query_pre_attn_scalar": 24, "layer_types": SLIDES}
+CASES = [
+    Family("llama", SMALL | {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    Family("llama", SMALL | {"rope_parameters": LINEAR, "tie_word_embeddings": True}, name="llama-linear", seed=2),
+    Family("llama", SMALL | {"rope_parameters": YARN, "head_dim": 8}, name="llama-yarn"),
+    Family("mistral", SMALL | {"sliding_window": 5, "rope_parameters": {"rope_theta": 500.0}}, seed=2),
+    Family("qwen2", SMALL | { "use_sliding_window": True, "sliding_window": 5,
+                                     "max_window_layers": 2}),
+    Family("qwen3", SMALL | {"layer_types": SLIDES, "sliding_window": 5, "use_sliding_window": True,
+                             "tie_word_embeddings": True}),
+    Family("smollm3", SMALL | {"attention_bias": True, "tie_word_embeddings": False}),
+    Family("gemma3_text", GEMMA | {"final_logit_softcapping": 3.0, "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 700.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}),
+    Family("gemma3_text", GEMMA | {"tie_word_embeddings": False}, name="gemma3-untied"),
+    Family("olmo2", SMALL, seed=3),
+    Family("olmo3", SMALL | {"sliding_window": 5, "layer_types": SLIDES, "rope_parameters": {
+        "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}),
+]  # fmt: skip
+
+
+@cache
+def case(family: int, root: Path) -> tuple[Any, LanguageModel, Path]:
+    theirs = families.made(CASES[family])
+    folder = families.save(theirs, root / str(family))
+    return theirs, families.read(folder), folder
+
+
+@pytest.fixture(params=range(len(CASES)), ids=[str(family) for family in CASES], scope="module")
+def index(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+def test_its_logits_are_those_of_transformers(index, root):
+    theirs, ours, _ = case(index, root)
+    families.logits_are_the_same(theirs, ours)
+
+
+def test_its_logits_in_float64_are_those_of_transformers(index, root):
+    theirs, _, folder = case(index, root)
+    families.logits_are_the_same_in_double(CASES[index], theirs, families.read(folder))
+
+
+def test_its_greedy_tokens_are_those_of_transformers(index, root):
+    theirs, ours, _ = case(index, root)
+    families.greedy_tokens_are_the_same(theirs, ours)
+
+
+def test_it_has_the_bits_of_one_reading(index, root, tmp_path):
+    families.bits_are_those_of_one_reading(case(index, root)[1], tmp_path)
+
+
+def test_every_tensor_is_asked_for(index, root):
+    families.weights_are_all_asked_for(case(index, root)[2])

@@ -1,0 +1,157 @@
+"""GGUF files as runs: the weights of the folder that they were made from, and what cannot be read named."""
+
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+gguf = pytest.importorskip("gguf", reason="pip install 'perspectron[gguf]'")
+
+from perspectron.interop import foreign  # noqa: E402
+from perspectron.util.errors import CheckpointError, DataError  # noqa: E402
+from tests.foreign_models import tokenizer as made_tokenizer  # noqa: E402
+from tests.gguf_models import ARCHES, KINDS, redrawn, rounded, write  # noqa: E402
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+QUANTISED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "TQ2_0")
+"""Beside Q8_0; gguf itself does not quantise to the K-quants."""
+
+
+def arch_of(name: str) -> str:
+    return {"mistral": "llama", "llama3": "llama"}.get(name, name.split("-")[0])
+
+
+def made(folder: Path, name: str, quantised=KINDS.F32) -> tuple[Path, Path]:
+    """A folder of transformers, and a GGUF of the weights that it had before they were rounded."""
+    model = redrawn(*ARCHES[name])
+    whole, there = folder / "whole", folder / "hf"
+    model.save_pretrained(whole)
+    made_tokenizer().save(str(whole / "tokenizer.json"))
+    shutil.copytree(whole, there)
+    weights = load_file(whole / "model.safetensors")
+    save_file({key: rounded(x, quantised) for key, x in weights.items()}, there / "model.safetensors")
+    write(folder / "model.gguf", whole, arch_of(name), quantised)
+    return there, folder / "model.gguf"
+
+
+@pytest.mark.parametrize(
+    ("name", "quantised"),
+    [
+        *((name, KINDS.Q8_0) for name in ARCHES),
+        *(("llama", kind) for kind in KINDS if kind.name in QUANTISED),
+    ],
+)
+def test_a_gguf_has_the_tensors_of_its_folder_by_their_names(name, quantised, tmp_path):
+    folder, file = made(tmp_path, name, quantised)
+    theirs = load_file(folder / "model.safetensors")
+    with foreign.gguf.unpacked(file) as source:
+        source.open_weights()
+        ours = {key: tensor.float() for key, tensor in source.all().items()}
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        if key.endswith("A_log"):  # kept as −e^A_log
+            torch.testing.assert_close(ours[key], tensor, rtol=2e-7, atol=2e-7)
+        elif arch_of(name) in ("gemma3", "qwen35") and key.endswith("norm.weight"):  # kept with 1 added
+            assert torch.equal(ours[key] + 1, tensor + 1), key
+        else:
+            assert torch.equal(ours[key], tensor), key
+
+
+@pytest.mark.parametrize("name", ARCHES)
+def test_a_gguf_has_the_config_of_its_folder(name, tmp_path):
+    folder, file = made(tmp_path, name)
+    theirs = transformers.AutoConfig.from_pretrained(folder).to_dict()
+    with foreign.gguf.unpacked(file) as source:
+        kind = {"mistral": "llama"}.get(theirs["model_type"], theirs["model_type"])
+        mamba = {key: theirs[key] for key in theirs if key.startswith("mamba_")}  # also without such layers
+        ours = transformers.AutoConfig.for_model(**mamba | source.values | {"model_type": kind}).to_dict()
+    passed = {"architectures", "dtype", "transformers_version", "model_type", "_name_or_path"}
+    kept = theirs.keys() - passed
+    assert {key: ours.get(key) for key in kept} == {key: theirs[key] for key in kept}
+
+
+KNOWN = [name for name, (kind, _) in ARCHES.items() if kind in foreign.KINDS and name in ("llama", "mistral")]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_gguf_is_the_model_of_its_folder(name, tmp_path):
+    folder, file = made(tmp_path, name, KINDS.Q8_0)
+    theirs, ours = foreign.read(folder).model, foreign.read(file).model
+    assert ours.config == theirs.config
+    for key, weight in theirs.state_dict().items():
+        close = 2e-7 if "log" in key else 0
+        torch.testing.assert_close(ours.state_dict()[key], weight, rtol=close, atol=close)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("gguf"), "mistral")
+
+
+def refused(file: Path, *words: str) -> None:
+    """It is refused in one line that names the file and these words."""
+    with pytest.raises((CheckpointError, DataError)) as caught:
+        foreign.read(file)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert [word for word in (file.name, *words) if word not in text] == []
+
+
+def test_a_file_that_is_cut_short_anywhere_is_refused(llama, tmp_path):
+    whole = llama[1].read_bytes()
+    for size in [*range(0, 400, 7), *range(400, len(whole), 997), len(whole) - 1]:
+        (tmp_path / "cut.gguf").write_bytes(whole[:size])
+        refused(tmp_path / "cut.gguf")
+    assert len(whole) > 40_000
+
+
+def test_a_file_that_is_cut_short_names_what_is_missing(llama, tmp_path):
+    whole = llama[1].read_bytes()
+    for key, place in (("llama.block_count", whole.index(b"llama.block_count") + 20), ("token_embd", -9000)):
+        (tmp_path / "cut.gguf").write_bytes(whole[:place])
+        refused(tmp_path / "cut.gguf", *([key] if place > 0 else []), "the file ends at byte")
+
+
+def test_what_is_no_gguf_of_a_known_kind_is_named(llama, tmp_path):
+    whole, file = llama[1].read_bytes(), tmp_path / "model.gguf"
+    tensor = whole.index(b"output_norm.weight") + len("output_norm.weight")
+    kind = tensor + 4 + 8  # after the number of axes and the only one
+    for changed, words in (
+        (b"GGML" + whole[4:], ["GGUF"]),
+        (whole[:4] + struct.pack(">I", 3) + whole[8:], ["version"]),
+        (whole.replace(b"llama.rope.freq_base", b"llama.rope.frec_base"), ["llama.rope.frec_base"]),
+        (whole.replace(b"general.architecture", b"general.architectura"), ["None", "qwen35", "lfm2"]),
+        (whole[:kind] + struct.pack("<I", 99) + whole[kind + 4 :], ["output_norm.weight", "type 99"]),
+        (whole[:kind] + struct.pack("<I", 15) + whole[kind + 4 :], ["output_norm.weight", "Q8_K"]),
+        (whole.replace(b"blk.1.attn_q", b"blk.1.attn_x"), ["model.layers.1.self_attn.q_proj"]),
+    ):
+        file.write_bytes(changed)
+        refused(file, *words)
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"expert_count": 8}, "llama.expert_count is 8"),
+        ({"attn_logit_softcapping": 50.0}, "llama.attn_logit_softcapping is 50.0"),
+        ({"attention__causal": False}, "llama.attention.causal"),
+        ({"attention__value_length": 12}, "llama.attention.value_length is 12"),
+        ({"rope__scaling__type": "longrope"}, "llama.rope.scaling.type is 'longrope'"),
+        ({"tokenizer__ggml__pre": "tekken"}, "tokenizer.ggml.pre is 'tekken'"),
+        ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model is 'bert'"),
+        ({"tokenizer__ggml__eos_token_id": 300}, "tokenizer.ggml.eos_token_id is 300"),
+        ({"tokenizer__ggml__add_eos_token": True}, "tokenizer.ggml.add_eos_token is true"),
+        ({"split__count": 3}, "split.count"),
+    ],
+)
+def test_metadata_that_no_model_of_ours_has_is_named(values, word, llama, tmp_path):
+    write(tmp_path / "model.gguf", llama[0], "llama", **values)
+    refused(tmp_path / "model.gguf", word)
