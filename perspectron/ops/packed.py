@@ -141,7 +141,7 @@ def _by_group(x_TK: Tensor) -> tuple[Tensor, Tensor]:
 def _tiles(x_TK: Tensor, packed: Packed) -> Tensor:
     """y = u · Σ_g step_g · (a·Σ q·t − 15·b·Σ q), in the order of g by fused multiply-adds; what is in parentheses is a
     whole number, rounded once."""
-    (N, K), four = packed.shape, packed.format == "4bit32"
+    N, four = packed.shape[0], packed.format == "4bit32"
     q_TGC, step_TG = _by_group(x_TK)
     G, room = q_TGC.shape[1], 16 if x_TK.is_cuda else 1
     q_GTC, sum_GT1, step_GT1 = q_TGC.transpose(0, 1), q_TGC.sum(2).T[..., None], step_TG.T[..., None].double()

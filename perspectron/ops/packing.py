@@ -35,8 +35,8 @@ class Layout(NamedTuple):
     """One format's layout.
 
     rows: R of a block. radix: what the code of each of them counts in a byte; of a tile none. lowest, highest: codes.
-    zero: code of weight 0; None: groups of columns have an offset beside their scale. group: columns that share a scale;
-    0: all of a row."""
+    zero: code of weight 0; None: groups of columns have an offset beside their scale. group: columns that share a
+    scale; 0: all of a row."""
 
     rows: int
     radix: tuple[int, ...]

@@ -1,8 +1,8 @@
 """Tiles: 16 rows of a packed matrix side by side, a scale for each 32 columns of a row.
 
-A tile is one line of bytes: first the scales of its groups, then their codes. The weight of code t is u·(a·(t − 128)) at
-8 bits and u·(a·t − 15·b) at 4, with u of the row, in float32, and a and b, bytes, of its group; the factor of u is a
-whole number.
+A tile is one line of bytes: first the scales of its groups, then their codes. The weight of code t is u·(a·(t − 128))
+at 8 bits and u·(a·t − 15·b) at 4, with u of the row, in float32, and a and b, bytes, of its group; the factor of u is
+a whole number.
 
 | format | of a group                  | codes, in 4 bytes for each row                            |
 |--------|-----------------------------|-----------------------------------------------------------|

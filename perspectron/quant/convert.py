@@ -1,5 +1,5 @@
-"""Quantising a trained model: linear layers are packed block by block, each block calibrated on the output of the packed
-blocks before it; the embedding and the head get 8 bits, experts become ternary.
+"""Quantising a trained model: linear layers are packed block by block, each block calibrated on the output of the
+packed blocks before it; the embedding and the head get 8 bits, experts become ternary.
 
 Shapes: n texts, T tokens of each, B of them at a time, D model width, N × K a matrix, E experts.
 """
@@ -46,7 +46,7 @@ class Report:
 
 @torch.no_grad()
 def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor | None = None) -> Report:
-    """Pack a float32 model in place, for inference only. linear: format of the blocks' matrices. calibration: windows
+    """Pack a model in place, for inference only. linear: format of the blocks' matrices. calibration: windows
     of token ids like those the model will read; without them everything is rounded to nearest. Experts stay float
     modules with ternary values, which an artifact packs exactly.
 
@@ -54,14 +54,14 @@ def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor |
     past their layers (`Mixer.calls_linears`), because their inputs are not observed. Routers and matrices with fewer
     than 32 rows or columns stay float.
 
-    ConfigError for an unknown format, a model that is not float32 or whose experts are only partly converted, or ids
+    ConfigError for an unknown format, a model in float64 or whose experts are only partly converted, or ids
     out of bounds.
     """
     one_of(linear, FORMATS, "linear")
-    require(model.dtype == torch.float32, "dtype", str(model.dtype), "float32")
+    require(model.dtype != torch.float64, "dtype", str(model.dtype), "float32 or 16 bits")
     require(converted(model), "experts", "half converted", "float or ternary as a whole")
     report = Report(sum(bytes_of(model).values()))
-    model.eval().requires_grad_(False)
+    model.float().eval().requires_grad_(False)
     texts = list[Text]()
     if calibration_nT is not None:
         V = model.config.vocab_size

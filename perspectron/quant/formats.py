@@ -65,10 +65,9 @@ def check(weight_NK: Tensor, format: str) -> None:
 def encode(weight: Tensor, scale: Tensor, offset: Tensor | None, format: str) -> Tensor:
     """The nearest codes, uint8, for scales and offsets that broadcast; of a scale of 0 that of weight 0, or the
     lowest."""
-    layout = LAYOUTS[format]
+    layout, scale = LAYOUTS[format], scale.where(scale > 0, torch.inf)
     codes = weight / scale + layout.padding if offset is None else (weight + offset) / scale
-    codes = codes.round_().clamp_(layout.lowest, layout.highest)
-    return codes.where(scale > 0, layout.padding).to(torch.uint8)
+    return codes.round_().clamp_(layout.lowest, layout.highest).to(torch.uint8)
 
 
 def decode(codes: Tensor, scale: Tensor, offset: Tensor | None, format: str) -> Tensor:

@@ -90,7 +90,7 @@ def together(
     check(weight_NK, format)
     if not hessian.sum_KK.diagonal().isfinite().all():
         raise DataError("calibration: the input of a layer is not finite")
-    factor_KK = _factor(hessian.sum_KK, damping).float()
+    factor_KK = _factor(hessian.sum_KK, damping)
     values, ahead_KN = _Grid(weight_NK, format), weight_NK.T.contiguous()
     codes_KN = torch.empty(ahead_KN.shape, dtype=torch.uint8, device=ahead_KN.device)
     for start in range(0, len(ahead_KN), values.width or GROUP):
@@ -112,7 +112,7 @@ def together(
 
 
 def _factor(sum_KK: Tensor, damping: float) -> Tensor:
-    """Upper triangular R with Rᵀ R = H⁻¹, H damped."""
+    """Upper triangular R with Rᵀ R = H⁻¹, H damped, in float32."""
     diagonal_K = sum_KK.diagonal()
     dead_K = diagonal_K == 0
     mean = diagonal_K.mean() if not dead_K.all() else 1.0
@@ -123,7 +123,8 @@ def _factor(sum_KK: Tensor, damping: float) -> Tensor:
         # upper. R is U's inverse.
         lower_KK, failed = torch.linalg.cholesky_ex(damped_KK.T.flip(0, 1))
         if not failed:
-            return torch.linalg.solve_triangular(lower_KK.flip(0, 1), identity_KK, upper=True)
+            upper_KK = lower_KK.flip(0, 1).float()  # damped, it is far from singular
+            return torch.linalg.solve_triangular(upper_KK, identity_KK.float(), upper=True)
     raise DataError(
         f"calibration: H has no Cholesky factor with damping = {damping * 10 ** (ATTEMPTS - 1):g}"
     )
