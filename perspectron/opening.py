@@ -6,12 +6,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from perspectron.data import Shards, Tokenizer, encode, open_corpus, open_shards
-from perspectron.data.template import Template
+from perspectron.data import Shards, Tokenizer, encode, open_corpus, open_shards, origin
+from perspectron.data.template import Template, tokens_of
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.stream.artifact import ExpertFiles, Header, Trained, is_artifact, read_header
@@ -21,7 +20,7 @@ from perspectron.train.checkpoint import Checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.prepare import prepare
 from perspectron.util.config import require
-from perspectron.util.errors import ConfigError, DataError
+from perspectron.util.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -49,21 +48,6 @@ class Folder:
         return self.run
 
 
-class Refused(Template):
-    """A template with a special token that the tokenizer would spell out, as the model never saw it: ConfigError for
-    every prompt, which says so."""
-
-    def __init__(self, template: Template, token: str) -> None:
-        super().__init__(template.text, template.name)
-        self.why = (
-            f"messages: the chat template {template.name} writes {token!r}, a token that would be spelled out as text, "
-            "which this model never saw; perspectron generate and /v1/completions take prompts without it"
-        )
-
-    def prompt(self, *_: Any, **__: Any) -> str:
-        raise ConfigError(self.why)
-
-
 @dataclass(frozen=True)
 class Opened:
     """A model on the CPU and its tokenizer. line: which parts of an artifact are in memory and which stream; empty for
@@ -76,15 +60,13 @@ class Opened:
     checkpoint: Checkpoint | None = None
 
     def template(self, named: str | None = None) -> Template | None:
-        """The chat template that is named (`Template.named`), or that of the folder, if it has one. Unless the model
-        learned with one, it is `Refused` where it writes a token that text never gives."""
-        template = Template.of(self.folder.path) if named is None else Template.named(named)
-        run, trained = self.folder.run, self.folder.trained
-        learned = run.train.template if run is not None else trained is not None and trained.data
-        if template is None or learned:
-            return template
-        special = next((token for token in self.tokenizer.special if token in template.text), None)
-        return template if special is None else Refused(template, special)
+        """The chat template that is named (`Template.named`), or else the model's, if it has one: that by which the
+        prompts of its training were made, or the one that it was imported with. ConfigError: it is none."""
+        came = self.folder.path / origin.FOLDER
+        tokens = tokens_of(came)
+        if named is not None:
+            return Template.named(named, tokens)
+        return Template.of(self.folder.path, tokens) or Template.of(came, tokens)
 
     def autocast(self) -> torch.autocast:
         """A context that computes with the dtype of training, on the model's device."""

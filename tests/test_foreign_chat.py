@@ -1,4 +1,4 @@
-"""Chat models of transformers as runs: what ends a text ends it, and a template that cannot be told is refused."""
+"""Chat models of transformers as runs: what ends a text ends it, and their templates ask them."""
 
 import json
 from pathlib import Path
@@ -13,14 +13,14 @@ from transformers import PreTrainedTokenizerFast
 import perspectron
 from perspectron.cli.main import main
 from perspectron.cli.serve import Serve
-from perspectron.data.template import FILE, Template
+from perspectron.data.template import FILE
 from perspectron.data.tokenizer import END_OF_TEXT
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.interop import foreign
-from perspectron.opening import Refused, open_model
+from perspectron.opening import open_model
 from perspectron.serve.web.app import create
-from perspectron.util.errors import ConfigError, DataError
+from perspectron.util.errors import DataError
 from tests.foreign_models import SMALL, TEXT, saved
 
 transformers.logging.set_verbosity_error()
@@ -55,6 +55,7 @@ def hf(bpe, tmp_path, monkeypatch) -> Path:
     values = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(values | {"eos_token_id": [end, eom]}))
     (tmp_path / "hf" / FILE).write_text(TEMPLATE)
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|begin|>"}))
     return tmp_path / "hf"
 
 
@@ -104,56 +105,48 @@ def words(run: Path) -> Path:
     return path
 
 
-def test_a_template_whose_tokens_would_be_spelled_out_is_refused_by_name(hf, capsys):
+def test_a_template_is_the_models_without_being_told_and_its_tokens_are_ids(hf, capsys):
     run = imported(hf)
     opened = open_model(run)
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(hf / "tokenizer.json"), bos_token="<|begin|>")
     wanted = theirs.apply_chat_template(
         HELLO, chat_template=TEMPLATE, add_generation_prompt=True, return_dict=False
     )
-    spelled = opened.tokenizer.encode(Template(TEMPLATE, "x").prompt(HELLO))
-    assert len(spelled) > len(wanted), "that is why"
     for named in (None, str(hf / FILE)):
         template = opened.template(named)
-        assert isinstance(template, Refused)
-        with pytest.raises(
-            ConfigError,
-            match=r"chat_template.jinja writes '<\|.*', a token that would be spelled .* /v1/completions",
-        ):
-            template.prompt(HELLO)
-    capsys.readouterr()
-    assert main(["chat", str(run)]) == 2
-    said = capsys.readouterr().err
-    assert "writes '<|" in said and "perspectron generate" in said and said.count("\n") == 1
-    assert main(["generate", str(run), "hi", "--max-tokens", "3"]) == 0
+        assert template is not None
+        assert template.tokens["bos_token"] == "<|begin|>"
+        assert template.ids(HELLO, opened.tokenizer) == wanted
+    assert main(["quantize", str(run), "--out", str(run.with_name("q")), "--calibrate", "none"]) == 0
+    small = open_model(run.with_name("q"))
+    template = small.template()
+    assert template is not None
+    assert template.ids(HELLO, small.tokenizer) == wanted
 
 
-def test_a_server_takes_its_prompts_and_says_why_it_takes_no_messages(hf, tmp_path, capsys):
+def test_a_server_takes_messages_and_prompts(hf, tmp_path):
     run = imported(hf)
     served = Serve((run,))._served(run, open_model(run), tmp_path)
-    assert "run: no chat; messages: the chat template" in capsys.readouterr().err
     with TestClient(create([served]), base_url="http://localhost") as client:
-        answer = client.post(
-            "/v1/chat/completions", json={"model": "run", "messages": HELLO, "max_tokens": 2}
-        )
-        assert answer.status_code == 400
-        assert "writes '<|" in answer.json()["error"]["message"]
-        answer = client.post("/v1/completions", json={"model": "run", "prompt": "hi", "max_tokens": 2})
-        assert answer.status_code == 200
+        for route, asked in (("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "hi"})):
+            answer = client.post(f"/v1/{route}", json={"model": "run", "max_tokens": 2, **asked})
+            assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("place", ["file", "config", "list"])
 def test_a_template_is_found_where_transformers_keeps_it(hf, place):
-    text = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    (hf / FILE).unlink()
-    if place == "file":
-        (hf / FILE).write_text(text)
-    else:
+    text = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    names = {"bos_token": "<|begin|>", "eos_token": {"content": "<|eot|>"}}
+    (hf / FILE).write_text(text)
+    (hf / "tokenizer_config.json").write_text(json.dumps(names))
+    if place != "file":
+        (hf / FILE).unlink()
         whole = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": text}]
         kept = {"chat_template": text if place == "config" else whole}
-        (hf / "tokenizer_config.json").write_text(json.dumps(kept))
+        (hf / "tokenizer_config.json").write_text(json.dumps(kept | names))
     template = open_model(imported(hf)).template()
-    assert template is not None and template.prompt(HELLO) == "user: hi\n"
+    assert template is not None
+    assert template.prompt(HELLO) == "<|begin|>hi<|eot|>"
 
 
 def test_a_model_that_learned_with_a_template_goes_on_with_it(hf):
@@ -177,7 +170,9 @@ def test_a_model_that_learned_with_a_template_goes_on_with_it(hf):
     line += ["--steps", "1", "--batch-size", "1", "--dtype", "float32", "--out", str(tuned)]
     assert main(line) == 0
     template = open_model(tuned).template()
-    assert template is not None and not isinstance(template, Refused)
+    assert template is not None
+    assert template.text == TEMPLATE
+    assert template.tokens["bos_token"] == "<|begin|>"
 
 
 def test_ends_that_are_no_tokens_are_refused(hf, bpe):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from perspectron.cli.options import answer, needs, open_model, say
+from perspectron.cli.options import answer, needs, open_model
 from perspectron.cli.progress import Work
 from perspectron.util.config import require
 
@@ -42,13 +42,10 @@ class Export:
     def _hf(self, out: Path) -> int:
         needs("transformers", "hf")
         from perspectron.interop.hf import export
-        from perspectron.opening import Refused
 
         with Work(f"writing {out}"):
             opened = open_model(self.run)
             export.export(opened, out)
-        if isinstance(template := opened.template(), Refused):
-            say(f"without a chat template; {template.why}")
         size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
         read = f'AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True)'
         return answer(

@@ -32,19 +32,19 @@ class Import:
 
     def __call__(self) -> int:
         require(not self.out.exists(), "out", str(self.out), "a new folder")
+        from perspectron.data import origin
         from perspectron.interop import foreign
         from perspectron.train import checkpoint
         from perspectron.train.config import RunConfig, TrainConfig
 
         with Work(f"reading {self.folder}"):
-            model, tokenizer, template = foreign.read(self.folder, lens=self.lens)
+            model, tokenizer, _, files = foreign.read(self.folder, lens=self.lens)
             train = TrainConfig(data="", dtype="float32", device="cpu")
             if model.config.positions:
                 train = replace(train, seq_len=min(train.seq_len, model.config.positions))
             config = RunConfig(model.config, train)
             checkpoint.export(self.out, config, tokenizer, model, checkpoint.Progress())
-            if template is not None:
-                template.save(self.out)
+            origin.keep(files, self.out)
         size = sum(parameter.numel() for parameter in model.parameters())
         fields = {"out": str(self.out), "model": model.config.name, "parameters": size}
         return answer(self.json, fields, f"{self.out}: {model.config.name}, {size / 1e6:.2f} M parameters")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from perspectron.cli.options import answer, table
 from perspectron.cli.progress import Work
-from perspectron.data import Shards, Split, Tokenizer, encode, open_corpus
-from perspectron.data.template import copy
+from perspectron.data import Shards, Split, Tokenizer, encode, open_corpus, origin
+from perspectron.data.template import Template
 from perspectron.model.model import LanguageModel
 from perspectron.opening import Opened, describe, load, open_model
 from perspectron.quant.convert import Report, convert
@@ -79,7 +79,9 @@ class Quantize:
                 report = convert(model, linear, ids_nT)
             with Work(f"writing {self.out}"):
                 save_artifact(model, tokenizer, self.out, trained=opened.folder.trained)
-                copy(opened.folder.path, self.out)
+                origin.carry(opened.folder.path, self.out)
+                if (template := Template.of(opened.folder.path)) is not None:
+                    template.save(self.out)
                 small, tokenizer = load(self.out)
             with Work("measuring the held-out loss again"):
                 after = None if held is None else self._measure(small, held, tokenizer, config.train)

@@ -151,16 +151,12 @@ class Serve:
 
     def _served(self, run: Path, opened: "Opened", folder: Path) -> "Served":
         from perspectron.decode.store import PrefixStore
-        from perspectron.opening import Refused
         from perspectron.serve.engine import Engine
         from perspectron.serve.served import Served
         from perspectron.serve.states import States
 
         name = run.resolve().name
         looks = perspectives_of(self.perspectives, self.calibration, opened)
-        template = opened.template(self.template)
-        if isinstance(template, Refused):
-            print(f"perspectron: {name}: no chat; {template.why}", file=sys.stderr)
         store = None
         if not looks:  # with perspectives, rows read their prompts themselves
             store = PrefixStore(
@@ -175,7 +171,8 @@ class Serve:
         )  # fmt: skip
         kept, slots = (States(folder / kind / name) for kind in ("states", "slots"))
         return Served(
-            name, engine, opened.tokenizer, kept, slots, self.max_tokens, longest=self.max_prompt, template=template
+            name, engine, opened.tokenizer, kept, slots, self.max_tokens, longest=self.max_prompt,
+            template=opened.template(self.template),
         )  # fmt: skip
 
 

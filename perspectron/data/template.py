@@ -18,17 +18,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perspectron.data.parsing import Shield, parser_of
+from perspectron.data.shield import Shield
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
-from perspectron.util.files import read_json, read_text, write_json, write_text
+from perspectron.util.files import read_json, read_text, write_text
 
 SECONDS, MEMORY = 2.0, 512 << 20
 """Limits for one prompt: seconds of a processor, and bytes of memory of the process that makes it."""
 STANDSTILL = 60.0  # seconds by the clock, in case that process does not get a processor at all
-FILE, TOKENS = "chat_template.jinja", "special_tokens_map.json"
-"""Names of the template and its tokens in the folder of a run, as in one of transformers."""
+FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+"""Files with the template and its tokens in a folder of transformers; the first also in a run's, with the template that
+the prompts of its training were made by."""
 NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 NO_TOKENS: Mapping[str, str] = {"bos_token": "", "eos_token": ""}
 """What a template sees of a tokenizer whose special tokens have no names."""
@@ -83,13 +84,19 @@ class Template:
     def save(self, folder: Path) -> None:
         """Keep it in a folder with a model, or with text that it makes prompts of. StorageError if it cannot be."""
         write_text(folder / FILE, self.text)
-        if self.tokens != NO_TOKENS:
-            write_json(folder / TOKENS, self.tokens)
 
     @classmethod
-    def of(cls, folder: Path) -> "Template | None":
-        """The template of a folder with a model, if it has one. ConfigError: it is none."""
-        return cls.load(folder / FILE, tokens_of(folder)) if (folder / FILE).is_file() else None
+    def of(cls, folder: Path, tokens: Mapping[str, str] | None = None) -> "Template | None":
+        """The template in a folder with a model, of a file of its own or in tokenizer_config.json, if it has one.
+        tokens: by default those that the folder's files name. ConfigError: it is none."""
+        tokens = tokens_of(folder) if tokens is None else tokens
+        if (folder / FILE).is_file():
+            return cls.load(folder / FILE, tokens)
+        text = _values(folder / CONFIG).get("chat_template")
+        if isinstance(text, list):
+            named = (each for each in text if isinstance(each, dict) and each.get("name") == "default")
+            text = next(named, {}).get("template")
+        return cls(text, folder / CONFIG, tokens) if isinstance(text, str) else None
 
     def uses(self, name: str) -> bool:
         """Say whether the template mentions a name that it does not set itself, such as "tools"."""
@@ -107,10 +114,10 @@ class Template:
     def ids(self, messages: Messages, tokenizer: Tokenizer, /, **given: Any) -> list[int]:
         """The ids of `prompt`: special tokens that the template writes are those, what the messages and `given` spell
         like them is text. ConfigError as there."""
-        parser = parser_of(tokenizer)
         try:
-            shield = Shield(parser, self.text, [messages, given])
-            return parser.ids(self._rendered(shield.over(messages), **shield.over(given)), shield)
+            shield = Shield(tokenizer.special, self.text, [messages, given])
+            text = self._rendered(shield.over(messages), **shield.over(given))
+            return tokenizer.encode(shield.off(tokenizer.marked(text)))
         except RecursionError:
             raise ConfigError("messages: nested too deeply, so not of JSON") from None
 
@@ -162,22 +169,26 @@ class Template:
 
 
 def tokens_of(folder: Path) -> Mapping[str, str]:
-    """The special tokens of a folder with a model by their names, as transformers gives them to templates: those of
-    tokenizer_config.json, or else of special_tokens_map.json; in one without both the names stand for nothing.
-    ConfigError: a file is no object, or a token has no spelling."""
+    """The special tokens that the files of a folder of transformers name, as it gives them to templates. ConfigError: a
+    file is no object, or a token has no spelling."""
+    own, legacy = _values(folder / CONFIG), _values(folder / "special_tokens_map.json")
+    if "added_tokens_decoder" not in own:
+        own = own | legacy
     found = dict[str, str]()
-    files = [path for name in (TOKENS, "tokenizer_config.json") if (path := folder / name).is_file()]
-    for path in files:
-        values = read_json(path, ConfigError, infinite=True)
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path}: must be an object")
-        for name in NAMES:
-            value = values.get(name)
-            value = value.get("content") if isinstance(value, dict) else value
-            if value is not None and not isinstance(value, str):
-                raise ConfigError(f"{path}: {name} is {value!r}, must be a token's spelling")
-            found |= {} if value is None else {name: value}
-    return found if files else NO_TOKENS
+    for name in NAMES:
+        value = own.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{folder / CONFIG}: {name} is {value!r}, must be a token's spelling")
+        found |= {} if value is None else {name: value}
+    return found if own else NO_TOKENS
+
+
+def _values(path: Path) -> dict[str, Any]:
+    values = read_json(path, ConfigError, infinite=True) if path.is_file() else {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: must be an object")
+    return values
 
 
 class _Failed(Exception):
@@ -282,9 +293,3 @@ def _tagged(messages: list[dict[str, Any]], tag: str) -> str:
     final: str = parts[at]["text"]
     messages[-1]["content"] = [*parts[:at], {**parts[at], "text": final + tag}, *parts[at + 1 :]]
     return final
-
-
-def copy(folder: Path, out: Path) -> None:
-    """Give a model's template, if it has one, to a folder that is made of it."""
-    if (template := Template.of(folder)) is not None:
-        template.save(out)

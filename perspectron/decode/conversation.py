@@ -17,9 +17,9 @@ class Conversation:
 
     state: the model's state after the tokens read. pending: for each row the tokens not yet read; after `generate`
     exactly one, the last one drawn, however the row finished. Tokens of a stop string are part of the history but not
-    of the text. After "end" the pending token is the end-of-text token, so that the row continues with a new document
-    and an empty memory. recent: for each row the last `repetition_window` tokens of prompts and draws, without
-    end-of-text tokens. drawn: for each row the number of tokens drawn so far.
+    of the text. After "end" the pending token is the one that ended it; with a tokenizer of ours the row then goes on
+    with a new document and an empty memory. recent: for each row the last `repetition_window` tokens of prompts and
+    draws, without those that begin and end texts. drawn: for each row the number of tokens drawn so far.
     """
 
     state: LMState
@@ -55,10 +55,13 @@ class Conversation:
         pending, recent = ([list(ids) for ids in rows] for rows in (self.pending, self.recent))
         return Conversation(self.state.fork(), pending, recent, list(self.drawn))
 
-    def save(self, path: Path | str, model: Stateful, dtype: Dtype = "full") -> None:
-        """Write to one file, atomically; dtype: as `save_state` has it. StorageError if it cannot be written."""
+    def save(
+        self, path: Path | str, model: Stateful, dtype: Dtype = "full", extra: dict[str, Any] | None = None
+    ) -> None:
+        """Write to one file, atomically; dtype and extra: as `save_state` has them. StorageError if it cannot be
+        written."""
         fields = {"pending": self.pending, "recent": self.recent, "drawn": self.drawn}
-        save_state(path, self.state, model, extra={"conversation": fields}, dtype=dtype)
+        save_state(path, self.state, model, extra={"conversation": fields, **(extra or {})}, dtype=dtype)
 
     @classmethod
     def load(cls, path: Path | str, model: Stateful) -> "Conversation":

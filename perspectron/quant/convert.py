@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.ternary import converted
+from perspectron.model import half
 from perspectron.model.block import Block
 from perspectron.model.mixer import Mixer
 from perspectron.model.model import LanguageModel
@@ -54,14 +55,15 @@ def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor |
     past their layers (`Mixer.calls_linears`), because their inputs are not observed. Routers and matrices with fewer
     than 32 rows or columns stay float.
 
-    ConfigError for an unknown format, a model in float64 or whose experts are only partly converted, or ids
+    ConfigError for an unknown format, a model that is not float32 or whose experts are only partly converted, or ids
     out of bounds.
     """
     one_of(linear, FORMATS, "linear")
-    require(model.dtype != torch.float64, "dtype", str(model.dtype), "float32 or 16 bits")
+    half.widen(model)
+    require(model.dtype == torch.float32, "dtype", str(model.dtype), "float32")
     require(converted(model), "experts", "half converted", "float or ternary as a whole")
     report = Report(sum(bytes_of(model).values()))
-    model.float().eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
     texts = list[Text]()
     if calibration_nT is not None:
         V = model.config.vocab_size

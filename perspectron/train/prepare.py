@@ -14,7 +14,8 @@ from perspectron.data import (
     open_shards,
 )
 from perspectron.data.encoding import Tell
-from perspectron.data.template import FILE, Template
+from perspectron.data.origin import FOLDER, carry
+from perspectron.data.template import FILE, Template, tokens_of
 from perspectron.train.checkpoint import run_of
 from perspectron.train.config import RunConfig
 from perspectron.util.config import require
@@ -66,6 +67,8 @@ def prepare(
     _check(run, config, tokenizer, shards)
     if not resumes:
         tokenizer.save(kept)
+        if config.train.init:
+            carry(run_of(Path(config.train.init)), run)
         if (template := template_of(run, config)) is not None:
             template.save(run)
     return tokenizer, shards, summary
@@ -75,8 +78,10 @@ def template_of(run: Path, config: RunConfig) -> Template | None:
     """The chat template of a run: kept in its folder, or named by its config where the run is new."""
     if not config.train.template:
         return None
-    kept = Template.of(run) if (run / "config.json").is_file() else None
-    return kept or Template.named(config.train.template)
+    if (run / "config.json").is_file() and (run / FILE).is_file():
+        return Template.of(run, tokens_of(run / FOLDER))
+    origin = run_of(Path(config.train.init)) if config.train.init else run
+    return Template.named(config.train.template, tokens_of(origin / FOLDER))
 
 
 def _require_template(folder: Path, shards: Shards, template: Template | None) -> None:

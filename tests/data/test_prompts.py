@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from perspectron.data.template import Template
+from perspectron.data.tokenizer import Tokenizer
 from perspectron.util.errors import ConfigError, DataError
 from tests.data.templates import CALL, WEATHER
 
@@ -87,12 +89,12 @@ def special_ids(kind: Kind, hf: Any) -> set[int]:
     return set(hf.convert_tokens_to_ids(special_of(kind)))
 
 
-def made(kind: Kind) -> Tokenizer:
+def made(kind: Kind) -> tokenizers.Tokenizer:
     """A tokenizer of this kind, learned from a few words."""
     special = special_of(kind)
-    inner = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    inner = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     if kind.splits in ("digits", "llama", "qwen"):
-        inner = Tokenizer(models.BPE(ignore_merges=kind.splits == "llama"))
+        inner = tokenizers.Tokenizer(models.BPE(ignore_merges=kind.splits == "llama"))
         split = pre_tokenizers.Split(
             Regex(WORDS.replace("{1,3}", "" if kind.splits == "qwen" else "{1,3}")), "isolated"
         )
@@ -120,7 +122,7 @@ def made(kind: Kind) -> Tokenizer:
         inner.train_from_iterator([TEXT], trainer)
         whole = json.loads(inner.to_str())
         whole["added_tokens"] = [token for token in whole["added_tokens"] if token["content"] not in bytes_]
-        inner = Tokenizer.from_str(json.dumps(whole))
+        inner = tokenizers.Tokenizer.from_str(json.dumps(whole))
     strips = kind.splits == "prepend"  # as those of Phi-3 do
     inner.add_special_tokens(
         [AddedToken(token, normalized=False, rstrip=strips and "|" in token) for token in special]
@@ -143,14 +145,8 @@ def pair(request) -> tuple[str, Any, Template, Any]:
     return request.param, theirs(kind), Template(text, request.param, kind.names), ours(kind)
 
 
-class Known:
-    def __init__(self, text: str) -> None:
-        self.to_str = lambda: text
-
-
-def ours(kind: Kind) -> Any:
-    text = made(kind).to_str()
-    return Known(text)
+def ours(kind: Kind) -> Tokenizer:
+    return Tokenizer.parse(made(kind).to_str(), Path("tokenizer.json"))
 
 
 USER, OTHER = (

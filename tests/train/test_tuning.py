@@ -337,7 +337,7 @@ def test_the_template_goes_where_the_model_goes(tuned: Path, tmp_path: Path) -> 
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == Template.of(tuned).question("What is 1 and 2?")
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "again")]) == 0
-    assert (tmp_path / "again" / FILE).read_text() == (tuned / FILE).read_text()
+    assert open_model(tmp_path / "again").template().text == (tuned / FILE).read_text()
 
 
 def test_an_update_of_prompts_alone_changes_nothing_much(run: Path, tmp_path: Path) -> None:
@@ -399,6 +399,6 @@ def test_encoded_pairs_go_with_the_template_that_made_them(
 
 
 def test_a_config_names_what_is_wrong_with_its_adapters() -> None:
-    with pytest.raises(ConfigError, match="rank = -1, must be ≥ 1"):
+    with pytest.raises(ConfigError, match="rank = -1,"):
         load(TrainConfig, {"lora": "rank=-1", "init": "run"})
     assert replace(TrainConfig(init="run"), lora="rank=2").lora == "rank=2"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from perspectron.data import origin
 from perspectron.data.template import Template
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.foreign import (
@@ -20,6 +21,8 @@ from perspectron.interop.foreign import (
     gemma3,
     gguf,
     gpt2,
+    granite,
+    lfm2,
     llama,
     mamba2,
     mistral,
@@ -27,13 +30,14 @@ from perspectron.interop.foreign import (
     own,
     qwen2,
     qwen3,
+    qwen3_5,
     smollm3,
 )
 from perspectron.interop.foreign.source import HARMLESS, Source
 from perspectron.model import half
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel, require_memory
-from perspectron.train.checkpoint import fill
+from perspectron.train.weights import fill
 from perspectron.util import registry
 from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError, ConfigError, DataError
@@ -62,17 +66,22 @@ KINDS: dict[str, Kind] = {
     "olmo2": Kind(olmo2.config, olmo2.weights),
     "olmo3": Kind(olmo2.config3, olmo2.weights),
     "mamba2": Kind(mamba2.config, mamba2.weights, mamba2.HARMLESS),
+    "granitemoehybrid": Kind(granite.config, granite.weights, granite.HARMLESS),
+    "lfm2": Kind(lfm2.config, lfm2.weights, lfm2.HARMLESS),
+    "qwen3_5_text": Kind(qwen3_5.config, qwen3_5.weights, qwen3_5.HARMLESS),
+    "qwen3_5": Kind(qwen3_5.config_within, qwen3_5.weights, qwen3_5.HARMLESS),
     "bamba": Kind(bamba.config, bamba.weights, bamba.HARMLESS),
 }
 """The kinds of models that can be read, by the `model_type` of config.json."""
 
 
 class Imported(NamedTuple):
-    """The parts of a folder that a run has."""
+    """The parts of a folder that a run has. files: texts that it keeps as they came (`data.origin`)."""
 
     model: LanguageModel
     tokenizer: Tokenizer
     template: Template | None
+    files: dict[str, str]
 
 
 def read(folder: Path, *, lens: bool = False) -> Imported:
@@ -98,7 +107,8 @@ def _read(source: Source, lens: bool) -> Imported:
             f"{source.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {made.config.vocab_size}"
         )
     load(source, made)
-    return Imported(made, tokenizer, source.template())
+    folder = source.folder
+    return Imported(made, tokenizer, Template.of(folder), origin.files(folder))
 
 
 def opened(folder: Path) -> Source:

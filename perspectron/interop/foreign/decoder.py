@@ -20,6 +20,8 @@ from perspectron.util.config import FFNConfig, MixerConfig
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 """Kinds of layers that attend to all earlier tokens, and to a window of them."""
+LINEAR = "linear_attention"
+"""Layers with a memory of fixed size."""
 THETA = 10_000.0
 """The rotary base where a config of transformers is silent, unless its kind has another."""
 PRE = {"mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
@@ -31,6 +33,8 @@ SANDWICH = {
 """Norms of a layer by their names here and there."""
 Mixer = Callable[[Source, str, str, int, Any], dict[str, Tensor]]
 """Takes the weights of a mixer: from a layer's name there, the mixer's name here, D and its config."""
+Network = Callable[[Source, str, str, int, SwiGLUConfig], dict[str, Tensor]]
+"""The same of a gated network, from its name there."""
 
 
 class Rope(NamedTuple):
@@ -84,6 +88,7 @@ def ropes(source: Source, bases: dict[str, float]) -> dict[str, Rope]:
     first, table = next(iter(bases)), dict(source.mapping("rope_parameters").values)
     if scaling := source.mapping("rope_scaling").values:
         table[first] = {**(table.get(first) or {}), **scaling}
+        source.inner("rope_scaling", {})
     nested = source.inner("rope_parameters", table)
     found = {}
     for kind, silent in bases.items():
@@ -112,7 +117,7 @@ def _scaling(source: Source, table: Source) -> RopeScaling | None:
             more[name] = None if table.get(name) is None else table.real(name)
         more |= {name: table.real(name, x) or x for name, x in (("beta_fast", 32.0), ("beta_slow", 1.0))}
         more["truncate"] = flag(table, "truncate", True)
-        if table.get("factor") is None:
+        if table.get("factor") is None and "factor" in table.values:
             longest = source.number("max_position_embeddings")
             return RopeScaling(kind, longest / more["original_max_position_embeddings"], **more)
     return RopeScaling(kind, table.real("factor"), **more)
@@ -122,13 +127,14 @@ def attention(
     source: Source,
     positions: Rope | None,
     *,
+    heads: int = 32,
     key_heads: int | None = None,
     width: int | None = None,
     **options: Any,
 ) -> Any:
-    """The config of attention. positions: None is no rotation. key_heads: where the config is silent; None is as many
-    as of queries. width: of a head, where it is silent; None is D/H. options: of `AttentionConfig`."""
-    heads = source.number("num_attention_heads")
+    """The config of attention. positions: None is no rotation. heads, key_heads, width: where the config is silent: of
+    queries, of keys and values (None is as many), and of a head (None is D/H). options: of `AttentionConfig`."""
+    heads = source.number("num_attention_heads", heads)
     D, missing = source.number("hidden_size"), "num_key_value_heads" not in source.values
     G = source.number(
         "num_key_value_heads", (missing and key_heads) or heads
@@ -148,6 +154,14 @@ def attention(
     scale = None if scale == K**-0.5 else scale
     grouped = {"kv_heads": None if heads == G else G, "head_dim": None if heads * K == D else K}
     return config_of("attention", heads=heads, **grouped, scale=scale, **turned, **options)
+
+
+def kinds(source: Source, silent: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The kind of each layer. silent: those that a silent config means. CheckpointError for one that is not known."""
+    found = source.layer_types(len(silent), silent)
+    if other := set(found) - set(known):
+        raise source.error(f"layer_types has {min(other)!r}, must be {' or '.join(map(repr, known))} here")
+    return found
 
 
 def window(source: Source) -> int | None:
@@ -228,14 +242,16 @@ def weights(
     mixer: Mixer | None = None,
     norms: dict[str, str] = PRE,
     network: str = "mlp",
+    gated: Network | None = None,
     last: str = "norm",
     top: str = "model.",
     head: str = "lm_head.weight",
     one: bool = False,
 ) -> dict[str, Tensor]:
-    """The weights of a decoder by our names. mixer: takes those of a layer's mixer; None is attention. norms: a layer's
-    norms by their names here and there. network, last: names of networks and of the last norm. top, head: what all
-    names begin with, and the head's. one: weights of norms are stored as what they are more than 1."""
+    """The weights of a decoder by our names. mixer: takes those of a layer's mixer; None is attention. norms: names of
+    a layer's norms here and there. network, last: names of networks and of the last norm. gated: takes those of a
+    network; None is `gated_weights`. top, head: what all names begin with, and the head's. one: weights of norms are
+    stored as what they are more than 1."""
     D = config.d_model
     taken = outer(source, f"{top}embed_tokens.weight", config, head)
     taken["norm.weight"] = norm(source, f"{top}{last}.weight", D, one=one)
@@ -248,7 +264,7 @@ def weights(
         else:
             taken |= mixer(source, there, f"{here}.mixer", D, block.mixer)
         assert isinstance(block.ffn, SwiGLUConfig)
-        taken |= gated_weights(source, f"{there}.{network}", f"{here}.ffn", D, block.ffn)
+        taken |= (gated or gated_weights)(source, f"{there}.{network}", f"{here}.ffn", D, block.ffn)
     return taken
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from perspectron.data.template import FILE, Template
 from perspectron.model.config import MOST_SIZE
 from perspectron.util.errors import CheckpointError
 from perspectron.util.files import read_json
@@ -112,15 +111,6 @@ class Source:
         if not isinstance(values, dict):
             raise CheckpointError(f"{self.folder / name}: must be an object")
         return Source(self.folder, values, name)
-
-    def template(self) -> Template | None:
-        """The chat template, of its own file or in tokenizer_config.json, if there is one. ConfigError: it is none."""
-        kept, source = Template.of(self.folder), self.beside("tokenizer_config.json")
-        text = source.get("chat_template") if kept is None else kept.text
-        if isinstance(text, list):
-            named = (each for each in text if isinstance(each, dict) and each.get("name") == "default")
-            text = next(named, {}).get("template")
-        return Template(text, self.folder / FILE) if isinstance(text, str) else None
 
     def error(self, message: str) -> CheckpointError:
         """An error that says what is wrong with the file."""

@@ -32,14 +32,14 @@ def started(model: LanguageModel, *, traces: bool = True, rank: int = 3) -> tupl
         adapter.up[i] = torch.randn(up.shape, generator=torch.Generator().manual_seed(i), dtype=up.dtype)
     ids = text(91)
     ids[40] = 0
-    return adapter, Piece(ids, adapter.attach(model.init_state(1), traces=traces), fresh=True)
+    return adapter, Piece(ids, adapter.attach(model.init_state(1), traces=traces), fresh=True, reset=0)
 
 
 def summed(model: LanguageModel, adapter: Adapter, piece: Piece, cuts: list[int]) -> Weights:
     """Gradients by traces, the text read in parts."""
     state, total = piece.state, {i: torch.zeros_like(up) for i, up in adapter.up.items()}
     for start, stop in zip([0, *cuts], [*cuts, len(piece.ids) - 1], strict=True):
-        part = Piece(piece.ids[start : stop + 1], state, fresh=start == 0)
+        part = Piece(piece.ids[start : stop + 1], state, fresh=start == 0, reset=0)
         _, found, state = by_traces(model, part, adapter.up)
         total = {i: total[i] + found[i] for i in total}
     return total
@@ -145,7 +145,7 @@ def test_directions_of_a_subspace_are_orthonormal_and_come_without_replacement(m
 
 def test_forward_mode_along_every_direction_is_the_projected_gradient(model):
     adapter, piece = started(model, traces=False)
-    piece = Piece(piece.ids[:30], piece.state, fresh=True)
+    piece = Piece(piece.ids[:30], piece.state, fresh=True, reset=0)
     whole = by_backprop(model, [piece], adapter.up)
     space = Subspace(adapter.up, 6, seed=3)
     found = by_jvp(model, piece, adapter.up, space, torch.arange(6))

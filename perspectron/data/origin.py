@@ -1,0 +1,34 @@
+"""What stood beside the weights of a model that was imported. A run keeps it in a folder of its own, as it came."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from perspectron.util.errors import DataError
+from perspectron.util.files import read_text, write_text
+
+FOLDER = "source"
+NAMES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+         "chat_template.jinja")  # fmt: skip
+
+
+def files(folder: Path) -> dict[str, str]:
+    """The texts of those files that are in a folder of transformers. DataError: one cannot be read."""
+    found = dict[str, str]()
+    for name in NAMES:
+        if (path := folder / name).is_file():
+            try:
+                found[name] = read_text(path)
+            except (OSError, ValueError) as error:
+                raise DataError(f"{path}: unreadable ({error})") from None
+    return found
+
+
+def keep(texts: Mapping[str, str], run: Path) -> None:
+    """Write them into the folder of a run. StorageError if they cannot be."""
+    for name, text in texts.items():
+        write_text(run / FOLDER / name, text)
+
+
+def carry(run: Path, out: Path) -> None:
+    """Give what a run keeps, if it does, to what is made of it."""
+    keep(files(run / FOLDER), out)
