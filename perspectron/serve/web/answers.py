@@ -100,7 +100,7 @@ class Answers:
         )  # fmt: skip
         assert template is not None
         async with self.served.rendering:  # so that templates never hold more than one thread of a model
-            text = await asyncio.to_thread(prompt_of, body, template)
+            text = await asyncio.to_thread(prompt_of, body, template, self.served.tokenizer)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         ids, positions = await self.served.ids(text), self.served.engine.model.config.positions
         left = max(1, positions - len(ids)) if positions else CHAT_TOKENS
