@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-D, LAYERS, V, H, G, K = 32, 4, 300, 4, 2, 8
+D, LAYERS, V, H, G, K = 32, 4, 300, 4, 2, 10
 KINDS = gguf.GGMLQuantizationType
 SMALL = {
     "vocab_size": V, "hidden_size": D, "num_hidden_layers": LAYERS, "num_attention_heads": H,
@@ -54,10 +54,10 @@ ARCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {"head_dim": 8, "rope_parameters": ROPE}),
     "qwen35": ("qwen3_5_text", {
         **DELTA, "layer_types": ["linear_attention", "full_attention"] * 2,
-        "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        "rope_parameters": ROPE | {"partial_rotary_factor": 0.4},
     }),
     "qwen35-equal-heads": ("qwen3_5_text", {
-        **DELTA, "linear_num_key_heads": 4, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        **DELTA, "linear_num_key_heads": 4, "rope_parameters": ROPE | {"partial_rotary_factor": 0.4},
     }),
     "granitehybrid": ("granitemoehybrid", {
         **GRANITE, "layer_types": ["mamba", "attention"] * 2, "head_dim": 8, "position_embedding_type": "nope",

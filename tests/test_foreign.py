@@ -93,15 +93,6 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(kind, keys, bpe, tm
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * max(1, float(expected.abs().max())))
 
 
-def test_silence_that_no_model_of_ours_can_mean(bpe, tmp_path):
-    saved(tmp_path, "mamba2", bpe)
-    values = json.loads((tmp_path / "config.json").read_text())
-    del values["n_groups"]
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match="n_groups is 8, must be 1"):
-        foreign.read(tmp_path)
-
-
 def test_what_cannot_be_read_is_named(bpe, tmp_path):
     saved(tmp_path, "llama", bpe)
     whole = json.loads((tmp_path / "config.json").read_text())
@@ -158,7 +149,7 @@ CONFIGS = [
     ("llama", {"rms_norm_eps": []}, "rms_norm_eps is [], must be a finite number"),
     ("bamba", {"attn_layer_indices": 3}, "attn_layer_indices is 3, must be a list"),
     ("bamba", {"time_step_limit": 3}, "time_step_limit is 3, must be a list"),
-    ("mamba2", {"time_step_limit": []}, "time_step_limit is [], must be [0, inf]"),
+    ("mamba2", {"time_step_limit": []}, "time_step_limit is [], must be a number"),
     ("mamba2", {"head_dim": "x"}, "head_dim is 'x', must be a whole number"),
 ]
 TOKENIZERS = [

@@ -78,7 +78,15 @@ def test_a_gguf_has_the_config_of_its_folder(name, tmp_path):
     assert {key: ours.get(key) for key in kept} == {key: theirs[key] for key in kept}
 
 
-KNOWN = [name for name, (kind, _) in ARCHES.items() if kind in foreign.KINDS and name in ("llama", "mistral")]
+def test_matrices_of_16_bits_stay_so(tmp_path):
+    _, file = made(tmp_path, "llama", KINDS.BF16)
+    weights = foreign.read(file).model.state_dict()
+    assert {name.split(".")[-2] for name, weight in weights.items() if weight.dtype == torch.bfloat16} == {
+        "embedding", "lm_head", "qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+
+
+KNOWN = [name for name, (kind, _) in ARCHES.items() if kind in foreign.KINDS]
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -1,6 +1,7 @@
 """`perspectron chat`."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,8 @@ from typing import NamedTuple
 
 import tyro
 
+from perspectron.cli import kept
+from perspectron.cli.kept import Kept
 from perspectron.cli.options import open_model, say, spoken
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
@@ -19,7 +22,7 @@ from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.model.model import LanguageModel
 from perspectron.util.config import require
-from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError
+from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError, StateError
 from perspectron.util.machine import pick_device, signals
 
 FENCE = '"""'
@@ -28,7 +31,8 @@ Each message is appended to the text on a new line, and the model continues from
 continue by itself. A model with a chat template answers your message. Put {FENCE} before and after several lines.
   /save FILE   save the memory to a file       /load FILE   load it from a file
   /fork        keep this point                 /back [N]    return to the last point kept, or the N-th last
-  /state       show the size of the memory     /quit        leave (or end the input)
+  /state       show the size of the memory     /new         begin another talk
+  /quit        leave (or end the input)
 Type // for a message that begins with /. Ctrl-C stops an answer."""
 
 
@@ -37,6 +41,9 @@ class Chat:
     """Write a text in turns with a model that keeps everything in its memory.
 
     Example: perspectron chat runs/letters
+
+    On a terminal the talk is kept in RUN/chat.state after each answer, and goes on from there the next time, also when
+    the program was killed in the middle of an answer. /new begins another.
 
     Continue what /save or `generate --save-state` saved: perspectron chat runs/letters --load-state tree.state
 
@@ -50,8 +57,11 @@ class Chat:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A string that ends an answer and is not shown; may be given several times."""
+    keep: Path | None = None
+    """Keep the talk in this file, and go on with the one that is there (default: RUN/chat.state on a terminal, none
+    over a pipe)."""
     load_state: Path | None = None
-    """Continue this saved conversation."""
+    """Continue this saved conversation, which is then not kept."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
     cache: str | None = None
@@ -62,11 +72,24 @@ class Chat:
         opened = open_model(self.run, self.cache)
         opened.model.to(pick_device(self.device))
         talk = Talk(opened.model, opened.tokenizer, self, opened.template())
-        if self.load_state is not None:
-            talk.load(str(self.load_state))
+        require(
+            self.keep is None or self.load_state is None, "keep", str(self.keep), "left out with load_state"
+        )
         terminal = sys.stdin.isatty()
         if terminal:
             say(f"{opened.model.config.name}; /help lists the commands")
+        if self.load_state is not None:
+            talk.load(str(self.load_state))
+        elif path := self.keep or (self._kept_in_run() if terminal else None):
+            talk.kept = Kept(path, opened.model)
+        with contextlib.nullcontext() if talk.kept is None else talk.kept.alone():
+            talk.go_on()
+            return self._answers(talk, terminal)
+
+    def _kept_in_run(self) -> Path | None:
+        return self.run / kept.FILE if self.run.is_dir() and os.access(self.run, os.W_OK) else None
+
+    def _answers(self, talk: "Talk", terminal: bool) -> int:
         for message in messages(terminal):
             try:
                 if not talk.take(message):
@@ -141,10 +164,11 @@ class Talk:
     ) -> None:
         self.model, self.tokenizer, self.options, self.template = model, tokenizer, options, template
         self.now = Point()
-        self.kept: list[Point] = []
+        self.points: list[Point] = []
+        self.kept: Kept | None = None
         self.commands: dict[str, Callable[[str], None]] = {
             "save": self.save, "load": self.load, "fork": self.fork, "back": self.back, "state": self.state,
-            "help": lambda _: print(HELP, file=sys.stderr),
+            "new": self.new, "help": lambda _: print(HELP, file=sys.stderr),
         }  # fmt: skip
 
     @property
@@ -167,8 +191,47 @@ class Talk:
         self.commands[name](rest.strip())
         return True
 
+    def go_on(self) -> None:
+        """Go on with the talk that is kept, if there is one; a message that has no answer gets it."""
+        if self.kept is None:
+            return
+        try:
+            memory, said, asked = self.kept.read()
+        except StateError as error:
+            raise StateError(f"{error}; move it away to begin another talk") from None
+        if memory is not None:
+            state = memory.state.to(self.model.device)
+            self.now = Point(replace(memory, state=state), tuple(said.messages), said.text)
+            say(f"{self.kept.path} goes on: {memory.drawn[0]:,} tokens drawn; /new begins another talk")
+        if asked is not None:
+            say(f"> {asked}")
+            self.answer(asked)
+
+    def new(self, _: str) -> None:
+        self.now = Point()
+        if self.kept is not None:
+            self.kept.forget()
+
     def answer(self, message: str) -> None:
         """Read a message and print what the model makes of it, as it comes."""
+        if self.kept is not None:
+            self.kept.ask(self.memory, message)
+        try:
+            self._answer(message)
+        except PerspectronError:
+            if self.kept is not None:
+                self.kept.forget(whole=False)
+            raise
+        self._keep()
+
+    def _keep(self) -> None:
+        """Keep the talk as it is now, if it is kept."""
+        if self.kept is not None and self.memory is not None:
+            self.kept.answered(self.memory, self.now.messages, self.now.text)
+        elif self.kept is not None:
+            self.kept.forget()
+
+    def _answer(self, message: str) -> None:
         options, rows = self.options, Rows(self.model, self.tokenizer, together=False)
         asked = self._asked(message)
         row = rows.add(
@@ -224,26 +287,33 @@ class Talk:
         require(memory.rows == 1, "/load", file, f"a conversation of one text, not {memory.rows}")
         memory = replace(memory, state=memory.state.to(self.model.device))
         self.now = Point(memory, loaded=memory.fork() if self.template else None)
+        if self.kept is not None:
+            say(f"{self.kept.path} stays as it is; what follows is not kept, unless by /save")
+            self.kept = None
 
     def fork(self, _: str) -> None:
-        self.kept.append(self.now.fork())
-        print(f"point {len(self.kept)} kept; /back returns to it", file=sys.stderr)
+        self.points.append(self.now.fork())
+        print(f"point {len(self.points)} kept; /back returns to it", file=sys.stderr)
 
     def back(self, text: str) -> None:
         count = int(text) if text.isdecimal() else 1 if not text else 0
         known = (
-            f"a number from 1 to {len(self.kept)}" if self.kept else "used after /fork, which keeps a point"
+            f"a number from 1 to {len(self.points)}"
+            if self.points
+            else "used after /fork, which keeps a point"
         )
-        require(1 <= count <= len(self.kept), "/back", text or "1", known)
-        del self.kept[len(self.kept) - count + 1 :]
-        self.now = self.kept[-1].fork()
-        print(f"back at point {len(self.kept)}", file=sys.stderr)
+        require(1 <= count <= len(self.points), "/back", text or "1", known)
+        del self.points[len(self.points) - count + 1 :]
+        self.now = self.points[-1].fork()
+        self._keep()
+        print(f"back at point {len(self.points)}", file=sys.stderr)
 
     def state(self, _: str) -> None:
         size = 0 if self.memory is None else self.memory.state.nbytes
         drawn = 0 if self.memory is None else self.memory.drawn[0]
         print(
-            f"{size:,} bytes of memory; {drawn:,} tokens drawn; {len(self.kept)} points kept", file=sys.stderr
+            f"{size:,} bytes of memory; {drawn:,} tokens drawn; {len(self.points)} points kept",
+            file=sys.stderr,
         )
 
     def _ends_a_line(self) -> bool:

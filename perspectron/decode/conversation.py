@@ -55,10 +55,13 @@ class Conversation:
         pending, recent = ([list(ids) for ids in rows] for rows in (self.pending, self.recent))
         return Conversation(self.state.fork(), pending, recent, list(self.drawn))
 
-    def save(self, path: Path | str, model: Stateful, dtype: Dtype = "full") -> None:
-        """Write to one file, atomically; dtype: as `save_state` has it. StorageError if it cannot be written."""
+    def save(
+        self, path: Path | str, model: Stateful, dtype: Dtype = "full", extra: dict[str, Any] | None = None
+    ) -> None:
+        """Write to one file, atomically; dtype and extra: as `save_state` has them. StorageError if it cannot be
+        written."""
         fields = {"pending": self.pending, "recent": self.recent, "drawn": self.drawn}
-        save_state(path, self.state, model, extra={"conversation": fields}, dtype=dtype)
+        save_state(path, self.state, model, extra={"conversation": fields, **(extra or {})}, dtype=dtype)
 
     @classmethod
     def load(cls, path: Path | str, model: Stateful) -> "Conversation":

@@ -111,7 +111,7 @@ def test_state_and_help_and_quit(talk):
     [
         (
             "/nope",
-            "/nope: no such command; the commands are /save, /load, /fork, /back, /state, /help, /quit",
+            "/nope: no such command; the commands are /save, /load, /fork, /back, /state, /new, /help, /quit",
         ),
         ("/save", "/save needs a file, as in /save talk.state"),
         ("/save {tmp}/a", "/save: there is nothing to save yet"),

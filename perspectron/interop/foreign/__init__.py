@@ -21,6 +21,8 @@ from perspectron.interop.foreign import (
     gemma3,
     gguf,
     gpt2,
+    granite,
+    lfm2,
     llama,
     mamba2,
     mistral,
@@ -28,6 +30,7 @@ from perspectron.interop.foreign import (
     own,
     qwen2,
     qwen3,
+    qwen3_5,
     smollm3,
 )
 from perspectron.interop.foreign.source import HARMLESS, Source
@@ -63,6 +66,10 @@ KINDS: dict[str, Kind] = {
     "olmo2": Kind(olmo2.config, olmo2.weights),
     "olmo3": Kind(olmo2.config3, olmo2.weights),
     "mamba2": Kind(mamba2.config, mamba2.weights, mamba2.HARMLESS),
+    "granitemoehybrid": Kind(granite.config, granite.weights, granite.HARMLESS),
+    "lfm2": Kind(lfm2.config, lfm2.weights, lfm2.HARMLESS),
+    "qwen3_5_text": Kind(qwen3_5.config, qwen3_5.weights, qwen3_5.HARMLESS),
+    "qwen3_5": Kind(qwen3_5.config_within, qwen3_5.weights, qwen3_5.HARMLESS),
     "bamba": Kind(bamba.config, bamba.weights, bamba.HARMLESS),
 }
 """The kinds of models that can be read, by the `model_type` of config.json."""

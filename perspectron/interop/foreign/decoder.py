@@ -20,6 +20,8 @@ from perspectron.util.config import FFNConfig, MixerConfig
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 """Kinds of layers that attend to all earlier tokens, and to a window of them."""
+LINEAR = "linear_attention"
+"""Layers with a memory of fixed size."""
 THETA = 10_000.0
 """The rotary base where a config of transformers is silent, unless its kind has another."""
 PRE = {"mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
@@ -31,6 +33,8 @@ SANDWICH = {
 """Norms of a layer by their names here and there."""
 Mixer = Callable[[Source, str, str, int, Any], dict[str, Tensor]]
 """Takes the weights of a mixer: from a layer's name there, the mixer's name here, D and its config."""
+Network = Callable[[Source, str, str, int, SwiGLUConfig], dict[str, Tensor]]
+"""The same of a gated network, from its name there."""
 
 
 class Rope(NamedTuple):
@@ -150,6 +154,14 @@ def attention(
     return config_of("attention", heads=heads, **grouped, scale=scale, **turned, **options)
 
 
+def kinds(source: Source, silent: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The kind of each layer. silent: those that a silent config means. CheckpointError for one that is not known."""
+    found = source.layer_types(len(silent), silent)
+    if other := set(found) - set(known):
+        raise source.error(f"layer_types has {min(other)!r}, must be {' or '.join(map(repr, known))} here")
+    return found
+
+
 def window(source: Source) -> int | None:
     """The tokens that a sliding layer sees: null is all of them, and a missing number 4,096."""
     silent = None if "sliding_window" in source.values else 4096
@@ -228,14 +240,16 @@ def weights(
     mixer: Mixer | None = None,
     norms: dict[str, str] = PRE,
     network: str = "mlp",
+    gated: Network | None = None,
     last: str = "norm",
     top: str = "model.",
     head: str = "lm_head.weight",
     one: bool = False,
 ) -> dict[str, Tensor]:
-    """The weights of a decoder by our names. mixer: takes those of a layer's mixer; None is attention. norms: a layer's
-    norms by their names here and there. network, last: names of networks and of the last norm. top, head: what all
-    names begin with, and the head's. one: weights of norms are stored as what they are more than 1."""
+    """The weights of a decoder by our names. mixer: takes those of a layer's mixer; None is attention. norms: names of
+    a layer's norms here and there. network, last: names of networks and of the last norm. gated: takes those of a
+    network; None is `gated_weights`. top, head: what all names begin with, and the head's. one: weights of norms are
+    stored as what they are more than 1."""
     D = config.d_model
     taken = outer(source, f"{top}embed_tokens.weight", config, head)
     taken["norm.weight"] = norm(source, f"{top}{last}.weight", D, one=one)
@@ -248,7 +262,7 @@ def weights(
         else:
             taken |= mixer(source, there, f"{here}.mixer", D, block.mixer)
         assert isinstance(block.ffn, SwiGLUConfig)
-        taken |= gated_weights(source, f"{there}.{network}", f"{here}.ffn", D, block.ffn)
+        taken |= (gated or gated_weights)(source, f"{there}.{network}", f"{here}.ffn", D, block.ffn)
     return taken
 
 

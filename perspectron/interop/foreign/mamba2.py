@@ -1,7 +1,10 @@
-"""Mamba-2, whose mixers are the only parts of its blocks."""
+"""Mamba-2, whose mixers are the only parts of its blocks. Bamba and Granite have its mixers, too.
+
+Shapes: D model width, I inner width, H heads, G groups, N rows of state, C channels of the convolution.
+"""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -10,23 +13,36 @@ from perspectron.interop.foreign.source import Source
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.mixer import config_of
 
-NAMES = {
-    "expand": "expand", "heads": "num_heads", "head_dim": "head_dim", "state": "state_size", "conv": "conv_kernel",
-    "groups": "n_groups", "bias": "use_bias", "conv_bias": "use_conv_bias",
-}  # fmt: skip
 HARMLESS = (
     "chunk_size", "rescale_prenorm_residual", "residual_in_fp32", "rms_norm", "time_step_floor", "time_step_max",
     "time_step_min", "time_step_rank",
 )  # fmt: skip
 
 
+class Keys(NamedTuple):
+    """Names of a mixer's options in a config."""
+
+    heads: str = "mamba_n_heads"
+    head_dim: str = "mamba_d_head"
+    groups: str = "mamba_n_groups"
+    state: str = "mamba_d_state"
+    conv: str = "mamba_d_conv"
+    expand: str = "mamba_expand"
+    bias: str = "mamba_proj_bias"
+    conv_bias: str = "mamba_conv_bias"
+
+
+KEYS = Keys(
+    "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", "expand", "use_bias", "use_conv_bias"
+)
+
+
 def config(source: Source) -> ModelConfig:
     source.must("hidden_act", ("silu",), "silu")
-    D, eps = source.number("hidden_size"), source.real("layer_norm_epsilon", 1e-5)
-    blocks = (BlockConfig(ssd_config(source, D, NAMES, groups=8, width=64), None),) * decoder.layers(source)
-    return ModelConfig(
-        "ssd", source.number("vocab_size"), D, blocks, decoder.head(source, False), norm_eps=eps
-    )
+    eps = source.real("layer_norm_epsilon", 1e-5)
+    blocks = (BlockConfig(mixer(source, KEYS, groups=8, state=128, width=64), None),) * decoder.layers(source)
+    D, head = source.number("hidden_size"), decoder.head(source, False)
+    return ModelConfig("ssd", source.number("vocab_size"), D, blocks, head, norm_eps=eps)
 
 
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
@@ -36,38 +52,53 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     for i, block in enumerate(config.blocks):
         there, here = f"backbone.layers.{i}", f"blocks.{i}"
         taken[f"{here}.mixer_norm.weight"] = source.take(f"{there}.norm.weight", D)
-        taken |= ssd(source, f"{there}.mixer", f"{here}.mixer", D, block.mixer)
+        taken |= mixer_weights(source, f"{there}.mixer", f"{here}.mixer", D, block.mixer)
     return taken
 
 
-def ssd_config(source: Source, D: int, names: dict[str, str], groups: int, width: int | None) -> Any:
-    """Mamba-2's mixer with one group. names: theirs of our options, of groups and of the biases. groups and width of a
-    head are what a config without them means; None for a width that follows from the others."""
-    for name, value, silent in (("groups", 1, groups), ("bias", False, False), ("conv_bias", True, True)):
-        source.must(names[name], (value,), silent)
-    if source.get("time_step_limit") is not None:
-        limit = source.items("time_step_limit")
-        if limit not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
-            raise source.error(f"time_step_limit is {limit}, must be [0, inf] to be read")
-    expand, heads = source.number(names["expand"], 2), source.number(names["heads"])
-    follows = source.get(names["head_dim"], "auto" if width is None else width) == "auto"
-    width = expand * D // heads if follows else source.number(names["head_dim"], width)
-    if width * heads != expand * D:
+def mixer(source: Source, keys: Keys, *, groups: int, state: int, width: int | None = None) -> Any:
+    """The config of a mixer. groups, state, width: what a config means that is silent; None for a width of heads that
+    follows from their number."""
+    D, heads = source.number("hidden_size"), source.number(keys.heads, 128)
+    inner = source.number(keys.expand, 2) * D
+    follows = source.get(keys.head_dim, "auto" if width is None else width) == "auto"
+    width = inner // heads if follows else source.number(keys.head_dim, width)
+    if width * heads != inner:
         raise source.error(
-            f"{heads} heads of {width} are {heads * width} wide, must be expand · width = {expand * D}"
+            f"{heads} heads of {width} are {heads * width} wide, must be expand · width = {inner}"
         )
-    state, conv = source.number(names["state"]), source.number(names["conv"], 4)
-    return config_of("ssd", head_dim=width, state=state, expand=expand, conv=conv)
+    least, most = _limit(source)
+    return config_of(
+        "ssd", head_dim=width, state=source.number(keys.state, state), expand=inner // D,
+        conv=source.number(keys.conv, 4), groups=source.number(keys.groups, groups),
+        bias=decoder.flag(source, keys.bias, False), conv_bias=decoder.flag(source, keys.conv_bias, True),
+        dt_min=least, dt_max=most,
+    )  # fmt: skip
 
 
-def ssd(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
-    """The weights of a mixer: I its inner width, H heads, C channels of the convolution, N rows of state."""
-    I, N = mixer.expand * D, mixer.state  # noqa: E741
-    H, C = I // mixer.head_dim, I + 2 * N
-    shapes = {
-        "in_proj.weight": (I + C + H, D), "conv1d.weight": (C, 1, mixer.conv), "conv1d.bias": (C,),
-        "dt_bias": (H,), "A_log": (H,), "D": (H,), "norm.weight": (I,), "out_proj.weight": (D, I),
+def _limit(source: Source) -> tuple[float, float | None]:
+    """The least and the most of Δ by `time_step_limit`; None where there is no most."""
+    if source.get("time_step_limit") is None:
+        return 0.0, None
+    written = source.items("time_step_limit")
+    limit = [math.inf if x == {"__float__": "Infinity"} else x for x in written]
+    if len(limit) != 2 or any(type(x) not in (int, float) for x in limit) or not max(0, limit[0]) <= limit[1]:
+        raise source.error(f"time_step_limit is {written}, must be a number ≥ 0 and one that is no smaller")
+    return max(0.0, float(limit[0])), None if limit[1] == math.inf else float(limit[1])
+
+
+def mixer_weights(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
+    """Those of a mixer."""
+    I = mixer.inner(D)  # noqa: E741
+    H, C = I // mixer.head_dim, I + 2 * mixer.groups * mixer.state
+    shapes: dict[str, tuple[int, ...]] = {
+        "in_proj.weight": (I + C + H, D), "conv1d.weight": (C, 1, mixer.conv), "dt_bias": (H,), "A_log": (H,),
+        "D": (H,), "norm.weight": (I,), "out_proj.weight": (D, I),
     }  # fmt: skip
+    if mixer.bias:
+        shapes |= {"in_proj.bias": (I + C + H,), "out_proj.bias": (D,)}
+    if mixer.conv_bias:
+        shapes["conv1d.bias"] = (C,)
     return {
         f"{here}.{name.replace('out_proj', 'o_proj')}": source.take(f"{there}.{name}", *shape)
         for name, shape in shapes.items()

@@ -17,7 +17,7 @@ from perspectron.interop.foreign.gguf import container, families, tokenizer
 from perspectron.interop.foreign.gguf.container import Container, Stored
 from perspectron.interop.foreign.gguf.families import FAMILIES, Family, Fix
 from perspectron.interop.foreign.source import Source
-from perspectron.util.errors import CheckpointError, DataError
+from perspectron.util.errors import CheckpointError, ConfigError, DataError
 
 SUFFIX = ".gguf"
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -51,8 +51,10 @@ def unpacked(path: Path) -> Iterator[Source]:
         try:
             source = _Unpacked(Path(folder), config)
             source.tensors = _tensors(whole, family, config)
+            matrices = {tensor.kind.name for tensor in whole.tensors.values() if len(tensor.shape) > 1}
+            source.itemsize = 2 if matrices <= {"F16", "BF16"} else 4
             yield source
-        except (CheckpointError, DataError) as error:
+        except (CheckpointError, ConfigError, DataError) as error:
             text = str(error).replace(f"{folder}{os.sep}", f"{path}: ").replace(folder, str(path))
             raise type(error)(text) from None
 

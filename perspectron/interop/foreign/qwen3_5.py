@@ -1,0 +1,99 @@
+"""Qwen3.5, its text: Gated DeltaNet in most layers and gated attention in the others, then a SwiGLU. Norms but those of
+Gated DeltaNet are stored as what they are more than 1.
+
+`qwen3_5` has the text's config in `text_config`, and the text's weights beside those of images.
+
+Shapes: D model width, H heads of queries or of values, G heads of keys, K and V head widths, W taps.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from perspectron.interop.foreign import decoder
+from perspectron.interop.foreign.decoder import GLOBAL, LINEAR
+from perspectron.interop.foreign.source import Source
+from perspectron.model.config import ModelConfig
+from perspectron.model.mixer import config_of
+
+LEFT = ("mtp.", "model.visual.", "visual.")
+"""What the weights of other parts begin with: a head that guesses several tokens, and images."""
+HARMLESS = (
+    "image_token_id", "mamba_ssm_dtype", "mrope_interleaved", "mrope_section", "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings", "video_token_id", "vision_config", "vision_end_token_id", "vision_start_token_id",
+)  # fmt: skip
+
+
+def config(source: Source) -> ModelConfig:
+    return _text(source, source)
+
+
+def config_within(source: Source) -> ModelConfig:
+    """Ties are the outer config's."""
+    text = source.mapping("text_config")
+    text.get("tie_word_embeddings")
+    return _text(text, source)
+
+
+def _text(source: Source, ties: Source) -> ModelConfig:
+    count, every = decoder.layers(source), source.number("full_attention_interval", 4)
+    silent = [LINEAR if (i + 1) % every else GLOBAL for i in range(count)]
+    kinds = decoder.kinds(source, silent, (LINEAR, GLOBAL))
+    source.must("attn_output_gate", (True,), True)
+    source.must("mlp_only_layers", ([],), [])
+    attention = decoder.attention(
+        source, decoder.rope(source, share=0.25), key_heads=4, width=256, qk_norm="head", gate="sigmoid",
+        bias=decoder.flag(source, "attention_bias", False),
+    )  # fmt: skip
+    heads, key_heads = source.number("linear_num_value_heads", 32), source.number("linear_num_key_heads", 16)
+    if heads % key_heads:
+        raise source.error(
+            f"linear_num_key_heads is {key_heads}, must divide linear_num_value_heads = {heads}"
+        )
+    linear = config_of(
+        "gdn", heads=heads, key_heads=key_heads, conv=source.number("linear_conv_kernel_dim", 4),
+        key_dim=source.number("linear_key_head_dim", 128), value_dim=source.number("linear_value_head_dim", 128),
+    )  # fmt: skip
+    mixers = [linear if kind == LINEAR else attention for kind in kinds]
+    return decoder.model(source, "qwen3_5", mixers, decoder.network(source), longest=32_768, ties=ties)
+
+
+def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
+    source.drop_all(*LEFT)
+    inner = "model.language_model."
+    top = inner if source.has(f"{inner}norm.weight") else "model."
+    return decoder.weights(source, config, mixer=_mixer, top=top, one=True)
+
+
+def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
+    take = _attention if mixer.kind == "attention" else _linear
+    return take(source, there, here, D, mixer)
+
+
+def _linear(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
+    H, G, K, V = mixer.heads, mixer.key_heads, mixer.key_dim, mixer.value_dim
+    C = 2 * G * K + H * V
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+        "in_proj_qkv.weight": ("qkv_proj.weight", (C, D)), "in_proj_z.weight": ("g_proj.weight", (H * V, D)),
+        "in_proj_a.weight": ("a_proj.weight", (H, D)), "in_proj_b.weight": ("b_proj.weight", (H, D)),
+        "conv1d.weight": ("conv1d.weight", (C, 1, mixer.conv)), "A_log": ("A_log", (H,)),
+        "dt_bias": ("dt_bias", (H,)), "norm.weight": ("norm.weight", (V,)),
+        "out_proj.weight": ("o_proj.weight", (D, H * V)),
+    }  # fmt: skip
+    return {
+        f"{here}.{ours}": source.take(f"{there}.linear_attn.{theirs}", *shape)
+        for theirs, (ours, shape) in shapes.items()
+    }
+
+
+def _attention(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
+    """Queries and gates are in one matrix, head by head; the gates are taken out of it first."""
+    H, K, name = mixer.heads, mixer.width(D), f"{there}.self_attn.q_proj"
+    gates = {}
+    for part in ("weight", "bias") if mixer.bias else ("weight",):
+        inner = (D,) if part == "weight" else ()
+        both = source.take(f"{name}.{part}", 2 * H * K, *inner).unflatten(0, (H, 2, K))
+        q, gate = (x.flatten(0, 1) for x in both.unbind(1))
+        gates[f"{here}.gate_proj.{part}"] = gate
+        source.tensors[f"{name}.{part}"] = q.clone
+    return gates | decoder.attention_weights(source, f"{there}.self_attn", here, D, mixer, one=True)

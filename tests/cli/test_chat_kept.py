@@ -1,0 +1,143 @@
+"""`perspectron chat --keep`: a talk goes on after any end of the program, as if there had been none."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from perspectron.cli.main import main
+from perspectron.data.template import Template
+from tests.cli.small import PLAIN
+from tests.waiting import until
+
+QUICK = ["--seq-len", "32", "--batch-size", "2", "--dtype", "float32", "--steps", "2"]
+TEMPLATE = """\
+{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"""
+
+
+@pytest.fixture(scope="module", params=["plain", "template"])
+def run(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    (folder / "text.txt").write_text("the cat sat on the mat, and the dog sat on the log.\n" * 80)
+    command = ["train", "--data", str(folder / "text.txt"), "--out", str(folder / "run"), *PLAIN, *QUICK]
+    assert main(command) == 0
+    if request.param == "template":
+        Template(TEMPLATE, "test").save(folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture
+def talk(run, capsys, monkeypatch):
+    """Say some lines; (exit code, answers, what was said beside them)."""
+
+    def talk(*lines: str, options: tuple[str, ...] = ()):
+        capsys.readouterr()
+        text = "".join(f"{line}\n" for line in lines).encode()
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
+        code = main(["chat", str(run), "--max-tokens", "8", "--temperature", "1", *options])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return talk
+
+
+def test_a_talk_in_parts_is_one_talk(talk, tmp_path):
+    whole = talk("the cat", "the dog", "", "a log")[1]
+    keep = ("--keep", str(tmp_path / "talk.state"))
+    parts = [talk(*lines, options=keep) for lines in (("the cat",), ("the dog", ""), ("a log",))]
+    assert [code for code, _, _ in parts] == [0, 0, 0]
+    assert "".join(said for _, said, _ in parts) == whole
+    assert not (tmp_path / "talk.state.asked").exists()
+
+
+def test_a_kill_in_the_middle_of_an_answer_loses_nothing(run, tmp_path):
+    """The second answer is drawn again, all of it, and the third is what it would have been."""
+    command = [
+        sys.executable,
+        "-m",
+        "perspectron",
+        "chat",
+        str(run),
+        "--max-tokens",
+        "400",
+        "--temperature",
+        "1",
+    ]
+    lines = b"the cat\nthe dog\na log\n"
+    whole = subprocess.run(
+        [*command, "--keep", str(tmp_path / "whole")], input=lines, capture_output=True, check=True
+    )
+    command += ["--keep", str(tmp_path / "talk.state")]
+    with (tmp_path / "out").open("wb") as out:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=out, env={**os.environ, "COLUMNS": "80"}
+        )
+        assert process.stdin is not None
+        process.stdin.write(b"the cat\n")
+        process.stdin.flush()
+        until(lambda: (tmp_path / "talk.state").exists())
+        first = (tmp_path / "out").stat().st_size
+        process.stdin.write(b"the dog\n")
+        process.stdin.flush()
+        until(lambda: (tmp_path / "out").stat().st_size > first + 20)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdin.close()
+    before = (tmp_path / "out").read_bytes()
+    assert (tmp_path / "talk.state.asked").exists()
+    again = subprocess.run(command, input=b"a log\n", capture_output=True, check=True)
+    assert whole.stdout.startswith(before)
+    assert before[:first] + again.stdout == whole.stdout
+    states = [load_file(tmp_path / name) for name in ("talk.state", "whole")]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_what_was_being_answered_before_something_else_was_said_is_not_answered(talk, tmp_path):
+    """A message is of the memory that it was read after."""
+    keep = ("--keep", str(tmp_path / "talk.state"))
+    talk("the cat", options=keep)
+    (tmp_path / "talk.state.asked").write_text('{"message": "the dog", "drawn": 3}')
+    assert talk(options=keep)[:2] == (0, "")
+
+
+def test_new_begins_another_talk(talk, tmp_path):
+    keep = ("--keep", str(tmp_path / "talk.state"))
+    _, said, _ = talk("the cat", "/new", "the cat", options=keep)
+    assert said == 2 * said[: len(said) // 2]
+    assert talk("/new", options=keep)[0] == 0 and not (tmp_path / "talk.state").exists()
+
+
+def test_a_terminal_keeps_its_talk_in_the_run_by_default(run, monkeypatch, capsys):
+    def typed(lines):
+        rest = iter(lines)
+
+        def typed(prompt: str) -> str:
+            for line in rest:
+                return line
+            raise EOFError
+
+        monkeypatch.setattr("builtins.input", typed)
+        monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
+        capsys.readouterr()
+        assert main(["chat", str(run), "--max-tokens", "4"]) == 0
+        return capsys.readouterr().out
+
+    whole = typed(["the cat", "the dog"])
+    (run / "chat.state").unlink()
+    assert typed(["the cat"]) + typed(["the dog"]) == whole
+    (run / "chat.state").unlink()
+
+
+def test_a_talk_of_another_model_is_refused(talk, tmp_path):
+    keep = ("--keep", str(tmp_path / "talk.state"))
+    Path(keep[1]).write_bytes(b"no state")
+    code, said, beside = talk("the cat", options=keep)
+    assert (code, said) == (2, "") and keep[1] in beside and beside.count("\n") == 1
+    assert talk("x", options=(*keep, "--load-state", keep[1]))[0] == 2
