@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from perspectron.decode.processors import Hook, Mark, Step
-from perspectron.decode.reading import END_OF_TEXT_ID, read
+from perspectron.decode.reading import read
 from perspectron.decode.row import Row
 from perspectron.designs.perspective.projection import Faces, Report, faces, project
 from perspectron.model.model import LanguageModel
@@ -165,8 +165,11 @@ def states(model: LanguageModel, tokenizer: Any, texts: Sequence[str], rows: int
     """The head's input after the last token of each text [N,D], float64."""
     found = []
     for start in range(0, len(texts), rows):
-        ids = [[END_OF_TEXT_ID, *tokenizer.encode(text)] for text in texts[start : start + rows]]
-        last_BD, _ = read(model, ids, model.init_state(len(ids)), fresh=[True] * len(ids))
+        special = tokenizer.specials
+        ids = [special.begun(tokenizer.encode(text)) for text in texts[start : start + rows]]
+        last_BD, _ = read(
+            model, ids, model.init_state(len(ids)), fresh=[True] * len(ids), reset=special.reset
+        )
         found.append(last_BD.double().cpu())
     return torch.cat(found)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.model.block import of_mixer, with_mixer
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
@@ -26,11 +25,13 @@ Weights = dict[int, Tensor]
 @dataclass(frozen=True)
 class Piece:
     """Tokens that were read one after the other, with the target of the last. state: before them. fresh: nothing was
-    read before, so that a document which begins at the first of them resets nothing."""
+    read before, so that a document which begins at the first of them resets nothing. reset: the id across which nothing
+    is remembered."""
 
     ids: Sequence[int]
     state: LMState
     fresh: bool = False
+    reset: int | None = None
 
 
 def losses(model: LanguageModel, piece: Piece, state: LMState | None = None) -> tuple[Tensor, LMState]:
@@ -38,7 +39,7 @@ def losses(model: LanguageModel, piece: Piece, state: LMState | None = None) -> 
     state = piece.state if state is None else state
     ids_1S = torch.tensor([list(piece.ids)], device=model.device)
     ids_BS = ids_1S.expand(state.batch_size, -1)
-    reset_BT = ids_BS[:, :-1] == END_OF_TEXT_ID
+    reset_BT = ids_BS[:, :-1] == (-1 if piece.reset is None else piece.reset)
     if piece.fresh:
         reset_BT = reset_BT.clone()
         reset_BT[:, 0] = False
