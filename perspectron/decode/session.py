@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,6 +61,8 @@ class Session:
         """Tokens at the start that are none of the text's."""
         self._whole = True
         """The text is known from its beginning; else a state remembers what was before it."""
+        self.extra: dict[str, Any] = {}
+        """What was kept in the file that it was loaded from, as `save` has it."""
 
     @property
     def chunk(self) -> int:
@@ -71,6 +73,11 @@ class Session:
     def tokens(self) -> list[int]:
         """The ids of the text, drawn ones and those of stop strings included."""
         return self._ids[self._before :]
+
+    @property
+    def drawn(self) -> int:
+        """How many of these were drawn."""
+        return sum(self._drawn[:])
 
     @property
     def text(self) -> str:
@@ -122,13 +129,16 @@ class Session:
                     found.append(logprobs(logits_TV[at - start - 1], id, min(count, V)))
         return found
 
-    def append(self, text: str | Sequence[int]) -> None:
+    def append(self, text: str | Sequence[int], *, whole: bool = False) -> None:
         """Go on with a text that waits until it is needed; errors as `read`. The tokenizer's prefix stands before a
-        text once, also where ids begin with it."""
+        text once, also where ids begin with it; with `whole` these are all ids, as those of a chat template, and it
+        stands there only if they begin with it, or memory begins with it."""
         tokenizer = self._rows.tokenizer
         require(not isinstance(text, bytes), "text", text, "a text or its ids")
         ids = tokenizer.encode(text) if isinstance(text, str) else list(text)
         if self._whole and len(self._ids) == self._before:
+            if whole and tokenizer.specials.lacks(ids):
+                self._ids, self._drawn, self._before = Log([]), Log([]), 0
             ids = tokenizer.specials.bare(ids)
         if ids:
             check_ids(ids, tokenizer.vocab_size, 0)
@@ -181,7 +191,7 @@ class Session:
         unread = self._ids[self._read :]
         if self._state is None:
             require(len(unread) > 0, "text", "", "read before: this tokenizer puts nothing before a text")
-            return rows.add(unread, **settings)
+            return rows.add(unread, whole=True, **settings)
         sampling = settings.get("sampling", SamplingConfig())
         recent = self._recent(sampling.repetition_window)
         talk = Conversation(self._state.fork(), [unread], [recent], [sum(self._drawn[:])])
@@ -237,14 +247,19 @@ class Session:
             earlier._call(self._calls[len(earlier._calls)])
         return earlier
 
-    def common(self, ids: Sequence[int]) -> "Session":
+    def shared(self, ids: Sequence[int], *, whole: bool = False) -> int:
+        """How many tokens the text begins with that these ids, `whole` as `append` has it, begin with too; 0 where its
+        beginning is not known."""
+        specials = self._rows.tokenizer.specials
+        lacks = whole and specials.lacks(ids)
+        if not self._whole or lacks != (self._before < len(specials.prefix)):
+            return 0
+        return alike(self.tokens, ids if lacks else specials.bare(ids))
+
+    def common(self, ids: Sequence[int], *, whole: bool = False) -> "Session":
         """The session as it was where its text and this one part; one that has not begun, where that would have to be
         read again or a token of it was drawn, and so was not read as a prompt is."""
-        same = next(
-            (at for at, (own, id) in enumerate(zip(self.tokens, ids, strict=False)) if own != id), None
-        )
-        token = min(len(self.tokens), len(ids)) if same is None else same
-        T = token + self._before
+        T = self.shared(ids, whole=whole) + self._before
         if not self._whole or self._read >= T or any(self._drawn[:T]):
             return Session(self._rows.model, self._rows.tokenizer, chunk=self.chunk, store=self._rows.store)
         return self._cut(T, len(self._calls), self._state)
@@ -292,8 +307,9 @@ class Session:
         if fields is None:
             raise StateError(f"{path}: its tokens are not those of a session of this tokenizer")
         session._ids, session._drawn = Log(fields[0]), Log(fields[1])
-        session._calls, session._whole = fields[2:]
-        session._before = len(tokenizer.specials.prefix) if session._whole else 0
+        session._calls, before = fields[2:]
+        session._whole, session._before = before >= 0, max(0, before)
+        session.extra = extra
         longest, most = max(session._calls, default=0), max(CHUNK, self.chunk)
         if longest > most:
             raise StateError(
@@ -388,11 +404,17 @@ class Session:
             self._keys.append(store.link(self._keys[-1] if self._keys else store.root, ids))
 
 
+def alike(some: Sequence[int], others: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    pairs = zip(some, others, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def _checked(
     own: Any, talk: Conversation, tokenizer: Vocabulary
-) -> tuple[list[int], list[bool], list[int], bool] | None:
-    """The fields of a saved session, and whether its text is known from the beginning; None unless they are of the
-    types and of the lengths that go together."""
+) -> tuple[list[int], list[bool], list[int], int] | None:
+    """The fields of a saved session, the last −1 where the beginning of its text is not known; None unless they are of
+    the types and of the lengths that go together."""
     if not isinstance(own, dict) or set(own) != {"ids", "drawn", "calls", "before"} or talk.rows != 1:
         return None
     ids, drawn, calls, before = (own[name] for name in ("ids", "drawn", "calls", "before"))
@@ -406,10 +428,10 @@ def _checked(
     waiting = talk.pending[0]
     if talk.drawn != [sum(drawn)] or min(calls, default=1) < 1 or ids[sum(calls) :] != waiting:
         return None
-    whole = before == len(prefix)
+    whole = before == len(prefix) or (before == 0 and tokenizer.specials.reset is None)
     if type(before) is not int or not (whole or before in (-1, 0)):  # 0: in files of older versions
         return None
-    begins = tuple(ids[: len(prefix)]) == prefix if whole else bool(waiting)
+    begins = tuple(ids[:before]) == prefix[:before] if whole else bool(waiting)
     if not begins or not (waiting or (whole and not ids)):
         return None
-    return ids, [drawn == 1 for drawn in drawn], calls, whole
+    return ids, [drawn == 1 for drawn in drawn], calls, before if whole else -1
