@@ -20,16 +20,10 @@ from torch import Tensor
 from perspectron.decode.generate import generate
 from perspectron.decode.reading import read
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.designs.perspective.measures import compared, entropy, majority, probabilities
 from perspectron.designs.perspective.suites import views as suite
 from perspectron.designs.perspective.suites.detection import auroc
-from perspectron.designs.perspective.views import (
-    Perspectives,
-    PerspectivesConfig,
-    compared,
-    entropy,
-    majority,
-    probabilities,
-)
+from perspectron.designs.perspective.views import Perspectives, PerspectivesConfig
 from perspectron.eval.subject import Subject
 from perspectron.opening import Opened
 from perspectron.util.files import plain

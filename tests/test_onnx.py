@@ -11,10 +11,13 @@ import torch
 from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.data import Tokenizer
+from perspectron.designs.transformer.attention import AttentionConfig
 from perspectron.interop import onnx
-from perspectron.model.config import ModelConfig
+from perspectron.model.config import BlockConfig, ModelConfig
+from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.model import LanguageModel, build
 from perspectron.opening import open_model
+from perspectron.ops.rope import RopeScaling
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.util.errors import ArtifactError, ConfigError
@@ -37,12 +40,22 @@ SIZES = {
 }
 
 
+ATTENTION = {
+    "attention with groups": AttentionConfig(
+        4, 1e4, True, 0.5, 2, 10, None, RopeScaling("yarn", 4.0, 16), False, "head", gate="sigmoid"
+    ),
+    "attention with a window": AttentionConfig(4, kv_heads=1, window=5, qk_norm="all", cap=2.0),
+}
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.train(["the quick brown fox jumps over the lazy dog. " * 9], 280)
 
 
 def small(name: str) -> ModelConfig:
+    if name in ATTENTION:
+        return ModelConfig(name, 280, 16, (BlockConfig(ATTENTION[name], SwiGLUConfig(16)),) * 2)
     return presets.get(name, vocab_size=280, **SIZES[name])
 
 
@@ -56,7 +69,7 @@ def lively(name: str) -> LanguageModel:
     return model
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [*SIZES, *ATTENTION])
 def test_greedy_tokens_and_logits_are_those_of_torch(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     import onnxruntime
 

@@ -43,7 +43,6 @@ def generate(
     sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
     stop: Sequence[str] = (),
     conversation: Conversation | None = None,
-    on_text: Callable[[int, str], None] | None = None,
     on_piece: Callable[[Piece], None] | None = None,
     on_read: Callable[[int, int], None] | None = None,
     chunk: int = CHUNK,
@@ -57,12 +56,11 @@ def generate(
     conversation, which is consumed, the prompts continue it and may be empty; the tokens are then the same as without
     the interruption. Row i draws from stream i of the seed's noise. Finished rows cost nothing.
 
-    stop: strings that end a row; the text ends before the string. on_text: called with (row, piece) as soon as text is
-    certain, which means whole characters that cannot begin a stop string; the joined pieces equal `texts`. Half a
-    character at the end of a row becomes U+FFFD. on_piece: called with each `Piece`, also one without text. on_read:
-    called with (prompt tokens read, all prompt tokens) while prompts are being read. chunk: prompt tokens read at once;
-    apart from the ids, memory does not grow with the length of a prompt. hooks, min_tokens, stop_ids: as `Rows.add` has
-    them.
+    stop: strings that end a row; the text ends before the string. on_piece: called with each `Piece`, whose text,
+    where it has one, is certain: whole characters that cannot begin a stop string. Joined they equal `texts`; half
+    a character at the end of a row becomes U+FFFD. on_read: called with (prompt tokens read, all prompt tokens)
+    while prompts are being read. chunk: prompt tokens read at once; apart from the ids, memory does not grow with
+    the length of a prompt. hooks, min_tokens, stop_ids: as `Rows.add` has them.
 
     ConfigError: ids outside the vocabulary, a number out of bounds, a number of prompts that differs from the
     conversation's rows, more tokens than a table of learned positions has left. NonFiniteError: the logits are not
@@ -93,14 +91,17 @@ def generate(
             pieces[piece.row].append(piece)
             if on_piece is not None:
                 on_piece(piece)
-            if piece.text and on_text is not None:
-                on_text(piece.row, piece.text)
+    return _joined(pieces, Conversation.stack([rows.remove(row) for row in range(B)]))
+
+
+def _joined(pieces: Sequence[Sequence[Piece]], conversation: Conversation) -> Generation:
+    """The generation of the pieces of each row."""
     names = dict.fromkeys(name for row in pieces for piece in row for name in piece.verdicts)
     return Generation(
         texts=["".join(piece.text for piece in row) for row in pieces],
         ids=[[piece.id for piece in row if piece.id is not None] for row in pieces],
         finished=[row[-1].finished or "length" for row in pieces],
-        conversation=Conversation.stack([rows.remove(row) for row in range(B)]),
+        conversation=conversation,
         verdicts={
             name: [[piece.verdicts[name] for piece in row if name in piece.verdicts] for row in pieces]
             for name in names

@@ -16,6 +16,7 @@ nothing.
 Shapes: N rows, K columns, S columns stored, G groups, R rows of a block, b blocks.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -71,6 +72,7 @@ class Packed(NamedTuple):
         return self.codes.nbytes + self.scales.nbytes
 
 
+@cache
 def sizes(format: str, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, ...], torch.dtype]:
     """The sizes (shape of the codes, shape of the scales, dtype of the scales) of a matrix. ValueError: not a
     possible one."""

@@ -72,8 +72,8 @@ def scan(
     if v.numel() > 0 and on_gpu.wanted(backend, R, q, k, v, gamma, state):
         owned = dispatch.owned(state, consume_state) if dispatch.gradients_off() else state
         return on_gpu.pdr(q, k, v, gamma, owned)
-    wide = R > WIDEST and not dispatch.gradients_off()
-    if T > 0 and (backend == "native" or (backend == "auto" and not wide)):
+    narrow = R <= WIDEST or dispatch.gradients_off()
+    if T > 0 and (backend == "native" or (backend == "auto" and narrow)):
         if (obstacle := _obstacle(q, k, v, gamma, state)) is None:
             if dispatch.gradients_off():
                 return _native(q, k, v, gamma, dispatch.owned(state, consume_state))
@@ -81,15 +81,11 @@ def scan(
             return o, last
         if backend == "native":
             raise BackendError(f"backend = 'native': {obstacle}")
-        dispatch.log_once(
-            "pdr.scan: auto runs the torch tree on %s and, without gradients, the step for one token",
-            q.device.type,
-        )
+        where = q.device.type
+        dispatch.log_once("pdr.scan: auto runs the torch tree on %s, or a step without gradients", where)
     if backend == "auto" and T == 1 and dispatch.gradients_off():
         return _step_(q, k, v, gamma, dispatch.owned(state, consume_state))
-    if T == 0 or B == 0:
-        return v, state
-    return TREE.run(q, k, v, gamma, state)
+    return (v, state) if T == 0 or B == 0 else TREE.run(q, k, v, gamma, state)
 
 
 def _check(q_BTR: Tensor, k_BTR: Tensor, v_BTD: Tensor, gamma_BTD: Tensor, state_BDR: Tensor | None) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.ternary import converted
+from perspectron.model import half
 from perspectron.model.block import Block
 from perspectron.model.mixer import Mixer
 from perspectron.model.model import LanguageModel
@@ -56,6 +57,7 @@ def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor |
     out of bounds.
     """
     one_of(linear, FORMATS, "linear")
+    half.widen(model)
     require(model.dtype == torch.float32, "dtype", str(model.dtype), "float32")
     require(converted(model), "experts", "half converted", "float or ternary as a whole")
     report = Report(sum(bytes_of(model).values()))

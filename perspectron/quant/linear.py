@@ -4,16 +4,18 @@ Shapes: N rows (outputs), K columns (inputs), V vocabulary, D width.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.ops import packed
 from perspectron.ops.packing import LAYOUTS, Packed, dequantise, sizes
 from perspectron.util.config import require
+from perspectron.util.errors import ConfigError
 
 
 class _Matrix(nn.Module):
@@ -112,3 +114,21 @@ def bytes_of(module: nn.Module) -> dict[str, int]:
         packed = isinstance(part, _Matrix) and own in ("codes", "scales")
         found[str(part.format if packed else tensor.dtype).removeprefix("torch.")] += tensor.nbytes
     return found
+
+
+def make_room(model: nn.Module, formats: Mapping[str, str]) -> None:
+    """Put packed matrices without numbers in the place of a model's own, by name. ConfigError: one is none."""
+    for name, format in formats.items():
+        parent, _, last = name.rpartition(".")
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            module = None
+        made: nn.Module
+        if isinstance(module, nn.Linear) and not isinstance(model.get_submodule(parent), RoutedSwiGLU):
+            made = QuantLinear(module.in_features, module.out_features, format, module.bias is not None)
+        elif isinstance(module, nn.Embedding):
+            made = QuantEmbedding(module.num_embeddings, module.embedding_dim, format)
+        else:  # also a router, which is never packed
+            raise ConfigError(f"quant key = {name[:80]!r}, must be a matrix of the model")
+        setattr(model.get_submodule(parent), last, made)

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Self, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
 from perspectron.model.block import Block
 from perspectron.model.model import LanguageModel
 from perspectron.ops import packing
-from perspectron.quant.linear import QuantEmbedding, QuantLinear
+from perspectron.quant.linear import QuantEmbedding, QuantLinear, make_room
 from perspectron.stream import artifact, tensors
 from perspectron.stream.artifact import SHARED, TOKENIZER, Header, Manifest
 from perspectron.stream.cache import ExpertSource, ShardCache, needed
@@ -46,31 +45,13 @@ class StreamedModel(LanguageModel):
         super().__init__(header.model)
         self.header = header
         self._copies: DeviceExperts | None = None
-        for name, format in header.quant.items():
-            self._pack(name, format)
+        make_room(self, header.quant)
         self.routed: list[PackedExperts] = []
         for layer, block in enumerate(cast("list[Block]", self.blocks)):
             if isinstance(block.config.ffn, RoutedConfig):
                 block.ffn = PackedExperts(header.model.d_model, block.config.ffn, layer)
                 self.routed.append(block.ffn)
         self.state_bytes = self.init_state(1, capacity=1).nbytes
-
-    def _pack(self, name: str, format: str) -> None:
-        parent, _, own = name.rpartition(".")
-        try:
-            module = self.get_submodule(name)
-        except AttributeError:
-            module = None
-        if module is not None and isinstance(self.get_submodule(parent), RoutedSwiGLU):
-            module = None  # a router is never packed
-        made: nn.Module
-        if isinstance(module, nn.Linear):
-            made = QuantLinear(module.in_features, module.out_features, format, module.bias is not None)
-        elif isinstance(module, nn.Embedding):
-            made = QuantEmbedding(module.num_embeddings, module.embedding_dim, format)
-        else:
-            raise ConfigError(f"quant key = {name[:80]!r}, must be a matrix of the model")
-        setattr(self.get_submodule(parent), own, made)
 
     def attach(self, source: ExpertSource, *, predict: bool) -> None:
         """Take experts from `source`; predict: hint what the next layers may want."""

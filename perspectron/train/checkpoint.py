@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
@@ -24,11 +24,11 @@ from perspectron.data.corpus import RULE
 from perspectron.data.shuffle import ORDER
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.ternary import SHARE
-from perspectron.model import half
 from perspectron.model.model import LanguageModel, require_memory
 from perspectron.train import lora, moments
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import falls_at
+from perspectron.train.weights import fill, same_tensors
 from perspectron.util.config import dump, load, unlike
 from perspectron.util.errors import CheckpointError, ConfigError
 from perspectron.util.files import (
@@ -88,6 +88,13 @@ class Checkpoint:
     config: RunConfig
     tokenizer: str
     files: dict[str, Record]
+
+
+class Known(NamedTuple):
+    """A run's config, as its JSON has it and validated."""
+
+    values: dict[str, Any]
+    config: RunConfig
 
 
 def folder(run: Path) -> Path:
@@ -183,16 +190,20 @@ def paths(run: Path) -> list[Path]:
     return there
 
 
-def read(path: Path) -> Checkpoint:
+def read(path: Path, known: Known | None = None) -> Checkpoint:
     """The checkpoint in a folder; CheckpointError unless its index is as it was written. The other files are
-    not verified yet."""
+    not verified yet. known: the run's config, which is that of most of its checkpoints."""
     where = path / INDEX
     values = read_json(safe_join(path, INDEX, CheckpointError), CheckpointError)
     index = checked(values, _Index, CheckpointError, where)
     if index.digest != _digest(values):
         raise CheckpointError(f"{where}: damaged, it does not match its digest")
     try:
-        config = run_config(index.config, where)
+        config = (
+            known.config
+            if known and repr(known.values) == repr(index.config)
+            else run_config(index.config, where)
+        )
     except ConfigError as error:
         raise CheckpointError(f"{error}") from None
     if not ({MODEL} <= index.files.keys() <= {MODEL, TRAINING} or _of_ranks(index.files)):
@@ -225,11 +236,13 @@ def found_in(run: Path) -> list[Checkpoint]:
     return _readable(paths(run))[0]
 
 
-def _readable(folders: list[Path]) -> tuple[list[Checkpoint], list[CheckpointError]]:
+def _readable(
+    folders: list[Path], known: Known | None = None
+) -> tuple[list[Checkpoint], list[CheckpointError]]:
     there, errors = [], []
     for path in folders:
         try:
-            there.append(read(path))
+            there.append(read(path, known))
         except CheckpointError as error:
             errors.append(error)
     return there, errors
@@ -310,54 +323,19 @@ def _check_tokenizer(path: Path, fingerprint: str, tokenizer: Tokenizer) -> None
         )
 
 
-def fill(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
-    """Load the tensors, which are used up; CheckpointError that names the first which does not fit. Matrices of 16 bits
-    stay so where the model is on the meta device."""
-    if model.device.type == "meta":
-        half.keep(model, tensors)
-    own = model.state_dict()
-    same_tensors(own, tensors, path)
-    if model.device.type == "meta":
-        require_memory(model)
-        taken = set[int]()
-        model.load_state_dict({name: _alone(tensors.pop(name), taken) for name in own}, assign=True)
-        return
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors.pop(name))  # let go one by one: all of them are never there twice
-
-
-def _alone(tensor: Tensor, taken: set[int]) -> Tensor:
-    """The tensor, contiguous and with memory of its own; no copy of one that is. taken: memory that others have."""
-    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    if not whole or tensor.data_ptr() in taken:
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
-    taken.add(tensor.data_ptr())
-    return tensor.detach()
-
-
-def same_tensors(own: dict[str, Tensor], tensors: dict[str, Tensor], path: Path) -> None:
-    """CheckpointError that names the first tensor which is not of the same shape and type; 16 bits are as good as
-    float32."""
-    for name in own | tensors:
-        here, there = (_kind(side[name]) if name in side else "missing" for side in (own, tensors))
-        if here != there:
-            raise CheckpointError(f"{path}: weights of another model ({name} is {there} there, {here} here)")
-
-
-def _kind(tensor: Tensor) -> str:
-    dtype = torch.float32 if tensor.dtype in half.DTYPES else tensor.dtype
-    return f"{list(tensor.shape)} {str(dtype).removeprefix('torch.')}"
-
-
 def _tensors(path: Path) -> dict[str, Tensor]:
     return load_tensors(path, CheckpointError, "a checkpoint's tensors")[1]
 
 
 def load_config(run: Path) -> RunConfig:
     """The resolved config of a run; CheckpointError if there is none."""
+    return _known(run).config
+
+
+def _known(run: Path) -> Known:
+    """A run's config.json, validated once."""
     values = read_json(run / "config.json", CheckpointError)
-    return run_config(values, run / "config.json")
+    return Known(values, run_config(values, run / "config.json"))
 
 
 def save_config(run: Path, config: RunConfig) -> None:
@@ -393,11 +371,11 @@ def open_run(run: Path) -> OpenedRun:
     A damaged checkpoint gives a warning, and the newest valid one is used. CheckpointError if the run, its config or
     its tokenizer is missing or damaged, or no checkpoint is valid.
     """
-    there, errors = _readable([run] if (run / INDEX).exists() else paths(run))
-    run = run_of(run)
-    config, tokenizer = load_config(run), Tokenizer.load(run / "tokenizer.json")
+    one, run = (run / INDEX).exists(), run_of(given := run)
+    known, tokenizer = _known(run), Tokenizer.load(run / "tokenizer.json")
+    there, errors = _readable([given] if one else paths(run), known)
     with torch.device("meta"):
-        model = LanguageModel(config.model)
+        model = LanguageModel(known.config.model)
     require_memory(model)
     if there:  # the best last, where the first is taken from
         there.append(there.pop(there.index(_best(there))))
@@ -409,5 +387,5 @@ def open_run(run: Path) -> OpenedRun:
             continue
         if errors:
             warnings.warn(f"{errors[0]}; using {checkpoint.path.name}", stacklevel=2)
-        return OpenedRun(run, config, checkpoint, model, tokenizer)
+        return OpenedRun(run, known.config, checkpoint, model, tokenizer)
     raise errors[0] if errors else CheckpointError(f"{folder(run)}: no checkpoint in it")

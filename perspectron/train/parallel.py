@@ -39,6 +39,7 @@ from perspectron.train.metrics import Metrics
 from perspectron.train.optim import optimizer_of
 from perspectron.train.prepare import training_batches
 from perspectron.train.team import Team
+from perspectron.train.weights import same_tensors
 from perspectron.util import registry
 from perspectron.util.config import require
 from perspectron.util.errors import NonFiniteError, StorageError
@@ -307,7 +308,7 @@ class ParallelTrainer(Trainer):
             checkpoint.check(newest, self.model, self.tokenizer, True)
             like = sharded.shapes(newest.path)
             weights = {n: tensor for n, tensor in like.items() if not n.startswith(moments.OF_TRAINING)}
-            checkpoint.same_tensors(self.model.state_dict(), weights, newest.path)
+            same_tensors(self.model.state_dict(), weights, newest.path)
             return like
 
         like = self.team.agree(check)

@@ -158,7 +158,11 @@ def _load(hint: Any, value: Any, where: str) -> Any:
         return one_of(value, args, where)
     if origin is tuple:
         require(isinstance(value, list | tuple), where, value, "a list")
-        return tuple(_load(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        items: list[Any] = []
+        for i, item in enumerate(value):  # a model's layers are alike: each kind is validated once
+            like = i > 0 and repr(item) == repr(value[i - 1])
+            items.append(items[-1] if like else _load(args[0], item, f"{where}[{i}]"))
+        return tuple(items)
     if origin is dict:
         require(isinstance(value, dict), where, value, "an object")
         return {key: _load(args[1], item, f"{where}.{key}") for key, item in value.items()}

@@ -1,4 +1,4 @@
-"""Tokenizers of other models: ids and texts of transformers, special tokens that no user writes, and files unchanged."""
+"""Tokenizers of other models: ids and texts of transformers, special tokens no user writes, files unchanged."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,8 @@ def test_ids_and_texts_are_those_of_transformers(tokenizer, theirs) -> None:
 def test_a_template_writes_special_tokens_and_a_user_does_not(tokenizer, theirs) -> None:
     special = {theirs.convert_tokens_to_ids(token) for token in ("<s>", "</s>")}
     for before, user, after in (
-        ("<s>", "hi", "</s>"), ("<s> ", " <s> x</s>", "</s>\n<s>"), ("<s>a", "</s>", ""), ("", "<s>", ""), ("", "</s></s>", "b"),
+        ("<s>", "hi", "</s>"), ("<s> ", " <s> x</s>", "</s>\n<s>"), ("<s>a", "</s>", ""), ("", "<s>", ""),
+        ("", "</s></s>", "b"),
     ):  # fmt: skip
         assert tokenizer.encode(tokenizer.marked(before + after)) == theirs.encode(
             before + after, add_special_tokens=False
@@ -103,7 +104,10 @@ def test_the_text_is_never_cut_or_filled(folder) -> None:
             Specials((1,), frozenset((2, 9, 10)), end=2),
         ),
         (
-            {"config": {"eos_token_id": 9}, "tokenizer_config": {"eos_token": {"content": "</s>"}, "pad_token": "<unk>"}},
+            {
+                "config": {"eos_token_id": 9},
+                "tokenizer_config": {"eos_token": {"content": "</s>"}, "pad_token": "<unk>"},
+            },
             Specials((1,), frozenset((2, 9)), pad=0, end=2),
         ),
         ({"config": {"text_config": {"eos_token_id": 2}, "pad_token_id": -1}}, Specials((1,), frozenset((2,)), end=2)),

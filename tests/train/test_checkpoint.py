@@ -18,7 +18,7 @@ import perspectron
 from perspectron import presets
 from perspectron.data import Tokenizer
 from perspectron.model.model import LanguageModel, build
-from perspectron.train import checkpoint, loop
+from perspectron.train import checkpoint, loop, weights
 from perspectron.train.heldout import Heldout
 from perspectron.util import tensors
 from perspectron.util.errors import CheckpointError, ConfigError, StorageError
@@ -55,7 +55,7 @@ def test_weights_that_share_memory_are_parted_when_a_model_takes_them(tmp_path):
     tensors[first] = tensors[second]
     with torch.device("meta"):
         model = LanguageModel(config)
-    checkpoint.fill(model, tensors, tmp_path)
+    weights.fill(model, tensors, tmp_path)
     own = model.state_dict()
     assert own[first].data_ptr() != own[second].data_ptr() and torch.equal(own[first], own[second])
 

@@ -37,7 +37,7 @@ from perspectron.interop.foreign.source import HARMLESS, Source
 from perspectron.model import half
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel, require_memory
-from perspectron.train.checkpoint import fill
+from perspectron.train.weights import fill
 from perspectron.util import registry
 from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError, ConfigError, DataError

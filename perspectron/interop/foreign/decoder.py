@@ -88,6 +88,7 @@ def ropes(source: Source, bases: dict[str, float]) -> dict[str, Rope]:
     first, table = next(iter(bases)), dict(source.mapping("rope_parameters").values)
     if scaling := source.mapping("rope_scaling").values:
         table[first] = {**(table.get(first) or {}), **scaling}
+        source.inner("rope_scaling", {})
     nested = source.inner("rope_parameters", table)
     found = {}
     for kind, silent in bases.items():
@@ -116,7 +117,7 @@ def _scaling(source: Source, table: Source) -> RopeScaling | None:
             more[name] = None if table.get(name) is None else table.real(name)
         more |= {name: table.real(name, x) or x for name, x in (("beta_fast", 32.0), ("beta_slow", 1.0))}
         more["truncate"] = flag(table, "truncate", True)
-        if table.get("factor") is None:
+        if table.get("factor") is None and "factor" in table.values:
             longest = source.number("max_position_embeddings")
             return RopeScaling(kind, longest / more["original_max_position_embeddings"], **more)
     return RopeScaling(kind, table.real("factor"), **more)
@@ -126,13 +127,14 @@ def attention(
     source: Source,
     positions: Rope | None,
     *,
+    heads: int = 32,
     key_heads: int | None = None,
     width: int | None = None,
     **options: Any,
 ) -> Any:
-    """The config of attention. positions: None is no rotation. key_heads: where the config is silent; None is as many
-    as of queries. width: of a head, where it is silent; None is D/H. options: of `AttentionConfig`."""
-    heads = source.number("num_attention_heads")
+    """The config of attention. positions: None is no rotation. heads, key_heads, width: where the config is silent: of
+    queries, of keys and values (None is as many), and of a head (None is D/H). options: of `AttentionConfig`."""
+    heads = source.number("num_attention_heads", heads)
     D, missing = source.number("hidden_size"), "num_key_value_heads" not in source.values
     G = source.number(
         "num_key_value_heads", (missing and key_heads) or heads

@@ -44,7 +44,7 @@ def _text(source: Source, ties: Source) -> ModelConfig:
     )
     mixers = [
         decoder.attention(
-            source, ropes[kind], key_heads=4, width=256, bias=bias, qk_norm="head", scale=scale,
+            source, ropes[kind], heads=8, key_heads=4, width=256, bias=bias, qk_norm="head", scale=scale,
             window=window,
         )
         for kind, window in zip(kinds, windows, strict=True)

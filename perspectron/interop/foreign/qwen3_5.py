@@ -42,7 +42,7 @@ def _text(source: Source, ties: Source) -> ModelConfig:
     source.must("attn_output_gate", (True,), True)
     source.must("mlp_only_layers", ([],), [])
     attention = decoder.attention(
-        source, decoder.rope(source, share=0.25), key_heads=4, width=256, qk_norm="head", gate="sigmoid",
+        source, decoder.rope(source, share=0.25), heads=16, key_heads=4, width=256, qk_norm="head", gate="sigmoid",
         bias=decoder.flag(source, "attention_bias", False),
     )  # fmt: skip
     heads, key_heads = source.number("linear_num_value_heads", 32), source.number("linear_num_key_heads", 16)

@@ -14,12 +14,14 @@ def config(source: Source) -> ModelConfig:
     if len(turns) < count or any(turn not in (0, 1) for turn in turns):
         raise source.error(f"no_rope_layers is {str(turns)[:80]}, must be {count} of 0 and 1")
     slides, window = decoder.flag(source, "use_sliding_window", False), source.get("sliding_window")
-    window = source.number("sliding_window") if slides and window is not None else None
-    kinds = [LOCAL if window is not None and not turn else GLOBAL for turn in turns[:count]]
+    window = None if window is None else source.number("sliding_window")
+    kinds = [LOCAL if slides and window is not None and not turn else GLOBAL for turn in turns[:count]]
     windows = decoder.sliding(source, source.layer_types(count, kinds), window)
     positions, bias = decoder.rope(source, theta=THETA), decoder.flag(source, "attention_bias", False)
     mixers = [
-        decoder.attention(source, positions if turn else None, key_heads=4, bias=bias, window=window)
+        decoder.attention(
+            source, positions if turn else None, heads=16, key_heads=4, bias=bias, window=window
+        )
         for turn, window in zip(turns[:count], windows, strict=True)
     ]
     network = decoder.network(source, bias=decoder.flag(source, "mlp_bias", False))

@@ -17,15 +17,9 @@ import torch
 from torch import Tensor
 
 from perspectron.data.loader import IGNORE, windows
+from perspectron.designs.perspective.measures import compared, divergence, entropy, probabilities
 from perspectron.designs.perspective.suites.detection import auroc, fitted_probe, of_probe, paired, quality
-from perspectron.designs.perspective.views import (
-    Perspectives,
-    PerspectivesConfig,
-    compared,
-    divergence,
-    entropy,
-    probabilities,
-)
+from perspectron.designs.perspective.views import Perspectives, PerspectivesConfig
 from perspectron.eval.calibration import Predictions, summary
 from perspectron.eval.reading import ROWS
 from perspectron.eval.subject import Subject

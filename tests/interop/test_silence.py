@@ -1,0 +1,131 @@
+"""Keys that a config.json leaves out mean what they mean to transformers, and those of older files too."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from perspectron.interop import foreign
+from perspectron.model.config import ModelConfig
+from perspectron.util.errors import CheckpointError
+from tests.interop import families
+from tests.interop.families import HEADS, OUTER, Family
+from tests.interop.test_families import LLAMA3, SMALL, YARN
+
+EPS = {"rms_norm_eps": 1e-2}
+CASES = [
+    (Family("llama", SMALL | EPS | {"num_key_value_heads": 4, "head_dim": 8, "rope_parameters": LLAMA3}),
+     {"num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "hidden_act",
+      "attention_bias", "mlp_bias", "rope_parameters.rope_theta",
+      "rope_parameters.original_max_position_embeddings"}),
+    (Family("llama", SMALL | {"rope_parameters": YARN | {"beta_fast": 4.0, "beta_slow": 2.0, "truncate": False,
+                              "mscale": 0.7, "mscale_all_dim": 0.9}}, name="llama-yarn"),
+     { "rope_parameters.beta_fast", "rope_parameters.beta_slow", "rope_parameters.truncate",
+      "rope_parameters.mscale", "rope_parameters.mscale_all_dim"}),
+    (Family("mistral", SMALL | EPS | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 4}),
+     {"num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "sliding_window"}),
+    (Family("qwen2", SMALL | EPS | {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 4,
+                                    "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+     {"num_key_value_heads", "num_attention_heads", "rms_norm_eps", "rope_parameters", "sliding_window",
+      "max_window_layers", "layer_types"}),
+    (Family("qwen3", SMALL | EPS | {"num_key_value_heads": 4, "head_dim": 128}),
+     {"head_dim", "rms_norm_eps", "rope_parameters", "attention_bias", "tie_word_embeddings"}),
+    (Family("smollm3", SMALL | EPS | {"num_key_value_heads": 4, "no_rope_layers": [1, 1, 1, 0],
+                                      "use_sliding_window": True, "sliding_window": 5}),
+     {"num_key_value_heads", "rms_norm_eps", "rope_parameters", "no_rope_layers", "no_rope_layer_interval",
+      "tie_word_embeddings", "use_sliding_window", "layer_types"}),
+    (Family("gemma3_text", SMALL | EPS | {"num_key_value_heads": 4, "head_dim": 256, "num_hidden_layers": 6,
+                                          "sliding_window": 5, "query_pre_attn_scalar": 24}),
+     {"num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "query_pre_attn_scalar", "layer_types",
+      "sliding_window", "tie_word_embeddings", "hidden_activation", "rope_parameters.full_attention",
+      "rope_parameters.sliding_attention", "_sliding_window_pattern"}),
+    (Family("olmo2", SMALL | EPS | {"num_key_value_heads": 4}),
+     {"num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "attention_bias"}),
+    (Family("olmo3", SMALL | EPS | {"num_key_value_heads": 4, "sliding_window": 5}),
+     {"num_key_value_heads", "rms_norm_eps", "rope_parameters", "layer_types", "sliding_window",
+      "rope_parameters.full_attention"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "keys"), CASES, ids=[str(family) for family, _ in CASES])
+def test_a_key_that_is_left_out_means_what_it_means_to_transformers(family, keys, tmp_path):
+    assert keys <= families.silence_means_what_it_means_there(family, tmp_path)
+
+
+def config_of(folder: Path) -> ModelConfig:
+    return foreign.empty(foreign.opened(folder)).config
+
+
+def test_silent_windows_and_bounds_are_those_of_transformers(tmp_path):
+    """A short text does not tell them apart."""
+    for kind, window, longest in (
+        ("llama", None, 2048), ("mistral", 4096, 131_072), ("qwen2", None, 32_768), ("gemma3_text", 4096, 131_072),
+        ("olmo2", None, 2048), ("olmo3", 4096, 2048), ("smollm3", None, 32_768),
+    ):  # fmt: skip
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": kind, **SMALL, "max_position_embeddings": None})
+        )
+        config: Any = config_of(tmp_path)
+        assert (config.blocks[0].mixer.window, config.longest) == (window, longest), kind
+        silent = AutoConfig.for_model(kind)
+        assert silent.max_position_embeddings == longest
+
+
+OLD: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"rope_theta": 700.0, "rope_scaling": {"type": "linear", "factor": 3.0}}),
+    ("llama", {"rope_theta": 700.0, "rope_scaling": LLAMA3 | {"rope_theta": 300.0}}),
+    ("qwen2", {"rope_theta": 700.0, "rope_scaling": {"type": "yarn", "factor": 2.0}}),
+    ("smollm3", {"rope_theta": 700.0}),
+    ("gemma3_text", {"rope_theta": 700.0, "rope_local_base_freq": 300.0, "sliding_window_pattern": 2,
+                     "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "layer_types": ...}),
+    ("olmo3", {"rope_theta": 700.0, "rope_scaling": YARN}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "values"), OLD, ids=range(len(OLD)))
+@torch.no_grad()
+def test_older_spellings_of_positions_are_read(kind, values, tmp_path):
+    sizes = SMALL | ({"sliding_window": 5} if kind in ("gemma3_text", "olmo3") else {})
+    folder = families.save(families.made(Family(kind, sizes)), tmp_path)
+    families.change(folder, **{"rope_parameters": ..., **values})
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    families.near(families.read(folder)(families.text()).logits, theirs(families.text()).logits)
+
+
+@torch.no_grad()
+def test_the_text_of_a_model_of_images_is_read(tmp_path):
+    text: dict[str, Any] = SMALL | {"sliding_window": 5, "model_type": "gemma3_text"}
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    values = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4}
+    config = AutoConfig.for_model("gemma3", **values)
+    theirs = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    families.redraw(theirs, 0)
+    folder = families.save(theirs, tmp_path)
+    assert any("vision_tower" in name for name in load_file(folder / "model.safetensors"))
+    families.near(families.read(folder)(families.text()).logits, theirs(families.text()).logits)
+
+
+def test_a_key_that_nobody_knows_is_refused_by_name(tmp_path):
+    folder = families.save(families.made(Family("qwen3", OUTER | HEADS)), tmp_path)
+    for values, words in (
+        ({"logit_scale": 0.5}, r"config.json: logit_scale is 0.5, which no model of ours has a place for"),
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types has 'linear_attention'"),
+        ({"layer_types": ["full_attention"]}, "must be a list of 4 names"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types has 'sliding_attention'"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5",
+        ),
+    ):
+        families.change(folder, **values)
+        with pytest.raises(CheckpointError, match=words):
+            families.read(folder)
+        families.change(folder, **dict.fromkeys(values, ...))
