@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from perspectron.decode.reading import CHUNK, check_ids, lengths, read_all
 from perspectron.decode.row import Vocabulary
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite
+from perspectron.decode.saved import alike, checked
 from perspectron.decode.store import PrefixStore
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState, Stateful, read_state, save_state
@@ -61,8 +62,7 @@ class Session:
         """Tokens at the start that are none of the text's."""
         self._whole = True
         """The text is known from its beginning; else a state remembers what was before it."""
-        self.extra: dict[str, Any] = {}
-        """What was kept in the file that it was loaded from, as `save` has it."""
+        self.extra: dict[str, Any] = {}  # of its file, as `save` has it
 
     @property
     def chunk(self) -> int:
@@ -131,8 +131,7 @@ class Session:
 
     def append(self, text: str | Sequence[int], *, whole: bool = False) -> None:
         """Go on with a text that waits until it is needed; errors as `read`. The tokenizer's prefix stands before a
-        text once, also where ids begin with it; with `whole` these are all ids, as those of a chat template, and it
-        stands there only if they begin with it, or memory begins with it."""
+        text once, also where ids begin with it; before `whole` ones, as of a chat template, unless they lack it."""
         tokenizer = self._rows.tokenizer
         require(not isinstance(text, bytes), "text", text, "a text or its ids")
         ids = tokenizer.encode(text) if isinstance(text, str) else list(text)
@@ -299,11 +298,9 @@ class Session:
             if talk.rows != 1:
                 raise StateError(f"{path}: a conversation of {talk.rows} rows; take one of them")
             ids = talk.pending[0]
-            own, talk = (
-                {"ids": ids, "drawn": [0] * len(ids), "calls": [], "before": -1},
-                replace(talk, drawn=[0]),
-            )
-        fields = _checked(own, talk, tokenizer)
+            own = {"ids": ids, "drawn": [0] * len(ids), "calls": [], "before": -1}
+            talk = replace(talk, drawn=[0])
+        fields = checked(own, talk, tokenizer)
         if fields is None:
             raise StateError(f"{path}: its tokens are not those of a session of this tokenizer")
         session._ids, session._drawn = Log(fields[0]), Log(fields[1])
@@ -344,11 +341,9 @@ class Session:
 
     def _check_positions(self, ids: list[int]) -> None:
         config = self._rows.model.config
-        positions = config.positions or config.longest
-        if positions == 0:
-            return
-        length = max(lengths([*self._ids[:], *ids], self._rows.tokenizer.specials.reset))
-        require(length <= positions, "tokens of one document", length, f"≤ positions = {positions}")
+        if positions := config.positions or config.longest:
+            length = max(lengths([*self._ids[:], *ids], self._rows.tokenizer.specials.reset))
+            require(length <= positions, "tokens of one document", length, f"≤ positions = {positions}")
 
     def _cut(self, T: int, calls: int, state: LMState | None) -> "Session":
         """A session of the first T tokens, of which so many calls have made the state."""
@@ -402,36 +397,3 @@ class Session:
         if self._keys is not None and self._rows.store is not None:
             store = self._rows.store
             self._keys.append(store.link(self._keys[-1] if self._keys else store.root, ids))
-
-
-def alike(some: Sequence[int], others: Sequence[int]) -> int:
-    """How many ids both begin with."""
-    pairs = zip(some, others, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _checked(
-    own: Any, talk: Conversation, tokenizer: Vocabulary
-) -> tuple[list[int], list[bool], list[int], int] | None:
-    """The fields of a saved session, the last −1 where the beginning of its text is not known; None unless they are of
-    the types and of the lengths that go together."""
-    if not isinstance(own, dict) or set(own) != {"ids", "drawn", "calls", "before"} or talk.rows != 1:
-        return None
-    ids, drawn, calls, before = (own[name] for name in ("ids", "drawn", "calls", "before"))
-    if not all(
-        isinstance(field, list) and all(type(x) is int for x in field) for field in (ids, drawn, calls)
-    ):
-        return None
-    vocab, prefix = tokenizer.vocab_size, tokenizer.specials.prefix
-    if not all(0 <= id < vocab for id in ids) or len(drawn) != len(ids) or set(drawn) - {0, 1}:
-        return None
-    waiting = talk.pending[0]
-    if talk.drawn != [sum(drawn)] or min(calls, default=1) < 1 or ids[sum(calls) :] != waiting:
-        return None
-    whole = before == len(prefix) or (before == 0 and tokenizer.specials.reset is None)
-    if type(before) is not int or not (whole or before in (-1, 0)):  # 0: in files of older versions
-        return None
-    begins = tuple(ids[:before]) == prefix[:before] if whole else bool(waiting)
-    if not begins or not (waiting or (whole and not ids)):
-        return None
-    return ids, [drawn == 1 for drawn in drawn], calls, before if whole else -1
