@@ -304,7 +304,7 @@ def test_without_a_mixer_the_network_is_all_there_is():
 @pytest.mark.parametrize("mixer", [MIXERS[0], None], ids=["one mixer", "none"])
 def test_without_a_mixer_nothing_is_kept_and_the_state_goes_on(positions, mixer, tmp_path):
     if positions == 0 and mixer is None:
-        with pytest.raises(ConfigError, match=r"^blocks with a mixer = 0, must be ≥ 1 where positions = 0$"):
+        with pytest.raises(ConfigError, match=r"^blocks with a mixer = 0,"):
             bare(positions=positions, mixer=mixer)
         return
     model, text = bare(positions=positions, mixer=mixer), ids(3, 30)

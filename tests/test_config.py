@@ -240,7 +240,7 @@ def test_a_torus_of_anything_but_whole_numbers_is_named(torus):
 
 def test_an_unknown_preset_is_named_with_those_there_are():
     known = ", ".join([*presets.names(), *presets.DESIGNS])
-    with pytest.raises(ConfigError, match="preset = 'gpt-5', must be one of gdn-tiny, ") as caught:
+    with pytest.raises(ConfigError, match="preset = 'gpt-5',") as caught:
         presets.get("gpt-5")
     begins, _, ends = str(caught.value).partition("one of ")[2].partition(" … ")
     assert known.startswith(begins) and known.endswith(ends) and len(begins) > 300
@@ -315,5 +315,5 @@ def test_a_size_deep_in_a_block_is_refused_by_its_name():
     with pytest.raises(ConfigError, match=r"blocks\[1\].ffn.hidden = 1073741824"):
         load(ModelConfig, values)
     values = dump(presets.get("perspective-tiny"))
-    with pytest.raises(ConfigError, match="blocks = 1025, must be ≤ 1024"):
+    with pytest.raises(ConfigError, match="blocks = 1025,"):
         load(ModelConfig, values | {"blocks": [values["blocks"][0]] * 1025})

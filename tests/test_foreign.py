@@ -196,7 +196,7 @@ def test_weights_are_those_of_one_file_or_of_an_index(bpe, tmp_path, monkeypatch
     assert foreign.read(tmp_path)[0].fingerprint() == expected
     whole = (tmp_path / "model.safetensors").stat().st_size
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="no weights in it, must have model"):
+    with pytest.raises(CheckpointError, match="no weights in it,"):
         foreign.read(tmp_path)
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     index = tmp_path / "model.safetensors.index.json"

@@ -11,10 +11,13 @@ import torch
 from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.data import Tokenizer
+from perspectron.designs.transformer.attention import AttentionConfig
 from perspectron.interop import onnx
-from perspectron.model.config import ModelConfig
+from perspectron.model.config import BlockConfig, ModelConfig
+from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.model import LanguageModel, build
 from perspectron.opening import open_model
+from perspectron.ops.rope import RopeScaling
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.util.errors import ArtifactError, ConfigError
@@ -37,12 +40,22 @@ SIZES = {
 }
 
 
+ATTENTION = {
+    "attention with groups": AttentionConfig(
+        4, 1e4, True, 0.5, 2, 10, None, RopeScaling("yarn", 4.0, 16), False, "head", gate="sigmoid"
+    ),
+    "attention with a window": AttentionConfig(4, kv_heads=1, window=5, qk_norm="all", cap=2.0),
+}
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.train(["the quick brown fox jumps over the lazy dog. " * 9], 280)
 
 
 def small(name: str) -> ModelConfig:
+    if name in ATTENTION:
+        return ModelConfig(name, 280, 16, (BlockConfig(ATTENTION[name], SwiGLUConfig(16)),) * 2)
     return presets.get(name, vocab_size=280, **SIZES[name])
 
 
@@ -56,7 +69,7 @@ def lively(name: str) -> LanguageModel:
     return model
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [*SIZES, *ATTENTION])
 def test_greedy_tokens_and_logits_are_those_of_torch(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     import onnxruntime
 
@@ -83,7 +96,7 @@ def test_greedy_tokens_and_logits_are_those_of_torch(name: str, tokenizer: Token
         with torch.no_grad():
             wanted = model(ids).logits[0].numpy()
         np.testing.assert_allclose(np.stack(found), wanted, atol=2e-5, rtol=1e-4)
-    tokens, *_ = onnx._greedy_torch(onnx.Step(model, context), report.tokens)
+    tokens, *_ = onnx._greedy_torch(onnx.Step(model, context), report.tokens, 0)
     assert len(set(tokens)) > 1
 
 
@@ -158,13 +171,15 @@ def test_a_file_whose_tokens_differ_is_not_written(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(onnx, "_write", lambda step, tokenizer, path: path.write_bytes(b"a program"))
-    monkeypatch.setattr(onnx, "_greedy", lambda path, step, count: ([1] * count, 1.0))
+    monkeypatch.setattr(onnx, "_greedy", lambda path, step, count, first: ([1] * count, 1.0))
     ours = [1] * 7 + [2] * 193
-    monkeypatch.setattr(onnx, "_greedy_torch", lambda step, count: (ours, [0.01] * count, 1.0))
+    monkeypatch.setattr(onnx, "_greedy_torch", lambda step, count, first: (ours, [0.01] * count, 1.0))
     with pytest.raises(ArtifactError, match="token 7 is 1 in onnxruntime, 2 in PyTorch; not written"):
         onnx.export(build(small("gla-tiny"), 0), tokenizer, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(onnx, "_greedy_torch", lambda step, count: (ours, [1.0] * 7 + [1e-6] * 193, 1.0))
+    monkeypatch.setattr(
+        onnx, "_greedy_torch", lambda step, count, first: (ours, [1.0] * 7 + [1e-6] * 193, 1.0)
+    )
     report = onnx.export(build(small("gla-tiny"), 0), tokenizer, tmp_path / "model.onnx")
     assert report.tokens == 7, "after a tie two texts go on"
 

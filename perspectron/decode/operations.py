@@ -359,6 +359,8 @@ def _matmul(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 @records("linear")
 def _linear(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, weight, bias = filled(args, 2, None)
+    if x.dtype is torch.bfloat16:
+        to.products.append((len(to), x, out))
     if x.ndim == 1:
         x, out = x[None], out[None]
     tape.product(to, out, x, weight.mT, bias)

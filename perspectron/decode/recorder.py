@@ -9,6 +9,7 @@ from ctypes import Array, c_int64
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -26,8 +27,8 @@ ASKED = (
 EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 SHAPED = (*EMPTY, "new_zeros", "new_ones", "zeros_like", "ones_like")
 """Operations that read no number of what they are given."""
-TOLERANCE = 1e-4
-"""A recording must give the modules' numbers up to this share of the largest."""
+TOLERANCE = {torch.bfloat16: 2**-6}
+"""A recording must give the modules' numbers up to this share of the largest; 1e-4 where a type is not listed."""
 
 
 PIECE = 1 << 14
@@ -48,9 +49,9 @@ class Recorder(Mode):
     that writes into something made before, other than those tensors.
     """
 
-    def __init__(self, bases: Sequence[Tensor]) -> None:
+    def __init__(self, bases: Sequence[Tensor], rings: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.tape = Tape(bases)
+        self.tape = Tape(bases, rings)
         self._dynamic = set(self.tape.bases)
         # Memory of constants that were made here; True if they hold nothing yet.
         self._constant = dict[int, bool]()
@@ -126,13 +127,19 @@ class Recorder(Mode):
     ) -> Tensor:
         """`ops.attention.stepped`, of as many slots as are filled when it runs."""
         k, v = ring
-        if cap is not None:
-            raise Unrecordable("capped scores")
         with _disable_current_modes():
-            out: Tensor = attention.stepped(q_BH1K, ring, at, scale=scale).contiguous()
+            out: Tensor = attention.stepped(q_BH1K, ring, at, scale=scale, cap=cap).contiguous()
             q = tape.contiguous(self.tape, q_BH1K, last=True)
             scale = q_BH1K.shape[-1] ** -0.5 if scale is None else scale
-            tape.attend(self.tape, out, q, k, v, at.length_B, scale, k.stride(1) // k.stride(2))
+            tape.attend(self.tape, out, q, k, v, at.length_B, scale, cap)
+        self._dynamic.add(memory(out))
+        return out
+
+    def widened(self, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        """x Wᵀ + b of a matrix of 16 bits, which is read as it is."""
+        with _disable_current_modes():
+            out = F.linear(x, weight_NK.to(x.dtype), bias_N)
+            tape.product(self.tape, out, x, weight_NK.mT, bias_N)
         self._dynamic.add(memory(out))
         return out
 
@@ -191,9 +198,10 @@ class Recorder(Mode):
 
 class Beside(Mode):
     """While it is entered, the modules take the step of a tape beside it: they have their own results of everything but
-    packed products, of which they go on with the tape's. Leaving it ends the tape's run.
+    products that round what they read or give, packed ones and those of bfloat16, of which they go on with the tape's.
+    Leaving it ends the tape's run.
 
-    Unrecordable: a packed product of the tape reads other numbers than the modules', or is another than theirs of them.
+    Unrecordable: such a product of the tape reads other numbers than the modules', or is another than theirs of them.
     """
 
     def __init__(self, written: Tape, places: Array[c_int64]) -> None:
@@ -204,16 +212,20 @@ class Beside(Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.overloadpacket.__name__ != "packed_linear":
-            return func(*args, **(kwargs or {}))
-        at, x_TK, y_TN = next(self._products, (0, args[0].new_empty(0), args[0]))
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        brief = name == "linear" and args[0].dtype is torch.bfloat16
+        if name != "packed_linear" and not brief:
+            return func(*args, **kwargs)
+        at, x, y = next(self._products, (0, args[0].new_empty(0), args[0]))
         self._run(at + 1)
-        if x_TK.shape != args[0].shape or not near(x_TK, args[0]):
-            raise Unrecordable("a packed product does not read what it reads in the modules")
-        product_TN = packed_linear(x_TK.contiguous(), *args[1:])
-        if y_TN is not None and not torch.equal(product_TN, y_TN):
-            raise Unrecordable("a packed product is not that of the modules")
-        return product_TN
+        if x.shape != args[0].shape or not near(x, args[0]):
+            raise Unrecordable("a product does not read what it reads in the modules")
+        product = func(x, *args[1:], **kwargs) if brief else packed_linear(x.contiguous(), *args[1:])
+        if y is None:
+            return product
+        if not (near(y, product) if brief else torch.equal(y, product)):
+            raise Unrecordable("a product is not that of the modules")
+        return y
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
@@ -231,6 +243,11 @@ class Beside(Mode):
         """`ops.attention.stepped`, as the modules have it."""
         with _disable_current_modes():
             return attention.stepped(q_BH1K, ring, at, scale=scale, cap=cap)
+
+    def widened(self, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        """x Wᵀ + b of a matrix of 16 bits, as the modules have it."""
+        with _disable_current_modes():
+            return F.linear(x, weight_NK.to(x.dtype), bias_N)
 
     def scanned(
         self, q_B1R: Tensor, k_B1R: Tensor, v_B1D: Tensor, gamma_B1D: Tensor, state_BDR: Tensor
@@ -253,7 +270,8 @@ def near(found: Tensor, wanted: Tensor) -> bool:
     """True if the numbers are the same up to TOLERANCE of the largest."""
     if wanted.numel() == 0:
         return True
+    share = TOLERANCE.get(wanted.dtype, 1e-4)
     parts = [x.reshape(-1).split(PIECE) for x in (found, wanted)]  # a layer's state is megabytes
     largest = float(torch.stack([x.double().abs().max() for x in parts[1]]).max())
     pairs = ((a.double(), b.double()) for a, b in zip(*parts, strict=True))
-    return all(torch.allclose(a, b, rtol=0, atol=TOLERANCE * largest, equal_nan=True) for a, b in pairs)
+    return all(torch.allclose(a, b, rtol=0, atol=share * largest, equal_nan=True) for a, b in pairs)

@@ -35,8 +35,7 @@ from perspectron.decode.held import (
 from perspectron.decode.recorder import Beside, Recorder, near
 from perspectron.decode.witness import Witness
 from perspectron.experts.router import Routed
-from perspectron.model.cache import Cache
-from perspectron.model.half import is_half
+from perspectron.model.cache import LEAST_SLOTS, Cache, room_for
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.native import tape
@@ -53,15 +52,14 @@ MOST_RECORDINGS = 16
 """Recordings of a model that are kept."""
 WITNESSED = 64, 32 << 10
 """With each token, bytes up to this part of the weights', or so many, are compared with what constants were made of."""
-LEAST_SLOTS = 64
-"""Slots of a cache that was full: it gets a power of two of them, so that few recordings do for all."""
 log = logging.getLogger("perspectron")
 
 
 def steps_of(model: LanguageModel) -> "Steps | Graphs | None":
     """The model's recordings, or on CUDA its graphs, to ask for where a text begins or goes on; None where there can be
-    none: on another device, on a CPU in another precision than float32 (packed matrices do not count) or without native
-    kernels, with experts that are fetched, with hooks that look on or a module's own `forward`, or under autocast.
+    none: on another device, on a CPU in another precision than float32 and bfloat16 (of the norms; matrices may be
+    packed) or without native kernels, with experts that are fetched, with hooks that look on or a module's own
+    `forward`, or under autocast.
 
     Numbers may change at any time, by whatever writes into them, with a version or without: what a recording has made
     constants of is compared with each token, byte for byte, and all else is read where it is. Seen by this call, not
@@ -107,8 +105,7 @@ class Steps:
         self._model, self.witness, self.told = weakref.ref(model), Witness(model), told
         self._routed = any(isinstance(module, Routed) for module in model.modules())
         on_cpu = all(x.device.type == "cpu" for x in (*model.parameters(), *model.buffers()))
-        whole = model.dtype is torch.float32 and not is_half(model)
-        self.plain = on_cpu and whole and not self.witness.patched
+        self.plain = on_cpu and not self.witness.patched and model.dtype in (torch.float32, torch.bfloat16)
         self._ids = model.config.vocab_size
         self._refused, self._unsettled = set[Any](), Counter[Any]()
         self._made = dict[Any, _Recording | None]()
@@ -148,8 +145,7 @@ class Steps:
         model, B = self._model(), state.batch_size
         assert model is not None
         model.own(state)
-        growing = caches(state) or state.length_B is not None
-        if (growing and state.nbytes > MOST_BYTES) or any(x.device.type != "cpu" for x in tensors(state)):
+        if any(x.device.type != "cpu" for x in tensors(state)):
             return None
         rows = B if self._routed else min(B, ROWS)  # the weights of an expert are read once for all rows
         if B % rows or any(cache.used == 0 for cache in caches(state)):
@@ -159,7 +155,7 @@ class Steps:
         taken: LMState = dataclasses.replace(pytree.tree_unflatten(leaves, spec), model=model.number)
         parts = tensors(taken)
         kind = spec, B > 1, *(x.dtype for x in parts)
-        key = kind, rows, *(x.shape[1:] for x in parts)
+        key = kind, rows, *(x.shape[1:] for x in tensors(_bare(taken)))
         if key not in self._made:
             self._made[key] = None if kind in self._refused else self._recorded(model, taken, rows, kind)
         recording = self._made[key] = self._made.pop(key)  # the latest is the last
@@ -201,12 +197,13 @@ class _Recording:
         self._rows = rows
         self._positions = model.config.positions
         large = state.nbytes > SMALL_BYTES and not caches(state) and state.length_B is None
-        traced = overlaid(state, rows) if large else like(state, rows)
+        traced = overlaid(state, rows) if large else like(state, rows, lambda _: LEAST_SLOTS)
         bases, ids_B1 = tensors(traced), torch.ones(rows, 1, dtype=torch.int64)
         hidden_BD, logits_BV = (
             torch.empty(rows, n, dtype=model.dtype) for n in (model.config.d_model, model.config.vocab_size)
         )
-        recorder = Recorder([ids_B1, hidden_BD, logits_BV, *bases])
+        rings = [x for cache in caches(traced) for x in (cache.k_BHSK, cache.v_BHSV)]
+        recorder = Recorder([ids_B1, hidden_BD, logits_BV, *bases], rings)
         recorder.rehearses = True
         with recorder:
             hidden_B1D, after, _ = model.hidden(ids_B1, traced, consume_state=True)
@@ -228,21 +225,23 @@ class _Recording:
         self.same = self._tape.same
         ends = zip(bases, tensors(after), strict=True)
         in_place = not any(x.is_floating_point() and memory(end) != memory(x) for x, end in ends)
-        if state.nbytes > MOST_BYTES and not (large and in_place):
-            raise Unrecordable("a state of too many bytes")
         if large and in_place:
             self._check(model, fill(traced), overlaid(state, rows))
         else:
-            self._check(model, like(state, rows), like(state, rows))
+            bare = _bare(state)
+            if bare.nbytes > MOST_BYTES:
+                raise Unrecordable("a state of too many bytes")
+            # Other slots than those that were recorded, so that a tape that takes them for granted is refused.
+            self._check(model, *(like(bare, rows, lambda _: 2 * LEAST_SLOTS) for _ in range(2)))
         recorder.rehearses = False
         self._tape.pack()
         self.leave()
 
     def _check(self, model: LanguageModel, recorded: LMState, given: LMState) -> None:
         """Unrecordable unless two steps, of other tokens, give what the modules give, both without what is called
-        aside. What packed products read is rounded to 8 bits. Another last bit may round another way, and the next
-        layers make more of it: there, recording and modules go side by side, and the modules go on with what the
-        recording has."""
+        aside. What packed products read is rounded to 8 bits, and what others of bfloat16 give. Another last bit may
+        round another way, and the next layers make more of it: there, recording and modules go side by side, and the
+        modules go on with what the recording has."""
         together = self._tape.calls or self._tape.products
         self.take(recorded)
         for id in (0, model.config.vocab_size - 1):
@@ -273,6 +272,8 @@ class _Recording:
         self.left = min((cache.slots - cache.used for cache in self._caches), default=sys.maxsize)
         if state.length_B is not None:
             self.left = min(self.left, self._positions - int(state.length_B.max()))
+        if self._caches:
+            self._tape.stretch(self._caches[0].slots)
         self._leaves = tensors(state)
         self._places = [
             places_of([0, 0, 0, *(x.data_ptr() + first * x[:1].nbytes for x in self._leaves)])
@@ -309,11 +310,18 @@ def _filled(state: LMState) -> list[Tensor]:
 
 
 def _roomy(state: LMState) -> LMState:
-    """The state with a free slot in each cache."""
+    """The state with a free slot in each cache, and as many slots in all."""
+    slots = {cache.slots for cache in caches(state)}
+    if len(slots) <= 1 and all(cache.used < cache.slots for cache in caches(state)):
+        return state
+    most = max(cache.used for cache in caches(state))
+    return with_caches(state, lambda cache: cache.with_slots(room_for(most + 1)))
 
-    def grown(part: Cache) -> Cache:
-        if part.used < part.slots:
-            return part
-        return part.with_slots(1 << (max(LEAST_SLOTS, part.used + 1) - 1).bit_length())
 
-    return with_caches(state, grown)
+def _bare(state: LMState) -> LMState:
+    """The state without the slots of its caches, a view: what a recording depends on."""
+
+    def bared(part: Cache) -> Cache:
+        return dataclasses.replace(part, k_BHSK=part.k_BHSK[:, :, :0], v_BHSV=part.v_BHSV[:, :, :0])
+
+    return with_caches(state, bared)

@@ -1,6 +1,6 @@
 """The growing cache of full attention, shared by every mixer that attends to all earlier tokens.
 
-Shapes: B batch, T time, H heads, S cache slots, K query and key width, V value width.
+Shapes: B batch, T time, H heads of keys and values, S cache slots, K query and key width, V value width.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,9 @@ from torch import Tensor
 from perspectron.model.state import Ragged, cat, register
 from perspectron.ops import attention
 from perspectron.util.errors import StateError
+
+LEAST_SLOTS = 64
+"""A cache grows by as many slots, at least."""
 
 
 @register
@@ -33,13 +36,29 @@ class Cache(Ragged):
         return self.k_BHSK.shape[2]
 
     def with_slots(self, S: int) -> "Cache":
-        """The cache with room for S tokens, at least as many as before; the new slots are empty."""
-        k, v = (_with_slots(ring, S) for ring in (self.k_BHSK, self.v_BHSV))
+        """The cache with room for S tokens, at least as many as are used; the other slots are empty."""
+        k, v = (_with_slots(ring, S) for ring in self.ring())
         return replace(self, k_BHSK=k, v_BHSV=v)
 
     def ring(self) -> tuple[Tensor, Tensor]:
         """The slots that may be filled."""
         return self.k_BHSK[:, :, : self.used], self.v_BHSV[:, :, : self.used]
+
+    def filled(self) -> "Cache":
+        k, v = self.ring()
+        return replace(self, k_BHSK=k, v_BHSV=v)
+
+    def fork(self, into: "Cache | None" = None) -> "Cache":
+        """A copy with as many slots, of which the used ones are read; or in the memory of `into`, with as many as that
+        has, where it fits."""
+        if into is None or not _fits(self, into):
+            return replace(self.with_slots(self.slots), length_B=self.length_B.clone())
+        for old, ring in zip((into.k_BHSK, into.v_BHSV), self.ring(), strict=True):
+            old[:, :, : self.used].copy_(ring)
+            old[:, :, self.used :].zero_()
+        return replace(
+            self, k_BHSK=into.k_BHSK, v_BHSV=into.v_BHSV, length_B=into.length_B.copy_(self.length_B)
+        )
 
     def room(self) -> None:
         K, V, longest = self.k_BHSK.shape[2], self.v_BHSV.shape[2], int(self.length_B.max())
@@ -66,9 +85,29 @@ class Cache(Ragged):
         return Cache(k, v, cat([part.length_B for part in parts]), max(part.used for part in parts))
 
 
+def room_for(tokens: int) -> int:
+    """Slots of a cache that is to hold so many tokens: an eighth more at most, so that growing copies little."""
+    step = max(LEAST_SLOTS, (1 << tokens.bit_length()) // 16)
+    return -(-tokens // step) * step
+
+
 def _with_slots(ring_BHSK: Tensor, S: int) -> Tensor:
     """The ring with S slots; those at its end are empty."""
-    return F.pad(ring_BHSK, (0, 0, 0, S - ring_BHSK.shape[2]))
+    if torch.is_grad_enabled() and ring_BHSK.requires_grad:
+        return F.pad(ring_BHSK, (0, 0, 0, S - ring_BHSK.shape[2]))
+    B, H, used, K = ring_BHSK.shape
+    grown = ring_BHSK.new_empty(B, H, S, K)
+    grown[:, :, :used] = ring_BHSK
+    grown[:, :, used:] = 0  # where all slots are read, what is not finite would be seen
+    return grown
+
+
+def _fits(cache: Cache, into: Cache) -> bool:
+    """True if the tensors of `into` can hold the cache."""
+    pairs = ((cache.k_BHSK, into.k_BHSK), (cache.v_BHSV, into.v_BHSV), (cache.length_B, into.length_B))
+    alike = all((x.dtype, x.device, len(x)) == (y.dtype, y.device, len(y)) for x, y in pairs)
+    wide = all(x.shape[1::2] == y.shape[1::2] for x, y in pairs[:2])
+    return alike and wide and into.slots >= cache.used and into.k_BHSK.is_contiguous()
 
 
 def empty(
@@ -106,7 +145,7 @@ def attend(
     fewer heads than q.
 
     `at`: `attention.places` of the chunk after `cache.length_B`. cap: of scores, as `attention.attend`. The cache
-    doubles when it is full. consume_state: one token is written into the cache handed in.
+    grows when it is full. consume_state: tokens are written into the cache handed in.
     """
     nothing = cache.used == 0
     fresh = nothing and not at.resets and not at.padded
@@ -130,12 +169,11 @@ def _remember(
     if fresh and used >= S:
         k, v = (_own(new.to(cache.k_BHSK.dtype)) for new in (k, v))
         return Cache(k, v, at.length_B, used)
-    ring = (cache.k_BHSK, cache.v_BHSV)
-    if used > S:
-        ring = (_with_slots(ring[0], max(used, 2 * S)), _with_slots(ring[1], max(used, 2 * S)))
+    grows = used > S
+    ring = cache.with_slots(room_for(used)) if grows else cache
     k, v = (
-        attention.write(old, new, cache.length_B, at, consume_state=consume_state)
-        for old, new in zip(ring, (k, v), strict=True)
+        attention.write(old, new, cache.length_B, at, consume_state=consume_state or grows, wraps=False)
+        for old, new in zip((ring.k_BHSK, ring.v_BHSV), (k, v), strict=True)
     )
     return Cache(k, v, at.length_B, used)
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.model.heads import LinearHead, TokenEmbedding
+from perspectron.ops.dispatch import recorder
 
 DTYPES = (torch.bfloat16, torch.float16)
 ROWS = 1 << 12
@@ -19,6 +20,9 @@ class HalfLinear(nn.Linear):
     """y = W x + b in x's dtype; W is widened when it is used."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if (tape := recorder()) is not None:
+            recorded: Tensor = tape.widened(x, self.weight, self.bias)
+            return recorded
         return F.linear(x, self.weight.to(x.dtype), self.bias)
 
 
@@ -47,6 +51,9 @@ WHOLE = {half: whole for whole, half in HALVES.items()}
 
 def logits(hidden: Tensor, rows_VD: Tensor) -> Tensor:
     """[..., V] of [..., D]: the product with every row."""
+    if (tape := recorder()) is not None:
+        recorded: Tensor = tape.widened(hidden, rows_VD, None)
+        return recorded
     return torch.cat([F.linear(hidden, rows.to(hidden.dtype)) for rows in rows_VD.split(ROWS)], -1)
 
 
@@ -63,11 +70,6 @@ def keep(model: nn.Module, tensors: dict[str, Tensor]) -> None:
                 module.weight = nn.Parameter(parameter.to(tensor.dtype))
             elif tensor.dtype != parameter.dtype:
                 tensors[f"{name}.{own}" if name else own] = tensor.to(parameter.dtype)
-
-
-def is_half(model: nn.Module) -> bool:
-    """True if a matrix of it is of 16 bits."""
-    return any(type(module) in WHOLE for module in model.modules())
 
 
 def widen(model: nn.Module) -> None:

@@ -257,7 +257,10 @@ class LanguageModel(nn.Module):
         if self.config.embedding_norm:
             x_BTD = F.rms_norm(x_BTD, x_BTD.shape[-1:], eps=self.config.norm_eps)
         if self.config.embedding_factor != 1:
-            x_BTD = x_BTD * torch.tensor(self.config.embedding_factor, dtype=x_BTD.dtype).item()
+            factor = self.config.embedding_factor
+            if x_BTD.dtype.itemsize < 4:  # the product rounds it to the others
+                factor = torch.tensor(factor, dtype=x_BTD.dtype).item()
+            x_BTD = x_BTD * factor
         if length_B is None:
             return x_BTD, None
         P, at = self.config.positions, places(length_B, x_BTD.shape[1], reset_BT, pad_BT)

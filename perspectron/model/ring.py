@@ -78,6 +78,7 @@ def attend(
     ring = (state.k_BGWK, state.v_BGWK)
     if fresh:
         ring = (F.pad(ring[0], (0, 0, 0, window)), F.pad(ring[1], (0, 0, 0, window)))
+    consume_state = consume_state and T == 1  # a chunk attends to what it overwrites
     written = (
         attention.write(ring[0], k, state.length_B, at, consume_state=consume_state),
         attention.write(ring[1], v, state.length_B, at, consume_state=consume_state),

@@ -46,6 +46,15 @@ class Ragged(ABC):
     def room(self) -> None:
         """Raise StateError unless its count fits its capacity."""
 
+    def filled(self) -> Self:
+        """What holds tokens, a view."""
+        return self
+
+    def fork(self, into: Self | None = None) -> Self:
+        """An independent copy. into: another, which is used up: its memory is taken where it has the shape."""
+        copy: Self = pytree.tree_map(_copied, self, self if into is None else into)
+        return copy
+
     def select(self, rows_N: Tensor) -> Self:
         """These rows, as a copy."""
         rows: Self = pytree.tree_map_only(Tensor, lambda x: x.index_select(0, rows_N.to(x.device)), self)
@@ -117,10 +126,12 @@ class LMState:
     def fork(self, into: "LMState | None" = None) -> "LMState":
         """An independent copy. into: another state of the model, which is used up: its memory is taken where it has the
         shape."""
-        if into is None:
-            return self._map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
-        copied: LMState = pytree.tree_map(_copied, self, into)
+        copied: LMState = pytree.tree_map(_forked, self, self if into is None else into, is_leaf=_is_ragged)
         return dataclasses.replace(copied, model=self.model)
+
+    def filled(self) -> "LMState":
+        """The same without the free slots of caches, a view."""
+        return self._map(lambda part: part.filled() if isinstance(part, Ragged) else part, is_leaf=_is_ragged)
 
     @property
     def document_length_B(self) -> Tensor | None:
@@ -173,11 +184,19 @@ def _is_ragged(part: object) -> bool:
     return isinstance(part, Ragged)
 
 
+def _forked(part: Any, into: Any) -> Any:
+    if isinstance(part, Ragged):
+        return part.fork(None if into is part else into)
+    return _copied(part, into)
+
+
 def _copied(leaf: Any, into: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     fits = (into.shape, into.dtype, into.device) == (leaf.shape, leaf.dtype, leaf.device)
-    return into.copy_(leaf) if fits and into.is_contiguous() else leaf.clone()
+    if into is not leaf and fits and into.is_contiguous():
+        return into.copy_(leaf)
+    return leaf.clone(memory_format=torch.contiguous_format)
 
 
 def _selected(part: Any, rows_N: Tensor) -> Any:
@@ -240,7 +259,7 @@ def write_state(path: Path, state: LMState, model: Stateful, *, extra: dict[str,
 def _packed(
     path: Path | str, state: LMState, model: Stateful, extra: dict[str, Any] | None, dtype: narrow.Dtype
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    leaves = {_name(where): value for where, value in pytree.tree_leaves_with_path(state)}
+    leaves = {_name(where): value for where, value in pytree.tree_leaves_with_path(state.filled())}
     tensors = {name: leaf.detach().cpu() for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
     numbers = {name: leaf for name, leaf in leaves.items() if name not in tensors}
     header = {"format": FORMAT, "model": model.fingerprint(), "numbers": json.dumps(numbers)}

@@ -25,9 +25,12 @@ CODES = (
     "gather", "scatter", "cholesky", "solve", "product", "attend", "packed",
     "scan", "same",
 )  # fmt: skip
-KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bool: 3, torch.uint8: 3}
+KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bool: 3, torch.uint8: 3, torch.bfloat16: 4}
 FLOATS = ("softmax", "rms_norm", "layer_norm", "cholesky", "solve", "product", "attend", "packed", "scan")
 """Instructions whose result and first operand are float32."""
+BRIEF = ("softmax", "rms_norm", "layer_norm", "product", "attend")
+"""Those of them that may be bfloat16, too: they compute in float32 and round their result."""
+BYTES = (4, 8, 8, 1, 2)
 DIMENSIONS = 5
 OPERANDS = 6
 ALIGNED = 64
@@ -91,14 +94,16 @@ class Axes(NamedTuple):
 
 class Tape:
     """Instructions in order. bases: tensors whose place may differ from run to run, by the number of their memory; all
-    other memory stays, and is kept."""
+    other memory stays, and is kept. rings: those of them that are [B,G,S,K] contiguous, whose S may differ, too
+    (`stretch`)."""
 
-    def __init__(self, bases: Sequence[Tensor]) -> None:
+    def __init__(self, bases: Sequence[Tensor], rings: Sequence[Tensor] = ()) -> None:
+        self._rings = {1 + i: x.shape[2:] for i, x in enumerate(bases) if any(x is ring for ring in rings)}
         self.bases = {memory(x): (1 + i, x.data_ptr()) for i, x in enumerate(bases)}
         self.kept, self.used = list[Tensor](), set[int]()
         self.quantised: tuple[object, ...] = ()
         """What the last packed product reads, where nothing has been written since."""
-        # Packed products: the number of each instruction, what it reads and its result, None where that is a base.
+        # Products that round: the number of each instruction, what it reads and its result, None where that is a base.
         self.products = list[tuple[int, Tensor, Tensor | None]]()
         self._made = list[np.ndarray]()
         self.calls = list[tuple[int, Callable[[], object]]]()
@@ -123,7 +128,8 @@ class Tape:
                 raise Unrecordable(f"{code} into bytes")  # it would write 0 or 1
             base, start = self.bases.get(memory(tensor), (0, 0))
             made["at"][i] = (base, tensor.data_ptr() - start, KINDS[tensor.dtype], strides)
-            if code in FLOATS and i < 2 and tensor.dtype is not torch.float32:
+            brief = code in BRIEF and tensor.dtype is torch.bfloat16
+            if code in FLOATS and i < 2 and tensor.dtype is not torch.float32 and not brief:
                 raise Unrecordable(f"{code} of {tensor.dtype}")
             self.kept.append(tensor)
             self.used.add(memory(tensor))
@@ -183,6 +189,25 @@ class Tape:
             (first + start * apart, end - start, call)
             for start, (end, call) in zip(starts, calls, strict=True)
         ]
+
+    def stretch(self, slots: int) -> None:
+        """Let the rings have so many slots. Unrecordable, of a tape that has not been run: an instruction takes them
+        all together."""
+        at, numbers = self._tape["at"], self._tape["number"]
+        moves = [CODES.index(name) for name in ("gather", "scatter")]
+        for base, (S, K) in self._rings.items():
+            if slots == S:
+                continue
+            for index, operand in np.argwhere(at["base"] == base):
+                made, code = at[index, operand], self._tape["code"][index]
+                if code != CODES.index("attend") and (code not in moves or numbers[index, 0] != S):
+                    raise Unrecordable(f"{CODES[code]} of all slots of a cache")
+                numbers[index, 0 if code in moves else 1] = slots
+                width = BYTES[made["kind"]]
+                for field, row in (("stride", S * K), ("offset", S * K * width)):
+                    heads, rest = np.divmod(made[field], row)
+                    at[field][index, operand] = heads * (row // S * slots) + rest
+            self._rings[base] = torch.Size((slots, K))
 
     def pack(self) -> None:
         """Let results that are not wanted at the same time have the same memory, so that it stays in the processor's
@@ -331,6 +356,10 @@ def product(
     beta = 0 if bias is None else beta
     lead = out.shape[:-2]
     a, b = a.expand(*lead, *a.shape[-2:]), b.expand(*lead, *b.shape[-2:])
+    if torch.bfloat16 in (out.dtype, a.dtype, b.dtype) and (
+        b.dtype is not torch.bfloat16 or b.stride(-2) != 1
+    ):
+        raise Unrecordable("a product of bfloat16 with columns that do not lie together")
     other = out if bias is None else bias.expand(out.shape)
     m, n, k = out.shape[-2], out.shape[-1], a.shape[-1]
     operands = (out, a, b, other)
@@ -380,9 +409,20 @@ def solve(tape: Tape, out: Tensor, triangle: Tensor, given: Tensor, *, upper: bo
 
 
 def attend(
-    tape: Tape, out: Tensor, q: Tensor, k: Tensor, v: Tensor, length_B: Tensor, scale: float, slots: int
+    tape: Tape,
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length_B: Tensor,
+    scale: float,
+    cap: float | None,
 ) -> None:
-    """out [B,H,1,V] = softmax(scale · q kᵀ) v over the slots of a ring [B,G,S,·] that `length` tokens have filled."""
+    """out [B,H,1,V] = softmax(scale · q kᵀ) v over the slots of a ring [B,G,S,·] that `length` tokens have filled; with
+    a cap, scores s become cap · tanh(s / cap)."""
+    if k.dtype is not v.dtype:
+        raise Unrecordable(f"attention to keys of {k.dtype} and values of {v.dtype}")
+    slots = k.stride(1) // k.stride(2)
     (B, H, _, K), G, V = q.shape, k.shape[1], v.shape[-1]
     for x in (out, q, k, v):
         if x.stride(-1) != 1:
@@ -390,7 +430,7 @@ def attend(
     heads = [(x.stride(0), x.stride(1) * (H // G), x.stride(1), 0, 0) for x in (out, q)]
     rings = [(x.stride(0), x.stride(1), x.stride(2), 0, 0) for x in (k, v)]
     axes = Axes.of((B, G, H // G, K, V), *heads, *rings, (length_B.stride(0), 0, 0, 0, 0))
-    tape.write("attend", axes, (out, q, k, v, length_B), (scale, slots))
+    tape.write("attend", axes, (out, q, k, v, length_B), (scale, slots, cap or 0))
 
 
 def packed(tape: Tape, out: Tensor, x: Tensor, codes: Tensor, scales: Tensor, format: str) -> None:

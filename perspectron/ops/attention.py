@@ -68,21 +68,29 @@ def slots(length_B: Tensor, S: int) -> Tensor:
 
 
 def write(
-    ring_BGSK: Tensor, chunk_BGTK: Tensor, before_B: Tensor, at: Places, *, consume_state: bool = False
+    ring_BGSK: Tensor,
+    chunk_BGTK: Tensor,
+    before_B: Tensor,
+    at: Places,
+    *,
+    consume_state: bool = False,
+    wraps: bool = True,
 ) -> Tensor:
     """The ring after a chunk: each slot takes the last token of the last document that falls on it.
 
-    A new tensor; with `consume_state` one token is written into the ring handed in.
+    A new tensor; with `consume_state` a token, or a chunk without resets and padding, is written into the ring handed
+    in. wraps: a position may lie past the slots.
     """
     B, G, T, K = chunk_BGTK.shape
     S = ring_BGSK.shape[2]
     chunk_BGTK = chunk_BGTK.to(ring_BGSK.dtype)
-    if T == 1 and gradients_off():
-        slot_BG1K = (at.position_BT % S).view(B, 1, 1, 1).expand(B, G, 1, K)
+    if gradients_off() and (T == 1 or not (at.resets or at.padded or T > S)):
+        slot_BT = at.position_BT % S if wraps else at.position_BT
+        slot_BGTK = slot_BT.view(B, 1, T, 1).expand(B, G, T, K)
         if at.padded:
             keep_B111 = ~at.valid_BT.view(B, 1, 1, 1)
-            chunk_BGTK = torch.where(keep_B111, ring_BGSK.gather(2, slot_BG1K), chunk_BGTK)
-        return owned(ring_BGSK, consume_state).scatter_(2, slot_BG1K, chunk_BGTK)
+            chunk_BGTK = torch.where(keep_B111, ring_BGSK.gather(2, slot_BGTK), chunk_BGTK)
+        return owned(ring_BGSK, consume_state).scatter_(2, slot_BGTK, chunk_BGTK)
     continued_B = at.segment_BT[:, -1] == 0
     first_B = torch.where(continued_B, before_B, 0)
     last_BT = at.valid_BT & (at.segment_BT == at.segment_BT[:, -1:])

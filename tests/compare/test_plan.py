@@ -107,11 +107,9 @@ def test_the_vocabulary_follows_from_the_parameters(params, size):
 
 def test_other_settings_are_refused_by_name(text, tmp_path):
     plan(tmp_path, "designs", settings(text), models_of_designs, threads=1)
-    with pytest.raises(
-        ConfigError, match=r"tokens = 8192, must be 4096 as in .*compare\.json, or give a new"
-    ):
+    with pytest.raises(ConfigError, match="tokens = 8192,"):
         plan(tmp_path, "designs", settings(text, tokens=8192), models_of_designs, threads=1)
-    with pytest.raises(ConfigError, match="kind = 'ablations', must be designs"):
+    with pytest.raises(ConfigError, match="kind = 'ablations',"):
         plan(tmp_path, "ablations", settings(text), models_of_designs, threads=1)
 
 

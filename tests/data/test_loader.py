@@ -136,7 +136,7 @@ def test_a_state_of_other_data_is_refused(shards: Shards) -> None:
 
 def test_another_order_is_refused(shards: Shards) -> None:
     split = shards.split("train")
-    with pytest.raises(DataError, match="order: 1 is that of another version, must be 2"):
+    with pytest.raises(DataError, match="order: 1 is that of another version,"):
         Loader(split, batch_size=4, seq_len=16, seed=9, order=1)
     loader = Loader(split, batch_size=4, seq_len=16, seed=9)
     with pytest.raises(DataError, match="order is 1, this loader has 2"):

@@ -271,7 +271,7 @@ def test_a_text_table_as_spreadsheets_write_it_is_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="its columns are none; to train"):
         open_corpus(str(tmp_path / "f.csv"))
     (tmp_path / "g.csv").write_text("text,text\na,b\nc,d\n")
-    with pytest.raises(DataError, match="2 columns are called 'text', must be one"):
+    with pytest.raises(DataError, match="2 columns are called 'text',"):
         open_corpus(str(tmp_path / "g.csv"))
 
 

@@ -76,15 +76,15 @@ def test_the_last_message_is_gone_on_with(theirs) -> None:
     short = Template("{{ messages[0].content }}", "short")
     bare, odd = [{"role": "assistant"}], [{"role": "a", "content": ["text"]}]
     for messages, template in ((talk, short), ([], plain), (bare, plain), (odd, plain)):
-        with pytest.raises(ConfigError, match="continue_final_message = True, must be false"):
+        with pytest.raises(ConfigError, match="continue_final_message = True,"):
             template.prompt(messages, continue_final_message=True)
-    with pytest.raises(ConfigError, match="add_generation_prompt = True, must be false with"):
+    with pytest.raises(ConfigError, match="add_generation_prompt = True,"):
         plain.prompt(talk, add_generation_prompt=True, continue_final_message=True)
 
 
 def test_what_a_template_cannot_be_given_is_refused_by_name() -> None:
     plain = Template.named("plain")
-    with pytest.raises(ConfigError, match="chat_template_kwargs = 'messages', must be none of messages"):
+    with pytest.raises(ConfigError, match="chat_template_kwargs = 'messages',"):
         plain.prompt(HI, **{"messages": HI})
     assert set(RESERVED) > {"messages", "tools"}
     for messages in (["hi"], [{"role": "user", "content": {1, 2}}]):

@@ -1,5 +1,6 @@
 """A step that is recorded gives what the modules give, for every design, in every batch, and each row alone."""
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -19,9 +20,14 @@ from perspectron.decode import steps as steps_module
 from perspectron.decode.operations import HANDLERS
 from perspectron.decode.rows import Rows
 from perspectron.decode.steps import Steps, stepped, steps_of
+from perspectron.designs.transformer.attention import AttentionConfig
+from perspectron.model import half
+from perspectron.model.config import BlockConfig, ModelConfig
+from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.model import LanguageModel, build
 from perspectron.model.state import LMState, load_state, save_state
 from perspectron.native import tape
+from perspectron.ops.rope import RopeScaling
 from perspectron.quant.convert import convert
 from perspectron.quant.linear import QuantLinear
 from perspectron.util.errors import ConfigError
@@ -184,6 +190,107 @@ def test_states_that_take_turns_do_not_meet():
             assert torch.equal(said[0], alone[n][at])
 
 
+ATTENTION = {
+    "groups": AttentionConfig(4, kv_heads=2, head_dim=10, bias=True, out_bias=False),
+    "norms": AttentionConfig(
+        4,
+        rope_share=0.5,
+        kv_heads=1,
+        head_dim=10,
+        qk_norm="head",
+        rope_scaling=RopeScaling("llama3", 4.0, 16),
+    ),
+    "cap and gate": AttentionConfig(
+        4,
+        kv_heads=2,
+        qk_norm="all",
+        scale=0.4,
+        cap=1.5,
+        gate="sigmoid",
+        rope_scaling=RopeScaling("yarn", 4.0, 16),
+    ),
+    "window": AttentionConfig(4, kv_heads=2, window=5, cap=2.0),
+}
+
+
+@functools.cache
+def attentive(name: str) -> LanguageModel:
+    model = build(ModelConfig(name, 300, 32, (BlockConfig(ATTENTION[name], SwiGLUConfig(40)),) * 3), 1).eval()
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5, generator=draw)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_of_every_kind_is_recorded(name, rows, dtype):
+    model = copy.deepcopy(attentive(name)).to(dtype)
+    ids, before = tokens(rows, 60), read(model, rows, 9)
+    found, after = go_on(recorded(model), model, ids, before.fork())
+    wanted, modules = go_on(None, model, ids, before.fork())
+    assert all(
+        x.dtype is dtype for x in pytree.tree_leaves(after) if torch.is_floating_point(torch.as_tensor(x))
+    )
+    if dtype is torch.float32:
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        near(after, modules)
+        return
+    right, _ = go_on(None, attentive(name), ids, read(attentive(name), rows, 9))
+    errors = [
+        torch.stack([(x.float() - y).norm() for x, y in zip(said, right, strict=True)]).norm()
+        for said in (found, wanted)
+    ]
+    assert errors[0] <= 1.2 * errors[1], "no further from float32 than the modules are"
+
+
+@pytest.mark.parametrize("name", ["groups", "window"])
+def test_matrices_of_16_bits_are_recorded_as_they_are(name):
+    whole = attentive(name)
+    weights = {n: x.bfloat16() if x.ndim > 1 else x for n, x in whole.state_dict().items()}
+    with torch.device("meta"):
+        model = LanguageModel(whole.config)
+    half.keep(model, weights)
+    model.load_state_dict(weights, assign=True)
+    model.eval()
+    ids, before = tokens(3, 20), read(model, 3)
+    found, after = go_on(recorded(model), model, ids, before.fork())
+    wanted, modules = go_on(None, model, ids, before.fork())
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    near(after, modules)
+    (made,) = recorded(model)._made.values()
+    large = sum(x.nbytes for x in made._tape.kept if x.dtype is torch.float32 and x.numel() >= 300 * 32)
+    assert large == 0, "no matrix is widened"
+
+
+@pytest.mark.parametrize("name", ["groups", "window"])
+def test_a_row_in_bfloat16_has_its_bits_in_any_batch(name):
+    model = copy.deepcopy(attentive(name)).bfloat16()
+    ids, before = tokens(3, 5), read(model, 3, 9)
+    together, _ = go_on(recorded(model), model, ids, before.fork())
+    alone, _ = go_on(recorded(model), model, ids[:, 1:2], before.take(1))
+    assert all(torch.equal(x[1], y[0]) for x, y in zip(together, alone, strict=True))
+
+
+def test_one_recording_takes_caches_of_all_lengths(monkeypatch):
+    monkeypatch.setattr(steps_module, "MOST_BYTES", 1 << 10)  # of what does not grow
+    model = copy.deepcopy(attentive("groups"))
+    steps = recorded(model)
+    with torch.inference_mode():
+        for length in (9, 200, 64, 1000, 63):
+            state, id = read(model, 1, length), torch.tensor([[3]])
+            wanted = stepped(model, None, id, state.fork())[1]
+            found = steps.step(id, state)
+            assert found is not None
+            torch.testing.assert_close(found[1], wanted, rtol=1e-4, atol=1e-5)
+    assert len(steps._made) == 1
+
+
 def test_a_cache_grows_and_the_state_says_so():
     model = small("transformer")
     before = read(model, 1)
@@ -206,10 +313,10 @@ def test_a_model_that_is_gone_leaves_nothing():
     "change",
     [
         lambda model: model.to(torch.float64),
-        lambda model: model.to(torch.bfloat16),
+        lambda model: model.to(torch.float16),
         lambda model: model.blocks[0].register_forward_hook(lambda *_: None) and model,
     ],
-    ids=["float64", "bfloat16", "a hook"],
+    ids=["float64", "float16", "a hook"],
 )
 def test_others_are_stepped_by_the_modules(change):
     model = small("perspective2")
@@ -226,7 +333,7 @@ def test_what_cannot_be_recorded_is_stepped_by_the_modules_and_said_once(caplog,
     monkeypatch.delitem(HANDLERS, "linear")
     tried, model = [], small("transformer")
     own = steps_module.Recorder
-    monkeypatch.setattr(steps_module, "Recorder", lambda bases: (tried.append(1), own(bases))[1])
+    monkeypatch.setattr(steps_module, "Recorder", lambda *given: (tried.append(1), own(*given))[1])
     with caplog.at_level(logging.INFO, "perspectron"), torch.inference_mode():
         for length in (5, 9, 70, 200):  # each a recording of its own shape, if it were
             state = read(model, 1, length)
@@ -257,12 +364,12 @@ def test_a_shape_that_is_refused_after_others_were_recorded_is_refused_alone(mon
     model = small("transformer")
     steps = recorded(model)
     with torch.inference_mode():
-        assert steps.step(torch.tensor([[3]]), read(model, 1, 9)) is not None
+        assert steps.step(tokens(2, 1)[0], read(model, 2)) is not None
         monkeypatch.delitem(HANDLERS, "linear")
-        assert steps.step(torch.tensor([[3]]), read(model, 1, 200)) is None
+        assert steps.step(tokens(3, 1)[0], read(model, 3)) is None
         monkeypatch.undo()
-        assert steps.step(torch.tensor([[3]]), read(model, 1, 201)) is None, "the same shape"
-        assert steps.step(torch.tensor([[3]]), read(model, 1, 600)) is not None
+        assert steps.step(tokens(3, 1)[0], read(model, 3)) is None, "the same shape"
+        assert steps.step(tokens(4, 1)[0], read(model, 4)) is not None
 
 
 def test_a_deep_packed_model_is_recorded():
@@ -352,7 +459,10 @@ def test_a_state_of_another_precision_has_a_recording_of_its_own():
         model.float()
         steps = recorded(model)
         assert steps.step(torch.tensor([[3]]), read(model, 1)) is not None
-        assert steps.step(torch.tensor([[3]]), brief) is None
+        wanted = stepped(model, None, torch.tensor([[3]]), brief.fork())[1]
+        found = steps.step(torch.tensor([[3]]), brief)
+    assert found is not None and len(steps._made) == 2
+    torch.testing.assert_close(found[1], wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_positions_end_where_the_table_does():

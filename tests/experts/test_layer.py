@@ -631,7 +631,7 @@ def test_what_training_counts_is_no_part_of_the_fingerprint():
 
 
 def test_sizes_of_experts_are_refused_where_there_are_none():
-    with pytest.raises(ConfigError, match=r"^ternary = True, must be left out where ffn is 'dense'$"):
+    with pytest.raises(ConfigError, match=r"^ternary = True,"):
         presets.get("perspective-tiny-dense", ternary=True)
 
 
@@ -654,7 +654,7 @@ def test_a_router_that_reads_what_the_mixer_gave():
              "period": 3, "torus": [2, 2]}  # fmt: skip
     config = presets.get("perspective-tiny", **sizes, reads="mixer")
     bare = (dataclasses.replace(config.blocks[0], mixer=None), *config.blocks[1:])
-    with pytest.raises(ConfigError, match="reads = 'mixer', must be stream in a layer without a mixer"):
+    with pytest.raises(ConfigError, match="reads = 'mixer',"):
         perspectron.build(dataclasses.replace(config, blocks=bare))
     model = perspectron.build(config).eval()
     seen, ids = [], torch.arange(40)[None] % 60

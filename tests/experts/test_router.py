@@ -195,7 +195,7 @@ def test_one_expert_has_no_second():
     router = made((1,)).router
     distances = router.distances(tokens(3))
     assert router.select(distances).tolist() == [0, 0, 0]
-    with pytest.raises(ConfigError, match=r"view = 'second', must be 'nearest' here: there is one expert"):
+    with pytest.raises(ConfigError, match="view = 'second',"):
         router.select(distances, "second")
 
 

@@ -166,7 +166,7 @@ def test_retain_grad_hidden_states_attentions(s: Subject) -> None:
 
 
 def test_attention_outputs(s: Subject) -> None:
-    with pytest.raises(ValueError, match="output_attentions is True, must be False"):
+    with pytest.raises(ValueError, match="output_attentions is True,"):
         s.model(IDS, output_attentions=True)
 
 

@@ -224,7 +224,7 @@ def test_where_it_cannot_run_it_says_why():
     with forward_ad.dual_level(), pytest.raises(BackendError, match="forward-mode"):
         pdr.scan(*tensors, backend="native")
     with torch.inference_mode():
-        with pytest.raises(BackendError, match=r"torch.float64 on cpu, must be torch.float32"):
+        with pytest.raises(BackendError, match=r"torch.float64 on cpu,"):
             pdr.scan(*(x.double() for x in tensors), backend="native")
         with pytest.raises(BackendError, match="functional transform"):
             torch.func.vmap(lambda *x: pdr.scan(*(y[None] for y in x), backend="native"))(*tensors)
@@ -270,7 +270,7 @@ def test_a_trace_computes(how, T):
 
 def test_no_columns_are_refused():
     tensors = inputs(3, R=0)
-    with torch.inference_mode(), pytest.raises(ValueError, match="R = 0, must be ≥ 1"):
+    with torch.inference_mode(), pytest.raises(ValueError, match="R = 0,"):
         pdr.scan(*tensors, scale=1.0, backend="native")
-    with pytest.raises(ValueError, match="R = 0, must be ≥ 1"):
+    with pytest.raises(ValueError, match="R = 0,"):
         native.pdr_scan(*tensors, torch.empty(2, 3, 21))

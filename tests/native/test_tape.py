@@ -48,6 +48,7 @@ OPERATIONS = {
     "whole numbers": lambda x, y, i: ((i + 7) % 5 - (3 * i) // 2).float() + (i.clamp(1, 2) == 2).float(),
     "joined": lambda x, y, i: torch.cat([x, y[:2], torch.ones_like(x)])
     + F.pad(torch.stack([x, y], 1).sum(1), (0, 0, 2, len(x))),
+    "repeated": lambda x, y, i: x.repeat_interleave(2, 1)[:, : x.shape[1]] + y.repeat_interleave(3, 0)[: len(y)],
     "padded": lambda x, y, i: F.pad(x, (1, 2), value=3.0),
     "sum": lambda x, y, i: x.sum(-1) + y.sum(0, keepdim=True).mT[:1, 0] + x.mean(1) + y.sum(),
     "ends": lambda x, y, i: x.amax(-1) + y.amin(0)[0] + (x > 1).any(1).float(),
@@ -121,6 +122,28 @@ def test_a_tape_does_what_pytorch_does(name, isa, use_isa):
             expected = OPERATIONS[name](*(x.double() if x.is_floating_point() else x for x in inputs))
             near = 3e-6 * float(expected.abs().max())
             torch.testing.assert_close(out.double(), expected.double(), rtol=2e-5, atol=near)
+
+
+BRIEF = (
+    "sums", "products", "laid out", "a row and a column", "transposed", "every second", "curves", "gelu",
+    "joined", "sum", "softmax", "rms norm", "layer norm", "picked", "linear",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", BRIEF)
+def test_a_tape_does_in_bfloat16_what_pytorch_does(name, isa, use_isa):
+    """Each result is rounded once, as PyTorch rounds it; of sums in another order."""
+    use_isa(isa)
+    for shape in SHAPES:
+        brief = [x.bfloat16() if x.is_floating_point() else x for x in inputs_of(shape, 0)]
+        tape, out = record(OPERATIONS[name], brief)
+        inputs = [x.bfloat16() if x.is_floating_point() else x for x in inputs_of(shape, 1)]
+        run(tape, inputs)
+        expected = OPERATIONS[name](*inputs)
+        assert out.dtype is expected.dtype is torch.bfloat16
+        near = 2**-7 * float(expected.abs().max())
+        torch.testing.assert_close(out.float(), expected.float(), rtol=2**-6, atol=near)
 
 
 def test_every_operation_and_every_instruction_is_tried(monkeypatch):
@@ -294,7 +317,7 @@ WEIGHT = torch.ones(3)
         (lambda x: WEIGHT.add_(x), "writes into a weight"),
         (lambda x: torch.linalg.det(x[:, None] * x), "linalg"),
         (lambda x: torch.fft.fft(x).real, "fft"),
-        (lambda x: x.to(torch.bfloat16), "bfloat16"),
+        (lambda x: x.to(torch.float16), "float16"),
         (lambda x: x.double().softmax(-1), "softmax of torch.float64"),
         (lambda x: torch.div(x, 2, rounding_mode="floor"), "rounding_mode"),
         (lambda x: F.pad(x[None], (1, 1), mode="reflect"), "pad"),

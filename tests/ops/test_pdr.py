@@ -191,9 +191,7 @@ def test_renormalise_shrinks_and_never_grows():
 
 def test_bad_calls_say_what_is_wrong():
     tensors = inputs(4)
-    with pytest.raises(
-        BackendError, match="backend = 'cuda', must be one of auto, naive, torch, native, triton"
-    ):
+    with pytest.raises(BackendError, match="backend = 'cuda',"):
         pdr.scan(*tensors, backend="cuda")
     with pytest.raises(ValueError, match="want"):
         pdr.scan(tensors[0][:, :2], *tensors[1:])

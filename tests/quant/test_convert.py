@@ -160,12 +160,12 @@ def test_what_cannot_be_converted_is_refused(floats):
     set_share(model, 0.5)
     with pytest.raises(ConfigError, match="experts = 'half converted'"):
         convert(model)
-    with pytest.raises(ConfigError, match=r"dtype = 'torch.float64', must be float32"):
+    with pytest.raises(ConfigError, match=r"dtype = 'torch.float64',"):
         convert(copy.deepcopy(floats["gpt2"]).double())
     for wrong, message in ((text()[0], r"\[n, T\] ids"), (text() + V, f"ids in 0 … {V - 1}")):
         with pytest.raises(ConfigError, match=f"calibration = .*, must be {message}"):
             convert(copy.deepcopy(floats["gpt2"]), "2bit", wrong)
-    with pytest.raises(ConfigError, match="linear = 'ternary', must be one of"):
+    with pytest.raises(ConfigError, match="linear = 'ternary',"):
         convert(copy.deepcopy(floats["gpt2"]), "ternary")
 
 

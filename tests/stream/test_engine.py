@@ -505,7 +505,7 @@ def test_a_cut_file_is_named_with_its_size(full, tmp_path):
     copy = broken(full, tmp_path)
     path = copy / layer_file(2)
     path.write_bytes(path.read_bytes()[:-4096])
-    with pytest.raises(ArtifactError, match="bytes, must be"):
+    with pytest.raises(ArtifactError, match="bytes,"):
         load_artifact(copy)
 
 

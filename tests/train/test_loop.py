@@ -50,9 +50,7 @@ def test_it_learns(runs, tmp_path, model):
 def test_a_corpus_has_no_dev_split_before_it_is_tokenised(runs, tmp_path):
     (tmp_path / "text.txt").write_text("Some text to train on, and more of it. " * 40)
     config = runs.config(data=str(tmp_path / "text.txt"), measured_on="dev")
-    with pytest.raises(
-        ConfigError, match=r"measured_on = 'dev', must be heldout, or data a folder that tokenize"
-    ):
+    with pytest.raises(ConfigError, match="measured_on = 'dev',"):
         prepare(tmp_path / "run", config)
     assert not (tmp_path / "run").exists()
 

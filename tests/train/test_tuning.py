@@ -399,6 +399,6 @@ def test_encoded_pairs_go_with_the_template_that_made_them(
 
 
 def test_a_config_names_what_is_wrong_with_its_adapters() -> None:
-    with pytest.raises(ConfigError, match="rank = -1, must be ≥ 1"):
+    with pytest.raises(ConfigError, match="rank = -1,"):
         load(TrainConfig, {"lora": "rank=-1", "init": "run"})
     assert replace(TrainConfig(init="run"), lora="rank=2").lora == "rank=2"

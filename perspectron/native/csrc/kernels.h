@@ -157,7 +157,7 @@ enum Code : int64_t {
   SUM, NORM, ANY, MOST, FEWEST, SOFTMAX, RMS_NORM, LAYER_NORM, GATHER, SCATTER, CHOLESKY, SOLVE, PRODUCT, ATTEND,
   PACKED, SCAN, SAME
 };
-enum Kind : int64_t { FLOAT, DOUBLE, LONG, BYTE };
+enum Kind : int64_t { FLOAT, DOUBLE, LONG, BYTE, BRIEF };  // the last is bfloat16
 constexpr int DIMENSIONS = 5;
 
 struct Operand {

@@ -10,13 +10,49 @@ inline char* address(const Instruction& i, int operand, void* const* bases) {
   return static_cast<char*>(bases[o.base]) + o.offset;
 }
 
-inline int64_t bytes_of_kind(int64_t kind) { return kind == BYTE ? 1 : kind == FLOAT ? 4 : 8; }
+inline int64_t bytes_of_kind(int64_t kind) { return kind == BYTE ? 1 : kind == BRIEF ? 2 : kind == FLOAT ? 4 : 8; }
+inline bool floating(int64_t kind) { return kind == FLOAT || kind == BRIEF; }
+
+inline float float_of(uint16_t x) {
+  const uint32_t bits = uint32_t(x) << 16;
+  float y;
+  __builtin_memcpy(&y, &bits, 4);
+  return y;
+}
+inline uint16_t brief_of(float x) {
+  uint16_t all[16];
+  store_brief(all, broadcast(x));
+  return all[0];
+}
+// n numbers `stride` apart as floats in a room.
+inline void widened(const uint16_t* from, int64_t stride, int64_t n, float* room) {
+  if (stride == 1) sixteens(n, [&](auto at, auto to) ALWAYS { to(room, at(from)); });
+  else
+    for (int64_t j = 0; j < n; j++) room[j] = float_of(from[j * stride]);
+}
+inline void narrowed(const float* from, int64_t n, uint16_t* to, int64_t stride) {
+  if (stride == 1) sixteens(n, [&](auto at, auto into) ALWAYS { into(to, at(from)); });
+  else
+    for (int64_t j = 0; j < n; j++) to[j * stride] = brief_of(from[j]);
+}
+// n numbers of either kind, the same.
+inline void floats_from(const void* from, int64_t kind, int64_t stride, int64_t n, float* room) {
+  if (kind == BRIEF) return widened(static_cast<const uint16_t*>(from), stride, n, room);
+  for (int64_t j = 0; j < n; j++) room[j] = static_cast<const float*>(from)[j * stride];
+}
+// n numbers that lie together, as they are where they are floats.
+inline const float* as_floats(const void* from, int64_t kind, int64_t n, float* room) {
+  if (kind != BRIEF) return static_cast<const float*>(from);
+  widened(static_cast<const uint16_t*>(from), 1, n, room);
+  return room;
+}
 
 inline double get_double(const char* p, int64_t kind) {
   switch (kind) {
     case FLOAT: { float x; __builtin_memcpy(&x, p, 4); return x; }
     case DOUBLE: { double x; __builtin_memcpy(&x, p, 8); return x; }
     case LONG: { int64_t x; __builtin_memcpy(&x, p, 8); return double(x); }
+    case BRIEF: { uint16_t x; __builtin_memcpy(&x, p, 2); return float_of(x); }
     default: return *reinterpret_cast<const uint8_t*>(p);
   }
 }
@@ -25,6 +61,7 @@ inline void put_double(char* p, int64_t kind, double x) {
     case FLOAT: { const float y = float(x); __builtin_memcpy(p, &y, 4); break; }
     case DOUBLE: __builtin_memcpy(p, &x, 8); break;
     case LONG: { const int64_t y = int64_t(x); __builtin_memcpy(p, &y, 8); break; }
+    case BRIEF: { const uint16_t y = brief_of(float(x)); __builtin_memcpy(p, &y, 2); break; }
     default: *reinterpret_cast<uint8_t*>(p) = x != 0;
   }
 }
@@ -164,8 +201,8 @@ inline int operands_of(int64_t code) {  // that are read
 void map(const Instruction& i, void* const* bases) {
   const int reads = operands_of(i.code);
   const int64_t n = i.size[DIMENSIONS - 1];
-  bool floats = i.at[0].kind == FLOAT;
-  for (int o = 1; o <= reads; o++) floats = floats && i.at[o].kind == FLOAT;
+  bool floats = floating(i.at[0].kind);
+  for (int o = 1; o <= reads; o++) floats = floats && floating(i.at[o].kind);
   if (!floats) {
     outer<4>(i, bases, 1, [&](char* const* p) {
       for (int64_t j = 0; j < n; j++) {
@@ -186,10 +223,15 @@ void map(const Instruction& i, void* const* bases) {
       const float* read[3] = {};
       for (int o = 0; o < reads; o++) {
         const int64_t stride = i.at[o + 1].stride[DIMENSIONS - 1];
+        float* room = rooms[o + 1];
+        if (i.at[o + 1].kind == BRIEF) {
+          widened(reinterpret_cast<const uint16_t*>(p[o + 1]) + from * stride, stride, count, room);
+          read[o] = room;
+          continue;
+        }
         const float* own = reinterpret_cast<const float*>(p[o + 1]) + from * stride;
         read[o] = own;
         if (stride == 1) continue;
-        float* room = rooms[o + 1];
         if (stride == 0) {
           const Floats all = broadcast(own[0]);
           sixteens(count, [&](auto, auto to) ALWAYS { to(room, all); });
@@ -200,11 +242,13 @@ void map(const Instruction& i, void* const* bases) {
       }
       for (int o = reads; o < 3; o++) read[o] = reads > 0 ? read[0] : rooms[0];
       const int64_t stride = i.at[0].stride[DIMENSIONS - 1];
-      float* into = reinterpret_cast<float*>(p[0]) + from * stride;
-      float* y = stride == 1 ? into : rooms[0];
+      const bool brief = i.at[0].kind == BRIEF;
+      float* into = reinterpret_cast<float*>(p[0]) + (brief ? 0 : from * stride);
+      float* y = stride == 1 && !brief ? into : rooms[0];
       if (reads == 0) sixteens(count, [&](auto, auto to) ALWAYS { to(rooms[0], broadcast(0)); });
       float_map(i, y, read[0], read[1], read[2], count);
-      if (stride != 1)
+      if (brief) narrowed(y, count, reinterpret_cast<uint16_t*>(p[0]) + from * stride, stride);
+      else if (stride != 1)
         for (int64_t j = 0; j < count; j++) into[j * stride] = y[j];
     }
   });
@@ -306,11 +350,11 @@ inline void softmax_row(const float* x, float* y, int64_t n) {
 void rows(const Instruction& i, void* const* bases) {
   const int64_t n = i.size[DIMENSIONS - 1];
   const float eps = float(i.number[0]);
-  const float* weight = i.number[1] != 0 ? reinterpret_cast<const float*>(address(i, 2, bases)) : nullptr;
-  const float* bias = i.number[2] != 0 ? reinterpret_cast<const float*>(address(i, 3, bases)) : nullptr;
-  outer<2>(i, bases, 1, [&](char* const* p) {
-    float* y = reinterpret_cast<float*>(p[0]);
-    const float* x = reinterpret_cast<const float*>(p[1]);
+  const bool brief = i.at[0].kind == BRIEF;
+  float* room = scratch<float>(SCALES, 4 * n);
+  const float* weight = i.number[1] != 0 ? as_floats(address(i, 2, bases), i.at[2].kind, n, room) : nullptr;
+  const float* bias = i.number[2] != 0 ? as_floats(address(i, 3, bases), i.at[3].kind, n, room + n) : nullptr;
+  const auto row = [&](float* y, const float* x) {
     if (i.code == SOFTMAX) return softmax_row(x, y, n);
     float mean = 0;
     if (i.code == LAYER_NORM) {
@@ -325,6 +369,11 @@ void rows(const Instruction& i, void* const* bases) {
       if (bias != nullptr) z = add(z, at(bias));
       to(y, z);
     });
+  };
+  outer<2>(i, bases, 1, [&](char* const* p) {
+    float* y = brief ? room + 3 * n : reinterpret_cast<float*>(p[0]);
+    row(y, as_floats(p[1], i.at[1].kind, n, room + 2 * n));
+    if (brief) narrowed(y, n, reinterpret_cast<uint16_t*>(p[0]), 1);
   });
 }
 
@@ -336,8 +385,8 @@ struct Sides {
 };
 
 // Sums of R rows that lie `step` apart, with one vector.
-template <int R>
-inline ALWAYS void dots(const float* w, int64_t step, const float* x, int64_t k, float* sums) {
+template <int R, class W>
+inline ALWAYS void dots(const W* w, int64_t step, const float* x, int64_t k, float* sums) {
   Floats sum[R];
   unroll<R>([&](auto r) ALWAYS { sum[r] = broadcast(0); });
   sixteens(k, [&](auto at, auto) ALWAYS {
@@ -348,7 +397,8 @@ inline ALWAYS void dots(const float* w, int64_t step, const float* x, int64_t k,
 }
 
 // y[r · y_w + c · y_x] of each of `rows` rows of w with each of `count` of x.
-inline void all_dots(const float* w, int64_t w_step, int64_t rows, const float* x, int64_t x_step, int64_t count, int64_t k,
+template <class W>
+inline void all_dots(const W* w, int64_t w_step, int64_t rows, const float* x, int64_t x_step, int64_t count, int64_t k,
                      float* y, int64_t y_w, int64_t y_x) {
   constexpr int AT_ONCE = MANY_REGISTERS ? 8 : 4;
   float sums[AT_ONCE];
@@ -366,13 +416,14 @@ inline void all_dots(const float* w, int64_t w_step, int64_t rows, const float* 
 }
 
 // y = Σ_k a[k] b[k][0 … n), its rows bk apart.
-inline void sum_rows(const float* a, int64_t ak, const float* b, int64_t bk, int64_t k, int64_t n, float* y) {
+template <class W>
+inline void sum_rows(const float* a, int64_t ak, const W* b, int64_t bk, int64_t k, int64_t n, float* y) {
   int64_t c = 0;
   for (; c + 64 <= n; c += 64) {
     Floats sum[4] = {broadcast(0), broadcast(0), broadcast(0), broadcast(0)};
     for (int64_t j = 0; j < k; j++) {
       const Floats all = broadcast(a[j * ak]);
-      unroll<4>([&](auto u) ALWAYS { sum[u] = fma(all, load_floats(b + j * bk + c + 16 * u), sum[u]); });
+      unroll<4>([&](auto u) ALWAYS { sum[u] = fma(all, get(b + j * bk + c + 16 * u), sum[u]); });
     }
     unroll<4>([&](auto u) ALWAYS { store(y + c + 16 * u, sum[u]); });
   }
@@ -380,8 +431,8 @@ inline void sum_rows(const float* a, int64_t ak, const float* b, int64_t bk, int
     const int64_t width = n - c < 16 ? n - c : 16;
     Floats sum = broadcast(0);
     for (int64_t j = 0; j < k; j++) {
-      const float* row = b + j * bk + c;
-      sum = fma(broadcast(a[j * ak]), width == 16 ? load_floats(row) : load_floats(row, width), sum);
+      const W* row = b + j * bk + c;
+      sum = fma(broadcast(a[j * ak]), width == 16 ? get(row) : get(row, width), sum);
     }
     if (width == 16) store(y + c, sum);
     else store(y + c, sum, width);
@@ -405,9 +456,35 @@ void multiply_sides(const Sides& p, float* y) {
   }
 }
 
+// Columns [first, last) of y, of a matrix b of bfloat16 whose numbers along k lie together.
+void brief_product(const Instruction& i, void* const* bases, int64_t first, int64_t last) {
+  const Operand &y = i.at[0], &a = i.at[1], &b = i.at[2], &bias = i.at[3];
+  const int64_t m = i.size[2], n = last - first, depth = i.size[4];
+  const float s = float(i.number[0]), t = float(i.number[1]);
+  float *sums = scratch<float>(DENSE, m * n), *x = scratch<float>(SCALES, m * depth);
+  outer<4>(i, bases, 3, [&](char* const* at) {
+    const auto from = [&](int operand, const Operand& o, int64_t r, int64_t c) {
+      return at[operand] + (r * o.stride[2] + c * o.stride[3]) * bytes_of_kind(o.kind);
+    };
+    for (int64_t r = 0; r < m; r++) floats_from(from(1, a, r, 0), a.kind, a.stride[4], depth, x + r * depth);
+    all_dots(reinterpret_cast<const uint16_t*>(from(2, b, 0, first)), b.stride[3], n, x, depth, m, depth, sums, 1, n);
+    for (int64_t r = 0; r < m; r++) {
+      float* own = sums + r * n;
+      if (s != 1 || t != 0)
+        for (int64_t c = 0; c < n; c++)
+          own[c] = s * own[c] + (t != 0 ? t * float(get_double(from(3, bias, r, first + c), bias.kind)) : 0);
+      char* into = from(0, y, r, first);
+      if (y.kind == BRIEF) narrowed(own, n, reinterpret_cast<uint16_t*>(into), y.stride[3]);
+      else
+        for (int64_t c = 0; c < n; c++) reinterpret_cast<float*>(into)[c * y.stride[3]] = own[c];
+    }
+  });
+}
+
 // Columns [first, last) of y.
 void product(const Instruction& i, void* const* bases, int64_t first, int64_t last) {
   const Operand &y = i.at[0], &a = i.at[1], &b = i.at[2], &bias = i.at[3];
+  if (b.kind == BRIEF) return brief_product(i, bases, first, last);
   Sides p{nullptr, nullptr, i.size[2], last - first, i.size[4], a.stride[2], a.stride[4], b.stride[4], b.stride[3]};
   const Floats s = broadcast(float(i.number[0])), t = broadcast(float(i.number[1]));
   const bool biased = i.number[1] != 0, plain = !biased && i.number[0] == 1;
@@ -447,26 +524,40 @@ void product(const Instruction& i, void* const* bases, int64_t first, int64_t la
 }
 
 // ---- attention of one token: out [B][G][h][V], q [B][G][h][K], keys and values [B][G][S][·], length [B]; of i.size
-// B, G, h, K, V, and S is number[1]. Pairs [first, last) of a row and a key head.
+// B, G, h, K, V; number[1] is S, and scores s become c · tanh(s / c) of c = number[2], if that is not 0. Pairs
+// [first, last) of a row and a key head. T: of keys and values.
 
-void attend_ring(const Instruction& i, void* const* bases, int64_t first, int64_t last) {
+template <class T>
+void attend_slots(const Instruction& i, void* const* bases, int64_t first, int64_t last) {
   const int64_t G = i.size[1], heads = i.size[2], K = i.size[3], V = i.size[4], S = int64_t(i.number[1]);
   const Operand &o = i.at[0], &q = i.at[1], &k = i.at[2], &v = i.at[3], &filled = i.at[4];
-  const auto floats = [&](int operand) { return reinterpret_cast<float*>(address(i, operand, bases)); };
+  const float cap = float(i.number[2]);
+  float *query = scratch<float>(SCALES, heads * (K + V)), *gathered = query + heads * K;
+  const auto from = [&](int operand, const Operand& at, int64_t b, int64_t g, int64_t h) {
+    return address(i, operand, bases) + (b * at.stride[0] + g * at.stride[1] + h * at.stride[2]) * bytes_of_kind(at.kind);
+  };
   for (int64_t pair = first; pair < last; pair++) {
     const int64_t b = pair / G, g = pair % G;
     const int64_t length = reinterpret_cast<const int64_t*>(address(i, 4, bases))[b * filled.stride[0]];
     const int64_t n = length < 1 ? 1 : length < S ? length : S;
     float* scores = scratch<float>(SCORES, heads * n);
-    const float *query = floats(1) + b * q.stride[0] + g * q.stride[1], *values = floats(3) + b * v.stride[0] + g * v.stride[1];
-    all_dots(floats(2) + b * k.stride[0] + g * k.stride[1], k.stride[2], n, query, q.stride[2], heads, K, scores, 1, n);
+    for (int64_t h = 0; h < heads; h++) floats_from(from(1, q, b, g, h), q.kind, 1, K, query + h * K);
+    all_dots(reinterpret_cast<const T*>(from(2, k, b, g, 0)), k.stride[2], n, query, K, heads, K, scores, 1, n);
     for (int64_t h = 0; h < heads; h++) {
-      float *own = scores + h * n, *out = floats(0) + b * o.stride[0] + g * o.stride[1] + h * o.stride[2];
+      float* own = scores + h * n;
+      char* out = from(0, o, b, g, h);
       scaled(own, float(i.number[0]), own, n);
+      if (cap != 0) made(own, own, n, [&](Floats x) ALWAYS { return mul(tanh_of(div(x, broadcast(cap))), broadcast(cap)); });
       softmax_row(own, own, n);
-      sum_rows(own, 1, values, v.stride[2], n, V, out);
+      float* into = o.kind == BRIEF ? gathered : reinterpret_cast<float*>(out);
+      sum_rows(own, 1, reinterpret_cast<const T*>(from(3, v, b, g, 0)), v.stride[2], n, V, into);
+      if (o.kind == BRIEF) narrowed(gathered, V, reinterpret_cast<uint16_t*>(out), 1);
     }
   }
+}
+
+void attend_ring(const Instruction& i, void* const* bases, int64_t first, int64_t last) {
+  (i.at[2].kind == BRIEF ? attend_slots<uint16_t> : attend_slots<float>)(i, bases, first, last);
 }
 
 // ---- the rest

@@ -336,5 +336,5 @@ def test_bad_configs_say_what_is_wrong(fields, message):
 
 
 def test_heads_divide_the_width():
-    with pytest.raises(ConfigError, match="heads = 5, must be a divisor of d_model = 12"):
+    with pytest.raises(ConfigError, match="heads = 5,"):
         ADR(D, 1e-6, ADRConfig(5, gamma=0.8))

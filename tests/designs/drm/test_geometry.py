@@ -134,9 +134,9 @@ def test_failures_come_first(results):
 
 
 def test_what_cannot_be_measured(model, ids):
-    with pytest.raises(ConfigError, match="design = 'gpt2-tiny', must be drm or drm2"):
+    with pytest.raises(ConfigError, match="design = 'gpt2-tiny',"):
         mixer_of(perspectron.build(presets.get("gpt2-tiny", d_model=16, layers=1, heads=2, hidden=16)))
-    with pytest.raises(ConfigError, match="geometry_interval = 3, must be 1"):
+    with pytest.raises(ConfigError, match="geometry_interval = 3,"):
         mixer_of(perspectron.build(presets.get("drm", **TINY, geometry_interval=3)))
     with pytest.raises(DataError, match="100 tokens of text, need at least 2,256"):
         measure(model, ids[:100])
@@ -145,5 +145,5 @@ def test_what_cannot_be_measured(model, ids):
 def test_a_model_with_token_shift_is_refused():
     """A path is followed from token to token."""
     config = replace(presets.get("drm", **TINY), shift=True)
-    with pytest.raises(ConfigError, match="shift = True, must be False"):
+    with pytest.raises(ConfigError, match="shift = True,"):
         geometry.mixer_of(perspectron.build(config))

@@ -434,7 +434,7 @@ def test_angles_on_the_torus_and_back():
 def test_bad_calls_say_what_is_wrong():
     w = weights()
     e, state = inputs(BASE, 2)
-    with pytest.raises(BackendError, match="backend = 'cuda', must be one of auto, naive, torch"):
+    with pytest.raises(BackendError, match="backend = 'cuda',"):
         drm.scan(e, state, w, BASE, backend="cuda")
     with pytest.raises(ValueError, match="T ≥ 1"):
         drm.scan(e[:, :0], state, w, BASE)

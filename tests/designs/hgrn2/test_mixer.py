@@ -199,7 +199,7 @@ def test_a_layer_alone_has_no_bound():
 def test_a_layer_without_the_lowest_one_is_an_error():
     block = BlockConfig(HGRN2Config(2, 1, 2), SwiGLUConfig(8))
     built = perspectron.build(ModelConfig("half", 11, 16, (block,)))
-    with pytest.raises(ConfigError, match=r"^layer = 1, must be above layer 0 in the same model$"):
+    with pytest.raises(ConfigError, match=r"^layer = 1,"):
         built(torch.zeros(1, 3, dtype=torch.int64))
 
 

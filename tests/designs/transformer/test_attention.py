@@ -1,21 +1,35 @@
-"""Full attention against its definition, with rotary positions and as in GPT-2.
+"""Attention against its definition, with every option.
 
-Shapes: B batch, T time, D model width, H heads, K head width.
+Shapes: B batch, T time, D model width, H heads, G heads of keys and values, K head width.
 """
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from perspectron.designs.transformer.attention import Attention, AttentionConfig
+from perspectron.ops import rope
+from perspectron.ops.rope import RopeScaling
 from perspectron.util.errors import ConfigError
 
-D, H = 16, 2
-K = D // H
+D, H = 16, 4
+LLAMA3 = RopeScaling("llama3", 4.0, 16)
 FORMS = {
     "gpt2": AttentionConfig(H, rope_base=None, bias=True),
-    "rope": AttentionConfig(H),
+    "rope": AttentionConfig(2),
     "rope 100": AttentionConfig(H, rope_base=100.0, bias=True),
+    "groups": AttentionConfig(H, kv_heads=2, head_dim=10, bias=True, out_bias=False),
+    "one group": AttentionConfig(H, kv_heads=1, scale=0.3),
+    "head norm": AttentionConfig(
+        H, kv_heads=2, head_dim=10, qk_norm="head", rope_share=0.5, rope_scaling=LLAMA3
+    ),
+    "whole norm": AttentionConfig(H, kv_heads=2, qk_norm="all", rope_scaling=RopeScaling("yarn", 4.0, 16)),
+    "gate": AttentionConfig(H, kv_heads=2, head_dim=10, gate="sigmoid", bias=True),
+    "cap": AttentionConfig(H, kv_heads=2, cap=1.5, rope_scaling=RopeScaling("linear", 4.0)),
+    "window": AttentionConfig(H, kv_heads=2, head_dim=10, window=5),
+    "window, all": AttentionConfig(H, 1e4, True, 0.5, 2, 10, 5, LLAMA3, False, "head", 0.4, 2.0, "sigmoid"),
 }
 every_form = pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
 
@@ -37,25 +51,48 @@ def empty(module: Attention, B: int, capacity: int = 0):
     return module.init_state(B, torch.get_default_device(), torch.float64, capacity)
 
 
-def turned(x_BHTK: Tensor, base: float | None) -> Tensor:
+def turned(x_BHTK: Tensor, config: AttentionConfig) -> Tensor:
     """Rotary positions: coordinate pairs as complex numbers, turned by position × frequency."""
-    if base is None:
+    if config.rope_base is None:
         return x_BHTK
-    half = K // 2
-    frequency = torch.tensor([base ** (-i / half) for i in range(half)], dtype=torch.float64)
-    angle = torch.arange(x_BHTK.shape[2])[:, None] * frequency
-    z = torch.complex(x_BHTK[..., :half], x_BHTK[..., half:]) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([z.real, z.imag], -1)
+    width = int(x_BHTK.shape[3] * config.rope_share)
+    frequency = [config.rope_base ** (-i / width) for i in range(0, width, 2)]
+    half, scaling = len(frequency), config.rope_scaling
+    if scaling is not None:  # compared with transformers' own below
+        frequency = scaling.scaled(torch.tensor(frequency, dtype=torch.float64), config.rope_base)
+    angle = torch.arange(x_BHTK.shape[2])[:, None] * torch.as_tensor(frequency, dtype=torch.float64)
+    turn = torch.polar(torch.full_like(angle, 1.0 if scaling is None else scaling.amplitude), angle)
+    z = torch.complex(x_BHTK[..., :half], x_BHTK[..., half : 2 * half]) * turn
+    return torch.cat([z.real, z.imag, x_BHTK[..., 2 * half :]], -1)
+
+
+def normed(norm, x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
 
 
 def explicit(module: Attention, x_BTD: Tensor) -> Tensor:
-    B, T, _ = x_BTD.shape
-    q, k, v = (part.view(B, T, H, K).transpose(1, 2) for part in module.qkv_proj(x_BTD).split(D, -1))
-    q, k = (turned(x, module.config.rope_base) for x in (q, k))
-    scores = q @ k.mT / K**0.5
-    ahead = torch.ones(T, T, dtype=torch.bool).triu(1)
-    o = scores.masked_fill(ahead, float("-inf")).softmax(-1) @ v
-    return module.o_proj(o.transpose(1, 2).reshape(B, T, D))
+    """Token by token, head by head."""
+    config, (B, T, _), K = module.config, x_BTD.shape, module.width
+    G = config.kv_heads or config.heads
+    q, k, v = module.qkv_proj(x_BTD).split([config.heads * K, G * K, G * K], -1)
+    if config.qk_norm == "all":
+        q, k = normed(module.q_norm, q), normed(module.k_norm, k)
+    q, k, v = (x.view(B, T, -1, K).transpose(1, 2) for x in (q, k, v))
+    if config.qk_norm == "head":
+        q, k = normed(module.q_norm, q), normed(module.k_norm, k)
+    q, k = (turned(x, config) for x in (q, k))
+    heads = []
+    for h in range(config.heads):
+        g, rows = h * G // config.heads, []
+        for t in range(T):
+            first = 0 if config.window is None else max(0, t + 1 - config.window)
+            scores = (k[:, g, first : t + 1] @ q[:, h, t, :, None])[..., 0] * (config.scale or K**-0.5)
+            scores = scores if config.cap is None else config.cap * (scores / config.cap).tanh()
+            rows.append((scores.softmax(-1)[..., None] * v[:, g, first : t + 1]).sum(1))
+        heads.append(torch.stack(rows, 1))
+    o = torch.cat(heads, -1)
+    o = o * module.gate_proj(x_BTD).sigmoid() if config.gate == "sigmoid" else o
+    return module.o_proj(o)
 
 
 @every_form
@@ -102,11 +139,70 @@ def test_only_rotation_tells_tokens_of_the_past_apart():
         assert ((a - b).abs().max() < 1e-12) == (name == "gpt2")
 
 
-def test_biases_are_there_when_asked_for():
+def test_the_parts_are_there_that_are_asked_for():
     for config in FORMS.values():
         names = {name for name, _ in Attention(D, 1e-6, config).named_parameters()}
-        weights = {"qkv_proj.weight", "o_proj.weight"}
-        assert names == (weights | {"qkv_proj.bias", "o_proj.bias"} if config.bias else weights)
+        wanted = {"qkv_proj.weight", "o_proj.weight"}
+        wanted |= {"q_norm.weight", "k_norm.weight"} if config.qk_norm != "none" else set()
+        wanted |= {"gate_proj.weight"} if config.gate == "sigmoid" else set()
+        wanted |= {f"{x}_proj.bias" for x in ("qkv", "gate") if config.bias and f"{x}_proj.weight" in wanted}
+        wanted |= {"o_proj.bias"} if (config.bias if config.out_bias is None else config.out_bias) else set()
+        assert names == wanted
+
+
+@every_form
+@pytest.mark.parametrize("tokens_read", [1, 63, 64, 65])
+def test_chunks_and_steps_after_a_state_equal_one_reading(config, tokens_read):
+    module, x = build(config), tokens(2, 37 + tokens_read)
+    with torch.inference_mode():
+        whole = module(x, empty(module, 2))[0]
+        _, state, _ = module(x[:, :37], empty(module, 2))
+        chunk, _, _ = module(x[:, 37:], state)
+        steps = []
+        for t in range(37, x.shape[1]):
+            y, state, _ = module(x[:, t : t + 1], state, consume_state=True)
+            steps.append(y)
+    torch.testing.assert_close(chunk, whole[:, 37:], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(torch.cat(steps, 1), whole[:, 37:], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_takes_two_widths_of_each_key_head_in_the_dtype_of_the_weights(dtype):
+    config = FORMS["groups"]
+    module = Attention(D, 1e-6, config).to(torch.get_default_device(), dtype)
+    with torch.inference_mode():
+        _, state, _ = module(tokens(1, 9).to(dtype), module.init_state(1, torch.get_default_device(), dtype))
+    assert state.k_BHSK.nbytes + state.v_BHSV.nbytes == 9 * 2 * 2 * 10 * dtype.itemsize
+
+
+SCALINGS = {
+    "linear": {"factor": 3.0},
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn, mscale": {
+        "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.5, "mscale_all_dim": 0.7,
+        "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False,
+    },
+    "yarn, factor": {"factor": 0.5, "original_max_position_embeddings": 16, "attention_factor": 1.3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize(("width", "share"), [(16, 1.0), (10, 1.0), (32, 0.25)])
+def test_scaled_positions_are_those_of_transformers(name, width, share):
+    kind, numbers = name.split(",")[0], SCALINGS[name]
+    there = LlamaConfig(
+        hidden_size=4 * width, num_attention_heads=4, head_dim=width, max_position_embeddings=256,
+        rope_parameters={"rope_type": kind, "rope_theta": 5e3, "partial_rotary_factor": share, **numbers},
+    )  # fmt: skip
+    frequency_F, amplitude = ROPE_INIT_FUNCTIONS[kind](there, torch.device("cpu"))
+    at = torch.arange(40).view(1, 40)
+    angle = at[:, :, None] * frequency_F.double()
+    found = rope.angles(at, int(width * share), 5e3, RopeScaling(kind, **numbers))
+    for one, other in zip(found, (angle.cos() * amplitude, angle.sin() * amplitude), strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +210,10 @@ def test_biases_are_there_when_asked_for():
     [
         ({"heads": 0}, "heads = 0, must be ≥ 1"),
         ({"heads": 3}, "heads = 3, must be a divisor of d_model / 2 = 8"),
+        ({"heads": 4, "kv_heads": 3}, "kv_heads = 3, must be a divisor of heads = 4"),
+        ({"heads": 4, "head_dim": 5}, "head_dim = 5, must be even to be turned"),
+        ({"heads": 4, "window": 0}, "window = 0, must be ≥ 1"),
+        ({"heads": 4, "cap": 0.0}, "cap = 0.0, must be > 0"),
         ({"heads": 16}, "heads = 16, must be a divisor of d_model / 2 = 8"),
         ({"heads": 3, "rope_base": None}, "heads = 3, must be a divisor of d_model = 16"),
         ({"heads": 2, "rope_base": 1.0}, "rope_base = 1.0, must be > 1"),

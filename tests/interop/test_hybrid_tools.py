@@ -1,0 +1,121 @@
+"""What the library does with a hybrid of another program: recorded steps, packed weights, gradients, LoRA, ONNX, and a
+state of a known size."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from perspectron import native
+from perspectron.data import Tokenizer
+from perspectron.data.loader import Batch
+from perspectron.decode.steps import stepped, steps_of
+from perspectron.interop import onnx
+from perspectron.interop.foreign import KINDS
+from perspectron.interop.foreign.source import Source
+from perspectron.model.census import census
+from perspectron.model.model import LanguageModel, build
+from perspectron.quant.convert import convert
+from perspectron.train.lora import LoraConfig, adapt
+from tests.interop import families
+from tests.interop.test_hybrids import CASES
+
+every_case = pytest.mark.parametrize("index", range(len(CASES)), ids=[str(family) for family in CASES])
+KIND = {"qwen3.5-0.8b": "qwen3_5_text", "granite-4.0-h-350m": "granitemoehybrid", "lfm2-350m": "lfm2"}
+GRANITE_ATTENTION = (10, 13, 17, 27)
+PUBLISHED = {
+    "qwen3.5-0.8b": {
+        "vocab_size": 248_320, "hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 3584,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_value_heads": 16, "tie_word_embeddings": True,
+    },
+    "granite-4.0-h-350m": {
+        "vocab_size": 100_352, "hidden_size": 768, "num_hidden_layers": 32, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "shared_intermediate_size": 2048, "num_local_experts": 0, "mamba_n_heads": 48,
+        "mamba_d_head": 32, "mamba_d_state": 128, "embedding_multiplier": 12, "logits_scaling": 3,
+        "residual_multiplier": 0.246, "attention_multiplier": 0.015625, "tie_word_embeddings": True,
+        "layer_types": ["attention" if i in GRANITE_ATTENTION else "mamba" for i in range(32)],
+    },
+    "lfm2-350m": {
+        "vocab_size": 65_536, "hidden_size": 1024, "num_hidden_layers": 16, "block_ff_dim": 6656,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    },
+}  # fmt: skip
+BYTES = {"qwen3.5-0.8b": (20e6, 12_288), "granite-4.0-h-350m": (23e6, 4096), "lfm2-350m": (82e3, 12_288)}
+"""Bytes that stay as they are, and bytes for each token with a cache in 16 bits (families.md)."""
+
+
+def model_of(index: int, **changes: object) -> LanguageModel:
+    values = CASES[index].values | changes
+    model = build(KINDS[CASES[index].kind].config(Source(Path(), values))).eval()
+    families.redraw(model, 3)
+    return model
+
+
+@pytest.mark.skipif(not native.available(), reason=str(native.reason()))
+@pytest.mark.parametrize("format", [None, "4bit"])
+@every_case
+def test_its_steps_are_recorded(index, format):
+    model = model_of(index)
+    if format is not None:
+        convert(model, format)
+    for rows in (1, 3):
+        with torch.inference_mode():
+            state = model.hidden(families.text(rows=rows, length=12))[1]
+            other, steps = state.fork(), steps_of(model)
+            for ids_B1 in families.text(seed=5, rows=rows, length=20).split(1, 1):
+                done = steps.step(ids_B1, state)
+                assert done is not None, steps.told
+                (_, found, state), (_, wanted, other) = done, stepped(model, None, ids_B1, other)
+                families.near(found, wanted, 1e-5 if format is None else 2e-2)
+
+
+@every_case
+def test_whole_texts_and_steps_have_the_same_gradients(index):
+    """In float64, of every parameter."""
+    model, ids = model_of(index).double(), families.text(rows=1, length=20)
+    parameters = dict(model.named_parameters())
+    weight = torch.randn(20, 67, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    state, logits = None, []
+    for ids_B1 in ids.split(1, 1):
+        out = model(ids_B1, state)
+        state = out.state
+        logits.append(out.logits[0])
+    both = model(ids).logits[0], torch.cat(logits)
+    whole, steps = (torch.autograd.grad((x * weight).sum(), list(parameters.values())) for x in both)
+    for name, a, b in zip(parameters, whole, steps, strict=True):
+        assert b.abs().max() > 0, name
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8 * float(b.abs().max()))
+
+
+@every_case
+def test_an_adapter_learns_beside_its_layers(index):
+    model, ids = model_of(index), families.text()
+    before = model(ids).logits.detach()
+    adapt(model, LoraConfig(rank=2), Batch(ids, ids, torch.zeros_like(ids, dtype=torch.bool), ids.numel()))
+    torch.testing.assert_close(model(ids).logits, before, rtol=0, atol=1e-4)
+    model.train()(ids, targets=ids).loss.backward()
+    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert all("lora_" in name for name in learning) and len(learning) >= 2 * len(model.blocks)
+    assert any(p.grad.abs().max() > 0 for p in learning.values())
+
+
+def test_their_steps_in_onnx_draw_the_same_tokens(tmp_path):
+    """Of one model with a layer of each kind."""
+    pytest.importorskip("onnxruntime")
+    tokenizer = Tokenizer.train(["the quick brown fox jumps over the lazy dog. " * 9], 280)
+    qwen, granite, lfm2 = (model_of(index, vocab_size=280).config for index in (0, 2, 4))
+    blocks = (qwen.blocks[0], granite.blocks[0], lfm2.blocks[0], qwen.blocks[2])
+    model = build(replace(qwen, blocks=blocks)).eval()
+    families.redraw(model, 3)
+    assert onnx.export(model, tokenizer, tmp_path / "model.onnx", context=24).tokens == 23
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_its_state_at_the_published_size_is_as_large_as_specified(name):
+    config = KINDS[KIND[name]].config(Source(Path(), PUBLISHED[name]))
+    found = census(config, (1024, 32_768)).state_bytes
+    fixed, token = BYTES[name]
+    each = (found[32_768] - found[1024]) / (32_768 - 1024)
+    assert each == 2 * token, "a census counts float32"
+    assert abs(found[1024] - 1024 * each - fixed) < 0.1 * fixed + 1e4
