@@ -210,6 +210,7 @@ ATTENTION = {
         rope_scaling=RopeScaling("yarn", 4.0, 16),
     ),
     "window": AttentionConfig(4, kv_heads=2, window=5, cap=2.0),
+    "brief cache": AttentionConfig(4, kv_heads=2, cache="bfloat16"),
 }
 
 
@@ -232,13 +233,16 @@ def test_attention_of_every_kind_is_recorded(name, rows, dtype):
     ids, before = tokens(rows, 60), read(model, rows, 9)
     found, after = go_on(recorded(model), model, ids, before.fork())
     wanted, modules = go_on(None, model, ids, before.fork())
+    brief = torch.bfloat16 if name == "brief cache" else dtype
     assert all(
-        x.dtype is dtype for x in pytree.tree_leaves(after) if torch.is_floating_point(torch.as_tensor(x))
+        x.dtype is brief for x in pytree.tree_leaves(after) if torch.is_floating_point(torch.as_tensor(x))
     )
     if dtype is torch.float32:
+        tolerance = 1e-2 if name == "brief cache" else 1e-5  # another last bit may round another way
         for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-        near(after, modules)
+            torch.testing.assert_close(one, other, rtol=10 * tolerance, atol=tolerance)
+        if name != "brief cache":
+            near(after, modules)
         return
     right, _ = go_on(None, attentive(name), ids, read(attentive(name), rows, 9))
     errors = [
