@@ -22,7 +22,7 @@ import torch
 
 from perspectron import presets
 from perspectron.data import Tokenizer
-from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, prefill
+from perspectron.decode.reading import CHUNK, prefill
 from perspectron.designs.perspective.adapt import AdaptConfig, Adapter, Learner, merge
 from perspectron.designs.perspective.adapt.gradient import Piece, losses
 from perspectron.model.model import LanguageModel, build
@@ -50,7 +50,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 def plain(model: LanguageModel, every: int = 0) -> Callable[[list[int]], torch.Tensor]:
     """Nats of tokens, read by the model as it is; every: tokens after which its state is set back."""
-    at = {"state": model.init_state(1), "last": END_OF_TEXT_ID, "read": 0}
+    at = {"state": model.init_state(1), "last": 0, "read": 0}
 
     @torch.no_grad()
     def read(ids: list[int]) -> torch.Tensor:
@@ -66,7 +66,7 @@ def plain(model: LanguageModel, every: int = 0) -> Callable[[list[int]], torch.T
 def dynamic(model: LanguageModel, every: int) -> tuple[LanguageModel, Callable[[list[int]], torch.Tensor]]:
     """Dynamic evaluation: a step of SGD on all weights after so many tokens."""
     model = copy.deepcopy(model).requires_grad_(True)
-    at = {"state": model.init_state(1), "last": END_OF_TEXT_ID, "fresh": True}
+    at = {"state": model.init_state(1), "last": 0, "fresh": True}
 
     def read(ids: list[int]) -> torch.Tensor:
         nats = []
@@ -133,7 +133,7 @@ def facts(model: LanguageModel, tokenizer: Tokenizer) -> dict[str, float]:
     for name, each in (("before", model), ("after", merge(model, adapter))):
         nats, right = 0.0, 0
         for line in lines:
-            ids = [END_OF_TEXT_ID, *tokenizer.encode(line)]
+            ids = [0, *tokenizer.encode(line)]
             first = 1 + len(tokenizer.encode(line.split("=")[0] + "="))  # of the value
             with torch.no_grad():
                 logits_TV = each(torch.tensor([ids])).logits[0, first - 1 : -1]
@@ -166,7 +166,7 @@ def streams(args: Any, tokenizer: Tokenizer, one: Opened | None) -> Iterator[tup
     for kind, path in kinds:
         part = tokenizer.encode(path.read_text())[: each - 1]
         spans.append((kind, len(ids), len(ids) + each))
-        ids += [END_OF_TEXT_ID, *part]
+        ids += [0, *part]
     spans.append(("own", len(ids), len(ids) + each))
     if kinds:
         yield "shift", ids + split.read(first + args.tokens, first + args.tokens + each).tolist(), spans

@@ -22,7 +22,7 @@ import torch
 from perspectron.cli.main import main as cli
 from perspectron.data import Tokenizer, open_shards
 from perspectron.decode.generate import generate
-from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID
+from perspectron.decode.reading import CHUNK
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.designs.adr.mixer import ADR
 from perspectron.eval.reading import byte_counts
@@ -123,7 +123,7 @@ def coherence(run: Path, judge: Path, *, quick: bool) -> dict[str, float]:
     starts = [
         split.read(at, at + 16).tolist() for at in range(0, split.tokens - 16, split.tokens // (count + 1))
     ]
-    prompts = [[id for id in ids if id != END_OF_TEXT_ID] or [1] for ids in starts[:count]]
+    prompts = [[id for id in ids if id != 0] or [1] for ids in starts[:count]]
     sampling, repeated, again, nats, size = SamplingConfig(temperature=1.0, min_p=0.02), [], [], 0.0, 0
     for at in range(0, count, 25):
         made = generate(opened.model, tokenizer, prompts[at : at + 25], max_tokens=length, sampling=sampling)
@@ -135,7 +135,7 @@ def coherence(run: Path, judge: Path, *, quick: bool) -> dict[str, float]:
                 again.append(len(second & first) / len(second))
             if len(ids) > 1:
                 with torch.inference_mode():
-                    logits = other.model(torch.tensor([[END_OF_TEXT_ID, *ids]])).logits[0, :-1].double()
+                    logits = other.model(torch.tensor([[0, *ids]])).logits[0, :-1].double()
                 nats += torch.nn.functional.cross_entropy(logits, torch.tensor(ids), reduction="sum").item()
                 size += int(byte_counts(tokenizer, torch.tensor(ids)).sum())
     return {

@@ -18,7 +18,7 @@ from facts import COUNTS, LR, QUICK, SEEDS, SIZES, STEPS, TRAIN, Fact, facts, pr
 from torch import Tensor
 
 from perspectron.decode.generate import generate
-from perspectron.decode.reading import END_OF_TEXT_ID, read
+from perspectron.decode.reading import read
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.designs.perspective.measures import compared, entropy, majority, probabilities
 from perspectron.designs.perspective.suites import views as suite
@@ -47,10 +47,10 @@ def answers(opened: Opened, config: PerspectivesConfig, prompts: Sequence[str]) 
     """Probabilities [N,P,V] of what follows each prompt, by every perspective, which read it all."""
     model, looked, found = opened.model, Perspectives(opened.model, config), []
     for start in range(0, len(prompts), 64):
-        ids = [[END_OF_TEXT_ID, *opened.tokenizer.encode(text)] for text in prompts[start : start + 64]]
+        ids = [[0, *opened.tokenizer.encode(text)] for text in prompts[start : start + 64]]
         fresh = [True] * len(ids)
-        base_ND, _ = read(model, ids, model.init_state(len(ids)), fresh=fresh)
-        others_NPD, _ = looked.others(ids, looked.copies(model.init_state(len(ids))), fresh=fresh)
+        base_ND, _ = read(model, ids, model.init_state(len(ids)), fresh=fresh, reset=0)
+        others_NPD, _ = looked.others(ids, looked.copies(model.init_state(len(ids))), fresh=fresh, reset=0)
         found.append(probabilities(model.head(torch.cat([base_ND[:, None], others_NPD], 1))))
     return torch.cat(found)
 

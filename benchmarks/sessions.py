@@ -16,6 +16,7 @@ import common
 import torch
 
 from perspectron import presets
+from perspectron.data.specials import OURS
 from perspectron.decode.row import Piece
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
@@ -34,7 +35,7 @@ class Letters:
     """A tokenizer of a model that was never trained: every id is a letter."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.vocab_size, self.stops = vocab_size, frozenset((0,))
+        self.vocab_size, self.specials = vocab_size, OURS
 
     def encode(self, text: str) -> list[int]:
         return [1 + ord(letter) % (self.vocab_size - 1) for letter in text]

@@ -10,6 +10,8 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.foreign_models import tokenizer
+
 D, LAYERS, V, H, G, K = 32, 4, 300, 4, 2, 10
 KINDS = gguf.GGMLQuantizationType
 SMALL = {
@@ -97,6 +99,13 @@ def rounded(x: Tensor, kind: Any) -> Tensor:
 
 def _fits(x: Tensor, kind: Any) -> bool:
     return x.ndim == 2 and x.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+
+
+def folder_of(name: str, folder: Path) -> Path:
+    """A model of ARCHES with a tokenizer, as transformers writes it."""
+    redrawn(*ARCHES[name]).save_pretrained(folder)
+    tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
 
 
 class Writer:

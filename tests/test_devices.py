@@ -14,6 +14,7 @@ from torch import Tensor
 
 import perspectron
 from perspectron import presets
+from perspectron.data.specials import OURS
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
@@ -139,7 +140,7 @@ def test_a_state_saved_on_one_device_goes_on_on_the_other(design, tmp_path):
 class Letters:
     """A tokenizer of one letter an id."""
 
-    vocab_size, stops = V, frozenset({0})
+    vocab_size, specials = V, OURS
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) % (V - 1) + 1 for letter in text]

@@ -96,7 +96,7 @@ def test_greedy_tokens_and_logits_are_those_of_torch(name: str, tokenizer: Token
         with torch.no_grad():
             wanted = model(ids).logits[0].numpy()
         np.testing.assert_allclose(np.stack(found), wanted, atol=2e-5, rtol=1e-4)
-    tokens, *_ = onnx._greedy_torch(onnx.Step(model, context), report.tokens)
+    tokens, *_ = onnx._greedy_torch(onnx.Step(model, context), report.tokens, 0)
     assert len(set(tokens)) > 1
 
 
@@ -171,13 +171,15 @@ def test_a_file_whose_tokens_differ_is_not_written(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(onnx, "_write", lambda step, tokenizer, path: path.write_bytes(b"a program"))
-    monkeypatch.setattr(onnx, "_greedy", lambda path, step, count: ([1] * count, 1.0))
+    monkeypatch.setattr(onnx, "_greedy", lambda path, step, count, first: ([1] * count, 1.0))
     ours = [1] * 7 + [2] * 193
-    monkeypatch.setattr(onnx, "_greedy_torch", lambda step, count: (ours, [0.01] * count, 1.0))
+    monkeypatch.setattr(onnx, "_greedy_torch", lambda step, count, first: (ours, [0.01] * count, 1.0))
     with pytest.raises(ArtifactError, match="token 7 is 1 in onnxruntime, 2 in PyTorch; not written"):
         onnx.export(build(small("gla-tiny"), 0), tokenizer, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(onnx, "_greedy_torch", lambda step, count: (ours, [1.0] * 7 + [1e-6] * 193, 1.0))
+    monkeypatch.setattr(
+        onnx, "_greedy_torch", lambda step, count, first: (ours, [1.0] * 7 + [1e-6] * 193, 1.0)
+    )
     report = onnx.export(build(small("gla-tiny"), 0), tokenizer, tmp_path / "model.onnx")
     assert report.tokens == 7, "after a tie two texts go on"
 

@@ -17,7 +17,6 @@ from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
 from perspectron.data.template import Template
 from perspectron.decode.conversation import Conversation
-from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.model.model import LanguageModel
@@ -319,7 +318,7 @@ class Talk:
     def _ends_a_line(self) -> bool:
         assert self.memory is not None
         last = [*self.memory.recent[0], *self.memory.pending[0]][-1:]
-        return self.tokenizer.decode(id for id in last if id != END_OF_TEXT_ID).endswith("\n")
+        return self.tokenizer.decode(last).endswith("\n")
 
 
 def _path(file: str, command: str) -> Path:

@@ -224,7 +224,8 @@ def _standard_input() -> str:
 
 def _bench(model: LanguageModel, tokenizer: Tokenizer, prompt: str, tokens: int, *, json: bool) -> int:
     """Decode and print what a token cost."""
-    measured = bench(model, tokenizer.vocab_size, tokenizer.encode(prompt or PROMPT), tokens)
+    ids = tokenizer.specials.begun(tokenizer.encode(prompt or PROMPT))
+    measured = bench(model, tokenizer.vocab_size, ids, tokens)
     sums = {"median": measured.median, "share": measured.share, "bytes": measured.touched.total}
     return answer(json, asdict(measured) | sums, _table(model, measured))
 

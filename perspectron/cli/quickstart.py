@@ -38,6 +38,9 @@ class Quickstart:
 
     Example: perspectron quickstart
     The text is Python's own standard library. If you run it again, it resumes where it stopped.
+
+    With a model of another program, import it, and stop and resume a conversation:
+    perspectron quickstart --model model.gguf
     """
 
     out: Path = Path("runs/quickstart")
@@ -48,8 +51,14 @@ class Quickstart:
     """Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
     steps: int = 600
     """Number of updates for each model, of 8 × 128 tokens each."""
+    model: Path | None = None
+    """A GGUF file, or a folder of transformers, to talk to instead."""
 
     def __call__(self) -> int:
+        if self.model is not None:
+            from perspectron.cli.quickstart_model import show
+
+            return show(self.model, self.out)
         require(self.steps >= 1, "steps", self.steps, "≥ 1")
         start, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
         console.print(f"[bold]1  Text[/]  {escape(str(self.data))}")

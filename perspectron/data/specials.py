@@ -33,10 +33,19 @@ class Specials(Struct, frozen=True, forbid_unknown_fields=True):
             self.prefix, (id for id in (self.pad, self.reset, self.end) if id is not None)
         )
 
-    def begun(self, ids: Sequence[int]) -> list[int]:
-        """The ids of a text from its beginning: with the prefix, unless it is there."""
+    @property
+    def start(self) -> tuple[int, ...]:
+        """What a text without a token is drawn after: the prefix, or the end of the text before."""
+        return self.prefix or (() if self.end is None else (self.end,))
+
+    def bare(self, ids: Sequence[int]) -> list[int]:
+        """The ids of a text without the prefix with which they may begin, as those of a chat template do."""
         n = len(self.prefix)
-        return list(ids) if tuple(ids[:n]) == self.prefix else [*self.prefix, *ids]
+        return list(ids[n:] if tuple(ids[:n]) == self.prefix else ids)
+
+    def begun(self, ids: Sequence[int]) -> list[int]:
+        """The ids of a text from its beginning: the prefix, once, and the rest; or `start`."""
+        return [*self.prefix, *self.bare(ids)] or list(self.start)
 
     def to_json(self) -> bytes:
         """The same specials as the same bytes."""

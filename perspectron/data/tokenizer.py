@@ -39,8 +39,6 @@ class Tokenizer:
     text; special ones only where a template's are `marked`.
     """
 
-    end_of_text = 0
-
     def __init__(self, text: str, file: bpe.Read, place: object) -> None:
         """Of a file's text, which `parse` reads; with the special ids of a tokenizer of ours."""
         with _panics(place):
@@ -159,11 +157,6 @@ class Tokenizer:
             canonical + (b"" if self.specials == OURS else self.specials.to_json())
         ).hexdigest()
 
-    @property
-    def stops(self) -> frozenset[int]:
-        """Tokens that end a text and are none of it."""
-        return self.specials.stops
-
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without prefix. What spells a special token is text like any, unless it is `marked`.
         DataError: half of a surrogate pair, or too long a run that cannot be cut."""
@@ -223,6 +216,14 @@ class Tokenizer:
             raise DataError(f"token id: {id} is not between 0 and {self.vocab_size - 1}")
         return self._bytes[id]
 
+    def spelling(self, id: int) -> str:
+        """The spelling of a token in the tokenizer's file."""
+        return self._spellings.get(id, f"<|{id}|>")
+
+    @functools.cached_property
+    def _spellings(self) -> dict[int, str]:
+        return {id: token for token, id in self._spelled.items()}
+
     def byte_counts(self) -> NDArray[np.int64]:
         """Bytes of each token, (V,): of a tokenizer of ours they are, summed over a document's ids, exactly its text's
         length."""
@@ -246,7 +247,7 @@ class Tokenizer:
         for token, id in self._spelled.items():
             if id in silent:
                 continue
-            if token in self._added:
+            if token in self._added and (kinds <= _PLAIN or "ByteLevel" in kinds):
                 table[id] = token.encode()
             elif "ByteLevel" in kinds:
                 data = [letters.get(letter) for letter in token]

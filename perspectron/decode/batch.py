@@ -11,7 +11,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from perspectron.decode.graphs import Graphs
-from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.decode.row import Row
 from perspectron.decode.steps import Steps, stepped, steps_of
 from perspectron.model.model import LanguageModel
@@ -71,7 +70,7 @@ class Batch:
         """Read the last token of each row, together or one by one. keep: the states before it, too."""
         model, device, read = self.model, self.model.device, list[Read]()
         if self.state is not None:
-            empty = [[END_OF_TEXT_ID]] * (-len(self.rows) % WIDTH)
+            empty = [[0]] * (-len(self.rows) % WIDTH)  # any token
             ids_B1 = torch.tensor([*(row.unread for row in self.rows), *empty], device=device)
             self.before = self.state.fork(self.before) if keep else None
             hidden_BD, logits_BV, self.state = stepped(model, self.steps, ids_B1, self.state)

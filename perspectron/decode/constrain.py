@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from perspectron.decode.processors import Hook, Step
-from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.decode.row import Row, Vocabulary
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, NonFiniteError
@@ -56,8 +55,8 @@ class Matcher(Hook):
     """One row's place in a grammar. ends: tokens that may come where the text may end. error: why it cannot go on;
     empty while it can."""
 
-    def __init__(self, inner: Any, vocab_size: int) -> None:
-        self._inner, self._vocab, self.ends = inner, vocab_size, frozenset((END_OF_TEXT_ID,))
+    def __init__(self, inner: Any, vocab_size: int, end: int) -> None:
+        self._inner, self._vocab, self._end, self.ends = inner, vocab_size, end, frozenset((end,))
         self._bits = np.zeros((vocab_size + 31) // 32 * 4, np.uint8)
         self._where = self._bits.ctypes.data, self._bits.nbytes
 
@@ -65,7 +64,7 @@ class Matcher(Hook):
         """Tokens [V] that may come next. NonFiniteError: the grammar cannot go on."""
         self._inner.unsafe_compute_mask_ptr(*self._where)
         allowed = np.unpackbits(self._bits, count=self._vocab, bitorder="little").view(np.bool_)
-        allowed[list(self.ends)] = allowed[END_OF_TEXT_ID]
+        allowed[list(self.ends)] = allowed[self._end]
         self._check()
         return torch.from_numpy(allowed)
 
@@ -134,7 +133,7 @@ class Constraint(Hook):
 
         limits, tokens = llguidance.LLParserLimits(**LIMITS), _tokens(self.tokenizer)  # type: ignore[arg-type]
         inner = llguidance.LLMatcher(tokens, self.grammar, log_level=0, limits=limits)
-        return Matcher(inner, self.tokenizer.vocab_size)
+        return Matcher(inner, self.tokenizer.vocab_size, _end(self.tokenizer))
 
 
 def json_object(tokenizer: Vocabulary) -> Constraint:
@@ -204,16 +203,25 @@ def _tokens(tokenizer: Vocabulary) -> Any:
     return llguidance.LLTokenizer(
         llguidance.TokenizerWrapper(_Spelled(tokenizer)),
         n_vocab=tokenizer.vocab_size,
-        eos_token=END_OF_TEXT_ID,
+        eos_token=_end(tokenizer),
     )
+
+
+def _end(tokenizer: Vocabulary) -> int:
+    """The token that ends a text where the grammar allows it. ConfigError: there is none."""
+    end = tokenizer.specials.end
+    ends = sorted(tokenizer.specials.stops) if end is None else [end]
+    require(bool(ends), "constraint", "of this tokenizer", "of one with a token that ends texts")
+    return ends[0]
 
 
 class _Spelled:
     """A tokenizer as the library asks for it: tokens of no bytes are special, and only the end of a text is allowed."""
 
-    eos_token_id, bos_token_id = END_OF_TEXT_ID, None
+    bos_token_id = None
 
     def __init__(self, tokenizer: Vocabulary) -> None:
+        self.eos_token_id = _end(tokenizer)
         spelled = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
         self.special_token_ids = [id for id, data in enumerate(spelled) if not data]
         self.tokens = [data or f"<|{id}|>".encode() for id, data in enumerate(spelled)]

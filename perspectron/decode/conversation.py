@@ -17,9 +17,9 @@ class Conversation:
 
     state: the model's state after the tokens read. pending: for each row the tokens not yet read; after `generate`
     exactly one, the last one drawn, however the row finished. Tokens of a stop string are part of the history but not
-    of the text. After "end" the pending token is the end-of-text token, so that the row continues with a new document
-    and an empty memory. recent: for each row the last `repetition_window` tokens of prompts and draws, without
-    end-of-text tokens. drawn: for each row the number of tokens drawn so far.
+    of the text. After "end" the pending token is the one that ended it; with a tokenizer of ours the row then goes on
+    with a new document and an empty memory. recent: for each row the last `repetition_window` tokens of prompts and
+    draws, without those that begin and end texts. drawn: for each row the number of tokens drawn so far.
     """
 
     state: LMState

@@ -20,8 +20,8 @@ from perspectron.util.errors import ConfigError
 class Generation:
     """The result of `generate`, row by row.
 
-    texts: the new text of each row. ids: every token drawn, including those of a stop string and the end-of-text
-    token. finished: "stop" at a stop string or where a hook has the text complete, "end" at the end-of-text token or a
+    texts: the new text of each row. ids: every token drawn, including those of a stop string and the one that ends the
+    text. finished: "stop" at a stop string or where a hook has the text complete, "end" at a token that ends texts or a
     stop id, "length" at `max_tokens`, "unsafe" where a hook stopped it. conversation: to continue from. verdicts: by
     name of a hook that gave any, those of every token, and of one before which the row was stopped.
     """
@@ -52,7 +52,7 @@ def generate(
 ) -> Generation:
     """Draw up to `max_tokens` tokens after each prompt, given as text or as ids.
 
-    Without `conversation` the end-of-text token is read first; an empty prompt then begins a document. With a
+    Without `conversation` the tokenizer's prefix is read first; an empty prompt then begins a document. With a
     conversation, which is consumed, the prompts continue it and may be empty; the tokens are then the same as without
     the interruption. Row i draws from stream i of the seed's noise. Finished rows cost nothing.
 

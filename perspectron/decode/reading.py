@@ -18,9 +18,6 @@ from perspectron.ops.attention import places
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 
-END_OF_TEXT_ID = 0
-"""The id that stands before every document. Models are trained to remember nothing across it."""
-
 CHUNK = 128
 """Tokens of a text that are read at once. Another number gives other last bits, so there is one for all: chunks begin
 at multiples of it, counted from where the text begins, and a text that was cut is read as the whole would be."""
@@ -32,13 +29,14 @@ def prefill(
     prompts: Sequence[Sequence[int]],
     state: LMState | None = None,
     *,
+    reset: int | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, LMState]:
     """Read a batch of prompts of any lengths ≥ 1 after `state`, which is used up: (the logits [B,V] after each
     row's last token, the new state).
 
-    `chunk` tokens at a time, so that memory beyond the state does not grow with the prompt. An end-of-text
-    token starts a document: nothing before it is remembered, as in training.
+    reset: the id across which nothing is remembered, where the tokenizer has one (`Specials.reset`). `chunk` tokens at
+    a time, so that memory beyond the state does not grow with the prompt.
     ConfigError: no prompts, a prompt of no tokens, ids outside the model's vocabulary, a state of another
     batch size.
     """
@@ -54,7 +52,7 @@ def prefill(
     last_BD = torch.zeros(B, model.config.d_model, dtype=model.dtype, device=model.device)
     for start in range(0, max(map(len, prompts)), chunk):
         parts = [prompt[start : start + chunk] for prompt in prompts]
-        here_BD, state = read(model, parts, state, fresh=[fresh and start == 0] * B)
+        here_BD, state = read(model, parts, state, fresh=[fresh and start == 0] * B, reset=reset)
         read_B1 = torch.tensor([[len(part) > 0] for part in parts], device=model.device)
         last_BD = torch.where(read_B1, here_BD, last_BD)
     return model.head(last_BD), state
@@ -66,15 +64,16 @@ def read(
     state: LMState,
     *,
     fresh: Sequence[bool],
+    reset: int | None,
     views: Views | None = None,
 ) -> tuple[Tensor, LMState]:
     """Read one chunk of tokens in each row, some perhaps empty, after `state`, which is used up: (what the head reads
     [B,D] after each row's last token, the new state).
 
-    fresh: rows that have read nothing before, so that a document that starts at their column 0 resets nothing. views:
-    from which rows choose their experts; the positions are filled in here.
+    fresh: rows that have read nothing before, so that a document that starts at their column 0 resets nothing. reset:
+    as `prefill` has it. views: from which rows choose their experts; the positions are filled in here.
     """
-    hidden_BTD, state = read_all(model, parts, state, fresh=fresh, views=views)
+    hidden_BTD, state = read_all(model, parts, state, fresh=fresh, reset=reset, views=views)
     last_B = torch.tensor([len(part) for part in parts], device=model.device) - 1
     return hidden_BTD[torch.arange(len(parts), device=model.device), last_B], state
 
@@ -85,26 +84,27 @@ def read_all(
     state: LMState,
     *,
     fresh: Sequence[bool],
+    reset: int | None,
     views: Views | None = None,
 ) -> tuple[Tensor, LMState]:
     """`read`, with what the head reads after every token [B,T,D], T of the longest row."""
     B, T, device = len(parts), max(map(len, parts)), model.device
-    alone = B == T == 1 and views is None and (fresh[0] or parts[0][0] != END_OF_TEXT_ID)
+    alone = B == T == 1 and views is None and (fresh[0] or parts[0][0] != reset)
     if alone:  # it may be one that was drawn, and is read again
         hidden_1D, _, state = stepped(model, steps_of(model), torch.tensor([parts[0]], device=device), state)
         return hidden_1D[:, None], state
     length_B = torch.tensor([len(part) for part in parts])
-    ids_BT = torch.tensor([[*part, *[END_OF_TEXT_ID] * (T - len(part))] for part in parts])
+    ids_BT = torch.tensor([[*part, *[0] * (T - len(part))] for part in parts])
     pad_BT = torch.arange(T) >= length_B[:, None]
-    reset_BT = (ids_BT == END_OF_TEXT_ID) & ~pad_BT
+    reset_BT = (ids_BT == (-1 if reset is None else reset)) & ~pad_BT
     reset_BT[:, 0] &= ~torch.tensor(fresh)
-    reset, pad = (mask_BT.to(device) if mask_BT.any() else None for mask_BT in (reset_BT, pad_BT))
+    starts, pad = (mask_BT.to(device) if mask_BT.any() else None for mask_BT in (reset_BT, pad_BT))
     if views is not None:
         length = state.document_length_B
         start_B = torch.zeros(B, dtype=torch.int64, device=device) if length is None else length
-        views = replace(views, position_BT=places(start_B, T, reset, pad).position_BT)
+        views = replace(views, position_BT=places(start_B, T, starts, pad).position_BT)
     hidden_BTD, state, _ = model.hidden(
-        ids_BT.to(device), state, reset_BT=reset, pad_BT=pad, consume_state=True, views=views
+        ids_BT.to(device), state, reset_BT=starts, pad_BT=pad, consume_state=True, views=views
     )
     return hidden_BTD, state
 
@@ -117,17 +117,19 @@ def check_ids(ids: Sequence[int], vocab_size: int, row: int) -> None:
         require(0 <= id < vocab_size, f"prompt: token id (row {row})", id, f"≥ 0 and < {vocab_size}")
 
 
-def lengths(ids: Sequence[int]) -> list[int]:
-    """Tokens of each document of a text: of the one that it goes on with, and of those that begin in it."""
-    starts = [0, *(at for at, id in enumerate(ids) if id == END_OF_TEXT_ID), len(ids)]
+def lengths(ids: Sequence[int], reset: int | None) -> list[int]:
+    """Tokens of each document of a text: of the one that it goes on with, and of those that begin in it, with the id
+    `reset`."""
+    starts = [0, *(at for at, id in enumerate(ids) if id == reset), len(ids)]
     return [end - start for start, end in itertools.pairwise(starts)]
 
 
-def check_room(positions: int, length: int, unread: Sequence[int], max_tokens: int, row: int) -> None:
-    """ConfigError for a text that would run off the positions of a model; length: tokens of the document so far."""
+def check_room(positions: int, length: int, counts: Sequence[int], max_tokens: int, row: int) -> None:
+    """ConfigError for a text that would run off the positions of a model. length: tokens of the document so far;
+    counts: of the `lengths` to be read."""
     if positions == 0:
         return
-    for number, count in enumerate(lengths(unread)):
+    for number, count in enumerate(counts):
         length = length if number == 0 else 0
         room = f"≤ {positions - length}, the positions that row {row} has left of {positions}"
         require(length + count <= positions, "tokens of the prompt", count, room)

@@ -1,17 +1,17 @@
 """One row: its prompt, what was drawn, and its text as it becomes certain."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from perspectron.decode.reading import END_OF_TEXT_ID
+from perspectron.data.specials import Specials
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.model.state import LMState
 from perspectron.util.errors import PerspectronError
 
 Finish = Literal["stop", "end", "length", "error", "unsafe"]
-"""Reasons to end: a stop string or a text that a hook has complete; the end-of-text token or a stop id; `max_tokens`;
+"""Reasons to end: a stop string or a text that a hook has complete; a token that ends texts or a stop id; `max_tokens`;
 nothing that can be drawn, or a hook that failed; a hook that stops it, as a safe set does."""
 
 
@@ -19,9 +19,10 @@ class Vocabulary(Protocol):
     """The part of a tokenizer that generating needs."""
 
     vocab_size: int
-    stops: frozenset[int]
+    specials: Specials
 
     def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
     def token_bytes(self, id: int) -> bytes: ...
 
 
@@ -128,7 +129,7 @@ class Row:
     """State of this row while it is in no batch; None before the first chunk of a new row."""
     early: int = 0
     """Tokens to draw before the text may end."""
-    ends: frozenset[int] = frozenset((END_OF_TEXT_ID,))
+    ends: frozenset[int] = frozenset()
     """Tokens that end the text and are none of it."""
     before: LMState | None = None
     """State before the last token, where a hook needs it and the row stands in no batch."""
@@ -163,7 +164,7 @@ class Row:
         self.left -= 1
         self.early = max(0, self.early - 1)
         text = self.text.push(b"" if ends else self.vocabulary.token_bytes(id), stops=counts)
-        if id != END_OF_TEXT_ID:  # the penalty does not count the end of a document: it is no repetition
+        if id not in self.vocabulary.specials.silent:  # the end of a text is no repetition
             self.recent = [*self.recent, id][-self.sampling.repetition_window :]
         if ends:
             self.finished = "end"

@@ -15,7 +15,7 @@ from perspectron.decode import reading
 from perspectron.decode.batch import Batch, Read
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.processors import Hook, Processor, Step, ask, hooks_of
-from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, check_room
+from perspectron.decode.reading import CHUNK, check_ids, check_room, lengths
 from perspectron.decode.row import Piece, Row, TextStream, Vocabulary
 from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite, sample
 from perspectron.decode.store import PrefixStore
@@ -97,11 +97,12 @@ class Rows:
     ) -> int:
         """Add a row and return its handle. The following steps read its prompt and draw from it.
 
-        prompt: a text or its ids; it may be empty. Without `conversation` the end-of-text token is read first, as
-        before every document. With one, of one row, which is used up, the prompt follows what stands there. stream: of
-        noise under the seed, the handle when None: two rows of equal seed and stream draw alike.
+        prompt: a text or its ids; it may be empty. Without `conversation` it begins a text: the tokenizer's prefix is
+        read first, where the ids do not begin with it. With one, of one row, which is used up, the prompt follows what
+        stands there. stream: of noise under the seed, the handle when None: two rows of equal seed and stream draw
+        alike.
         logprobs: pieces carry those of the tokens drawn, and of so many of the most likely ones. hooks: of this row.
-        stop_ids: tokens that end the text as the tokenizer's `stops` do ("end"); their bytes are none of it.
+        stop_ids: tokens that end the text as those of the tokenizer do ("end"); their bytes are none of it.
         min_tokens: before so many are drawn none of these is, and no stop string counts that they complete.
         ConfigError: ids outside the vocabulary, a number out of bounds, settings that do not go together, more tokens
         than a table of learned positions has left. StateError: a conversation of another model, or of several rows.
@@ -121,10 +122,11 @@ class Rows:
         handle, model = self._next, self.model
         stream = handle if stream is None else stream
         require(0 <= stream < 2**64, "stream", stream, "≥ 0 and < 2^64")
+        special = self.tokenizer.specials
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        own = (
-            Conversation(LMState(()), [[END_OF_TEXT_ID]], [[]], [0]) if conversation is None else conversation
-        )
+        if conversation is None:
+            ids = special.begun(ids)
+        own = Conversation(LMState(()), [[]], [[]], [0]) if conversation is None else conversation
         if own.rows != 1:
             raise StateError(f"add: the conversation has {own.rows} rows; take one of them")
         if own.state.model not in (None, model.number):
@@ -137,14 +139,18 @@ class Rows:
         state = None if conversation is None else own.state.to(model.device)  # a loaded one is on the CPU
         unread = [*own.pending[0], *ids]
         length_B = None if state is None else state.document_length_B
-        length = 0 if length_B is None else int(length_B[0])
-        check_room(model.config.positions or model.config.longest, length, unread, max_tokens, handle)
-        recent = [*own.recent[0], *(id for id in ids if id != END_OF_TEXT_ID)][-sampling.repetition_window :]
+        length, most = (
+            0 if length_B is None else int(length_B[0]),
+            model.config.positions or model.config.longest,
+        )
+        check_room(most, length, lengths(unread, special.reset), max_tokens, handle)
+        known = [*own.recent[0], *(id for id in ids if id not in special.silent)]
+        recent = known[-sampling.repetition_window :]
         apart = [] if own.recent[0][-len(own.pending[0]) :] == own.pending[0] else own.pending[0]
         known = [*own.recent[0], *apart, *ids]
         row = Row(
             handle, self.tokenizer, unread, state is None, known, recent, own.drawn[0], max_tokens, sampling, stream,
-            TextStream(stop), logprobs, state, min_tokens, self.tokenizer.stops.union(stop_ids),
+            TextStream(stop), logprobs, state, min_tokens, special.stops.union(stop_ids),
         )  # fmt: skip
         begun = [ask(hook, hook.begin, row) for hook in (*self._shared, *hooks_of(hooks))]
         self._rows[handle], self._hooks[handle] = row, begun
@@ -273,7 +279,9 @@ class Rows:
         for hook in self._hooks[row.handle]:
             ends = row.start + len(part) == len(row.unread)
             ask(hook, hook.prompt, part, state, begins=begins, last=ends)
-        last_1D, row.state = reading.read(self.model, [part], state, fresh=[begins])
+        last_1D, row.state = reading.read(
+            self.model, [part], state, fresh=[begins], reset=self.tokenizer.specials.reset
+        )
         row.seconds += time.perf_counter() - start
         row.start += len(part)
         if self.store is not None and row.keys is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.log import Log
 from perspectron.decode.marks import Marks
-from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, lengths, read_all
+from perspectron.decode.reading import CHUNK, check_ids, lengths, read_all
 from perspectron.decode.row import Vocabulary
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite
@@ -45,7 +45,8 @@ class Session:
     ) -> None:
         self._rows = Rows(model, tokenizer, chunk=chunk, store=store, together=False)
         self._kin: Stateful = model if store is None else store.model
-        self._ids, self._drawn = Log([END_OF_TEXT_ID]), Log([False])
+        prefix = [*tokenizer.specials.prefix]
+        self._ids, self._drawn = Log(prefix), Log([False] * len(prefix))
         self._calls = list[int]()
         """Tokens that each call has read."""
         self._state: LMState | None = None
@@ -56,8 +57,10 @@ class Session:
         self._foreign = False
         """The state comes from a file: what is read after it is not for the store, where others would begin with it."""
         self._seconds = 0.0
-        self._before = 1
+        self._before = len(prefix)
         """Tokens at the start that are none of the text's."""
+        self._whole = True
+        """The text is known from its beginning; else a state remembers what was before it."""
 
     @property
     def chunk(self) -> int:
@@ -72,8 +75,7 @@ class Session:
     @property
     def text(self) -> str:
         """All that was read and said."""
-        data = b"".join(map(self._rows.tokenizer.token_bytes, self.tokens))
-        return data.decode("utf-8", errors="replace")
+        return self._rows.tokenizer.decode(self.tokens)
 
     @property
     def nbytes(self) -> int:
@@ -100,8 +102,8 @@ class Session:
     @torch.inference_mode()
     def likely(self, ids: Sequence[int], count: int) -> Generator[int, None, list[Likely]]:
         """Log-probabilities of ids as they would be read next, each given all before it, and of the `count` most likely
-        tokens in its place, with a pause before each call, that gives the tokens left. The session stays as it is.
-        Errors as `append`, and NonFiniteError."""
+        tokens in its place, with a pause before each call, that gives the tokens left. A first token that nothing
+        stands before has none. The session stays as it is. Errors as `append`, and NonFiniteError."""
         own, first, found = self.fork(), len(self._ids), list[Likely]()
         own.append(ids)
         V = own._rows.tokenizer.vocab_size
@@ -121,10 +123,13 @@ class Session:
         return found
 
     def append(self, text: str | Sequence[int]) -> None:
-        """Go on with a text that waits until it is needed; errors as `read`."""
+        """Go on with a text that waits until it is needed; errors as `read`. The tokenizer's prefix stands before a
+        text once, also where ids begin with it."""
         tokenizer = self._rows.tokenizer
         require(not isinstance(text, bytes), "text", text, "a text or its ids")
         ids = tokenizer.encode(text) if isinstance(text, str) else list(text)
+        if self._whole and len(self._ids) == self._before:
+            ids = tokenizer.specials.bare(ids)
         if ids:
             check_ids(ids, tokenizer.vocab_size, 0)
         self._check_positions(ids)
@@ -175,7 +180,8 @@ class Session:
         as it was. ConfigError as `Rows.add`."""
         unread = self._ids[self._read :]
         if self._state is None:
-            return rows.add(unread[1:], **settings)
+            require(len(unread) > 0, "text", "", "read before: this tokenizer puts nothing before a text")
+            return rows.add(unread, **settings)
         sampling = settings.get("sampling", SamplingConfig())
         recent = self._recent(sampling.repetition_window)
         talk = Conversation(self._state.fork(), [unread], [recent], [sum(self._drawn[:])])
@@ -219,7 +225,7 @@ class Session:
             return self._cut(T, calls, self._state)
         first = self._marks.first()
         least = f"≥ {sum(self._calls[:first]) + 1}: what a loaded text began with is remembered, not known"
-        require(self._before > 0 or calls >= first, "token", token, least)
+        require(self._whole or calls >= first, "token", token, least)
         (known, marked), store = self._marks.nearest(calls), self._rows.store
         earlier = self._cut(T, known, marked)
         found = None if store is None or not self._keys else store.find(self._keys[:calls])
@@ -239,7 +245,7 @@ class Session:
         )
         token = min(len(self.tokens), len(ids)) if same is None else same
         T = token + self._before
-        if self._before == 0 or self._read >= T or any(self._drawn[:T]):
+        if not self._whole or self._read >= T or any(self._drawn[:T]):
             return Session(self._rows.model, self._rows.tokenizer, chunk=self.chunk, store=self._rows.store)
         return self._cut(T, len(self._calls), self._state)
 
@@ -250,7 +256,7 @@ class Session:
         recent = self._recent(SamplingConfig.repetition_window)
         talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [sum(self._drawn[:])]}
         own: dict[str, Any] = {"ids": self._ids[:], "drawn": [int(drawn) for drawn in self._drawn[:]]}
-        own |= {"calls": self._calls, "before": self._before}
+        own |= {"calls": self._calls, "before": self._before if self._whole else -1}
         save_state(path, state, self._kin, extra={**(extra or {}), "conversation": talk, "session": own})
 
     @classmethod
@@ -279,24 +285,25 @@ class Session:
                 raise StateError(f"{path}: a conversation of {talk.rows} rows; take one of them")
             ids = talk.pending[0]
             own, talk = (
-                {"ids": ids, "drawn": [0] * len(ids), "calls": [], "before": 0},
+                {"ids": ids, "drawn": [0] * len(ids), "calls": [], "before": -1},
                 replace(talk, drawn=[0]),
             )
-        fields = _checked(own, talk, tokenizer.vocab_size)
+        fields = _checked(own, talk, tokenizer)
         if fields is None:
             raise StateError(f"{path}: its tokens are not those of a session of this tokenizer")
         session._ids, session._drawn = Log(fields[0]), Log(fields[1])
-        session._calls, session._before = fields[2:]
+        session._calls, session._whole = fields[2:]
+        session._before = len(tokenizer.specials.prefix) if session._whole else 0
         longest, most = max(session._calls, default=0), max(CHUNK, self.chunk)
         if longest > most:
             raise StateError(
                 f"{path}: was read {longest} tokens at a time, must be ≤ {most}; load it with chunk={longest}"
             )
-        if session._calls or session._before == 0:
+        if session._calls or not session._whole:
             session._state, session._foreign = state.to(model.device), True
             # Of a text whose beginning is not known there is no other way back to it.
-            session._marks.put(len(session._calls), session._state.fork(), fixed=session._before == 0)
-        if store is not None and session._before == 0:
+            session._marks.put(len(session._calls), session._state.fork(), fixed=not session._whole)
+        if store is not None and not session._whole:
             session._keys = None
         elif store is not None:
             session._keys = []
@@ -305,11 +312,12 @@ class Session:
         return session
 
     def _recent(self, window: int) -> list[int]:
-        """The last tokens of the text, ends of documents left out."""
+        """The last tokens of the text, those that begin and end texts left out."""
+        silent = self._rows.tokenizer.specials.silent
         found, end = list[int](), len(self._ids)
         while end > 0 and len(found) < window:
             start = max(0, end - window)
-            found = [id for id in self._ids[start:end] if id != END_OF_TEXT_ID] + found
+            found = [id for id in self._ids[start:end] if id not in silent] + found
             end = start
         return found[-window:]
 
@@ -323,14 +331,15 @@ class Session:
         positions = config.positions or config.longest
         if positions == 0:
             return
-        length = max(lengths([*self._ids[:], *ids]))
+        length = max(lengths([*self._ids[:], *ids], self._rows.tokenizer.specials.reset))
         require(length <= positions, "tokens of one document", length, f"≤ positions = {positions}")
 
     def _cut(self, T: int, calls: int, state: LMState | None) -> "Session":
         """A session of the first T tokens, of which so many calls have made the state."""
         rows = self._rows
         own = Session(rows.model, rows.tokenizer, chunk=rows.chunk, store=rows.store)
-        own._ids, own._drawn, own._before = self._ids.cut(T), self._drawn.cut(T), self._before
+        own._ids, own._drawn = self._ids.cut(T), self._drawn.cut(T)
+        own._before, own._whole = self._before, self._whole
         own._calls, own._keys = self._calls[:calls], None if self._keys is None else self._keys[:calls]
         own._state = None if state is None else state.fork()
         own._foreign = self._foreign and state is not None
@@ -342,7 +351,8 @@ class Session:
         model, store, start = self._rows.model, self._rows.store, time.perf_counter()
         state = model.init_state(1) if self._state is None else self._state
         part = self._ids[self._read : self._read + count]
-        hidden_1TD, self._state = read_all(model, [part], state, fresh=[self._state is None])
+        reset = self._rows.tokenizer.specials.reset
+        hidden_1TD, self._state = read_all(model, [part], state, fresh=[self._state is None], reset=reset)
         self._seconds += time.perf_counter() - start
         self._count(count)
         if store is not None and self._keys is not None and not self._foreign:
@@ -378,8 +388,11 @@ class Session:
             self._keys.append(store.link(self._keys[-1] if self._keys else store.root, ids))
 
 
-def _checked(own: Any, talk: Conversation, vocab: int) -> tuple[list[int], list[bool], list[int], int] | None:
-    """The fields of a saved session; None unless they are of the types and of the lengths that go together."""
+def _checked(
+    own: Any, talk: Conversation, tokenizer: Vocabulary
+) -> tuple[list[int], list[bool], list[int], bool] | None:
+    """The fields of a saved session, and whether its text is known from the beginning; None unless they are of the
+    types and of the lengths that go together."""
     if not isinstance(own, dict) or set(own) != {"ids", "drawn", "calls", "before"} or talk.rows != 1:
         return None
     ids, drawn, calls, before = (own[name] for name in ("ids", "drawn", "calls", "before"))
@@ -387,15 +400,16 @@ def _checked(own: Any, talk: Conversation, vocab: int) -> tuple[list[int], list[
         isinstance(field, list) and all(type(x) is int for x in field) for field in (ids, drawn, calls)
     ):
         return None
-    if not ids or not all(0 <= id < vocab for id in ids) or len(drawn) != len(ids) or set(drawn) - {0, 1}:
+    vocab, prefix = tokenizer.vocab_size, tokenizer.specials.prefix
+    if not all(0 <= id < vocab for id in ids) or len(drawn) != len(ids) or set(drawn) - {0, 1}:
         return None
-    if (
-        talk.drawn != [sum(drawn)]
-        or min(calls, default=1) < 1
-        or ids[sum(calls) :] != talk.pending[0]
-        or not talk.pending[0]
-    ):
+    waiting = talk.pending[0]
+    if talk.drawn != [sum(drawn)] or min(calls, default=1) < 1 or ids[sum(calls) :] != waiting:
         return None
-    if before not in ((0, 1) if not calls or ids[0] == END_OF_TEXT_ID else (0,)):
+    whole = before == len(prefix)
+    if type(before) is not int or not (whole or before in (-1, 0)):  # 0: in files of older versions
         return None
-    return ids, [drawn == 1 for drawn in drawn], calls, before
+    begins = tuple(ids[: len(prefix)]) == prefix if whole else bool(waiting)
+    if not begins or not (waiting or (whole and not ids)):
+        return None
+    return ids, [drawn == 1 for drawn in drawn], calls, whole

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from perspectron import native
 from perspectron.decode.reading import CHUNK
@@ -74,14 +75,17 @@ def digest(
     of which join after its first token. piece: tokens of the text that are given at once; 0 is all."""
     V, positions = tokenizer.vocab_size, model.config.positions or model.config.longest
     length = min(CHUNK + 22, positions - DRAWN) if positions else CHUNK + 22
-    ids, session = _text(0, length, V), Session(model, tokenizer)
+    words = torch.tensor([id for id in range(V) if id not in tokenizer.specials.silent])
+    ids, session = _text(0, length, words), Session(model, tokenizer)
     for start in range(0, length, piece or length):
         session.read(ids[start : start + (piece or length)])
     rows, greedy = Rows(model, tokenizer, together=together), SamplingConfig(temperature=0.0)
 
     def join(numbers: Sequence[int]) -> None:
         for number in numbers:
-            rows.add(_text(number, 1 + number % 9, V), max_tokens=2 * DRAWN + number % DRAWN, stream=number)
+            rows.add(
+                _text(number, 1 + number % 9, words), max_tokens=2 * DRAWN + number % DRAWN, stream=number
+            )
 
     join(range(1, 1 + others // 2))
     row = session.enter(rows, max_tokens=DRAWN, sampling=greedy, stream=0, logprobs=V)
@@ -109,7 +113,7 @@ def _set_threads(count: int) -> None:
         native.set_threads(count)
 
 
-def _text(number: int, length: int, vocab: int) -> list[int]:
-    """Random ids, none of them the end of a document."""
+def _text(number: int, length: int, words_V: Tensor) -> list[int]:
+    """Random ids of these, none of which begins or ends a text."""
     draw = torch.Generator().manual_seed(number)
-    return torch.randint(1, vocab, (length,), generator=draw).tolist()
+    return words_V[torch.randint(len(words_V), (length,), generator=draw)].tolist()

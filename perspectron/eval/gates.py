@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.decode.reading import END_OF_TEXT_ID
+from perspectron.data.specials import OURS, Specials
 from perspectron.model.block import Block
 from perspectron.model.model import LanguageModel
 from perspectron.util.hooks import hooked
@@ -27,23 +27,25 @@ def gates_of(model: LanguageModel) -> dict[int, nn.Module]:
     return found
 
 
-def recorded(model: LanguageModel, ids: list[int]) -> tuple[dict[int, Tensor], Tensor]:
+def recorded(
+    model: LanguageModel, ids: list[int], special: Specials = OURS
+) -> tuple[dict[int, Tensor], Tensor]:
     """The logits of the decays [T,D] at each token of a text that begins with its first id, by block, and the model's
-    logits [T+1,V] after the separator and each of them."""
-    found = dict[int, Tensor]()
+    logits [T+1,V] after what begins a text and each of them."""
+    found, start = dict[int, Tensor](), [*special.start]
 
     def keep(number: int, p_BTD: Tensor) -> None:
-        found[number] = p_BTD[0, 1:].double().cpu()  # the first is the separator's
+        found[number] = p_BTD[0, len(start) :].double().cpu()
 
     gates = gates_of(model).items()
     with hooked(gate.register_forward_hook(lambda _, __, p, n=number: keep(n, p)) for number, gate in gates):
-        logits = model(torch.tensor([[END_OF_TEXT_ID, *ids]], device=model.device)).logits
-    return found, logits[0]
+        logits = model(torch.tensor([[*start, *ids]], device=model.device)).logits
+    return found, logits[0, max(0, len(start) - 1) :]
 
 
 @torch.inference_mode()
-def halflives(model: LanguageModel, ids: list[int]) -> dict[int, Tensor]:
+def halflives(model: LanguageModel, ids: list[int], special: Specials = OURS) -> dict[int, Tensor]:
     """Half-lives [T,D] in tokens, log ½ / log γ, at each token of a text, by the number of the block; empty for models
     without such decays."""
-    logits, _ = recorded(model, ids)
+    logits, _ = recorded(model, ids, special)
     return {n: (-math.log(2) / F.logsigmoid(p)).clamp_max(LONGEST) for n, p in logits.items()}

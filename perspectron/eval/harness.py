@@ -1,6 +1,6 @@
 """The model interface of lm-evaluation-harness; `perspectron lm-eval` registers it there.
 
-Every request is a separate document: the end-of-text token is read first, as in training. Requests longer than a table
+Every request is a separate document: the tokenizer's prefix is read first, as in training. Requests longer than a table
 of positions are cut to their last tokens, as the harness does for any model of bounded context. Designs without a
 table read everything, with the state carried from chunk to chunk.
 
@@ -63,7 +63,8 @@ class Answers:
     def rolling(self, texts: Sequence[str]) -> list[float]:
         """The log-likelihood of each text as a whole, in nats. With a table of P positions: of P tokens at a time,
         each given the up to P tokens before the last of them."""
-        documents = [[Tokenizer.end_of_text, *ids] for ids in self.tokenizer.encode_batch(list(texts))]
+        encoded = self.tokenizer.encode_batch(list(texts))
+        documents = [self._begun(ids) for ids in encoded]
         rows = [list(self._windows(ids)) for ids in documents]
         scores = iter(self._scores([row for windows in rows for row in windows]))
         return [sum(next(scores).log_likelihood for _ in windows) for windows in rows]
@@ -97,7 +98,12 @@ class Answers:
         continuation = context[len(stripped) :] + continuation
         before, both, after = self.tokenizer.encode_batch([stripped, stripped + continuation, continuation])
         scored = both[len(before) :] if both[: len(before)] == before else after
-        return Row([Tokenizer.end_of_text, *before, *scored], len(scored))
+        return Row([*self._begun(before), *scored], len(scored))
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        """A text from its beginning, with a token before the first that is scored: where the tokenizer puts none there,
+        the one that ends texts, as the harness does."""
+        return [*self.tokenizer.specials.start, *self.tokenizer.specials.bare(ids)]
 
     def _windows(self, ids: list[int]) -> Iterator[Row]:
         step = self.model.config.positions or max(1, len(ids) - 1)
@@ -165,9 +171,7 @@ class Answers:
             max_tokens = min(MAX_TOKENS, table // 2) if table else MAX_TOKENS
         require(table == 0 or max_tokens < table, "max_gen_toks", max_tokens, f"< positions = {table}")
         ids = self.tokenizer.encode(context)[-(table - max_tokens) if table else 0 :]
-        # Nothing to go on from: a document begins, which a second separator says as well as one.
-        prompt = ids or [Tokenizer.end_of_text]
-        return {"prompt": prompt, "max_tokens": max_tokens, "sampling": sampling, "stop": until}
+        return {"prompt": ids, "max_tokens": max_tokens, "sampling": sampling, "stop": until}
 
 
 def _wanted(options: Mapping[str, Any]) -> tuple[tuple[str, ...], int | None, SamplingConfig]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perspectron.data.tokenizer import Tokenizer
 from perspectron.eval.reading import (
     ROWS,
     bits_per_byte,
@@ -58,11 +57,12 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     bytes_NT = byte_counts(subject.tokenizer, rest_NT[:, 1:])
     whole_NT = _continued(subject, context_NT, rest_NT)
     resumed_NT = _continued(subject, context_NT, rest_NT, on_disk)
-    vocab, seed = subject.tokenizer.vocab_size, subject.seed
+    silent, seed = subject.tokenizer.specials.silent, subject.seed
+    words = torch.tensor([id for id in range(subject.tokenizer.vocab_size) if id not in silent])
     windows = {f"within_{n}": n for n in options.windows if n < at} | {"whole": at}
     contexts = {"no_context": context_NT[:, :0]}
     contexts |= {f"shuffled_{name}": shuffled(context_NT, n, seed) for name, n in windows.items()}
-    contexts |= {f"corrupted_{share}": corrupted(context_NT, share, vocab, seed) for share in options.shares}
+    contexts |= {f"corrupted_{share}": corrupted(context_NT, share, words, seed) for share in options.shares}
     lost = {name: _continued(subject, context_NT, rest_NT) for name, context_NT in contexts.items()}
     bits = {name: bits_per_byte(lost_NT, bytes_NT) for name, lost_NT in lost.items()}
     return {
@@ -97,13 +97,13 @@ def shuffled(context_NT: Tensor, window: int, seed: int) -> Tensor:
     return context_NT.gather(1, key_NT.argsort(1))
 
 
-def corrupted(context_NT: Tensor, share: float, vocab_size: int, seed: int) -> Tensor:
-    """Each token after the first becomes, with probability `share`, a random one that is not the separator. With the
-    same seed a larger share corrupts what a smaller one does, and more."""
+def corrupted(context_NT: Tensor, share: float, words_V: Tensor, seed: int) -> Tensor:
+    """Each token after the first becomes, with probability `share`, a random one of these. With the same seed a larger
+    share corrupts what a smaller one does, and more."""
     draw = torch.Generator().manual_seed(seed)
     hit_NT = torch.rand(context_NT.shape, generator=draw) < share
     hit_NT[:, :1] = False
-    other_NT = torch.randint(Tokenizer.end_of_text + 1, vocab_size, context_NT.shape, generator=draw)
+    other_NT = words_V[torch.randint(len(words_V), context_NT.shape, generator=draw)]
     return torch.where(hit_NT, other_NT, context_NT)
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from perspectron.decode.reading import END_OF_TEXT_ID, prefill
+from perspectron.decode.reading import prefill
 from perspectron.decode.sampling import SamplingConfig, sample
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.model.census import Touched, is_cache, touched
@@ -309,7 +309,7 @@ def decode(
     """(seconds of each of `tokens` tokens after a prompt, the state after them). A token's time is that of drawing it
     from the logits, reading it, and having the next logits. The first `warmup` are not told. `between`: called
     before each token, not timed."""
-    logits_1V, state = prefill(model, [[END_OF_TEXT_ID, *prompt]])
+    logits_1V, state = prefill(model, [prompt])
     seconds, steps = [], steps_of(model)
     for drawn in range(warmup + tokens):
         if between is not None:

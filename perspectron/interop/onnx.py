@@ -92,17 +92,18 @@ def export(model: LanguageModel, tokenizer: Tokenizer, path: Path, *, context: i
     """Write FILE, and check it: CHECKED greedy tokens, or those before a tie, must be those of PyTorch. context: tokens
     that full attention looks back on; other mixers have no bound.
 
-    Inputs are `ids` [1,1] and the state's tensors, zeros before a text, which begins with the separator, id 0; outputs
-    are `logits` [1,V] and after each state tensor's name `.next`. The tokenizer is in the file's metadata, as
-    "tokenizer". ConfigError: a part that is not exported (`require_exportable`). ArtifactError: the tokens differ.
+    Inputs are `ids` [1,1] and the state's tensors, zeros before a text, which begins with the tokenizer's prefix;
+    outputs are `logits` [1,V] and after each state tensor's name `.next`. The tokenizer is in the file's metadata, as
+    "tokenizer", and its special ids, as "specials". ConfigError: a part that is not exported (`require_exportable`).
+    ArtifactError: the tokens differ.
     """
     require_exportable(model, context)
     step = Step(model.eval(), context)
-    size = min(CHECKED, context - 1)
+    size, first = min(CHECKED, context - 1), [*tokenizer.specials.start, 0][0]
     with atomic(path) as temporary:
         _write(step, tokenizer, temporary)
-        ours, gaps, torch_ms = _greedy_torch(step, size)
-        theirs, ms = _greedy(temporary, step, size)
+        ours, gaps, torch_ms = _greedy_torch(step, size, first)
+        theirs, ms = _greedy(temporary, step, size, first)
         if ours != theirs:
             at = next(i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
             if at == 0 or gaps[at] > TIE:  # after a tie two texts go on, both right
@@ -130,6 +131,7 @@ def _write(step: Step, tokenizer: Tokenizer, path: Path) -> None:
         "perspectron": __version__,
         "model": step.model.config.name,
         "tokenizer": tokenizer.to_str(),
+        "specials": tokenizer.specials.to_json().decode(),
     }
     program.model.metadata_props.update(known)
     program.save(path, external_data=False)
@@ -152,10 +154,9 @@ def _quiet() -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _greedy_torch(step: Step, count: int) -> tuple[list[int], list[float], float]:
-    """(the most likely tokens from the separator on, by how much each is, ms of a step) as the model itself has
-    them."""
-    model, chosen, gaps, times = step.model, [0], list[float](), list[float]()
+def _greedy_torch(step: Step, count: int, first: int) -> tuple[list[int], list[float], float]:
+    """(the most likely tokens after the first, by how much each is, ms of a step) as the model itself has them."""
+    model, chosen, gaps, times = step.model, [first], list[float](), list[float]()
     state = model.init_state(1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -173,7 +174,7 @@ def _greedy_torch(step: Step, count: int) -> tuple[list[int], list[float], float
     return chosen[1:], gaps, 1e3 * min(times)
 
 
-def _greedy(path: Path, step: Step, count: int) -> tuple[list[int], float]:
+def _greedy(path: Path, step: Step, count: int, first: int) -> tuple[list[int], float]:
     """The same in onnxruntime."""
     import onnxruntime
 
@@ -181,7 +182,7 @@ def _greedy(path: Path, step: Step, count: int) -> tuple[list[int], float]:
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     state: Sequence[NDArray[Any]] = [tensor.numpy() for tensor in step.start]
-    chosen, times = [0], list[float]()
+    chosen, times = [first], list[float]()
     for _ in range(count):
         began = time.perf_counter()
         given = dict(zip(step.names, state, strict=True)) | {"ids": np.array([chosen[-1:]])}

@@ -1,5 +1,5 @@
 """The examples of every command's help: they parse, and those that are quick when shortened are run, in their order,
-in a folder that holds two texts and nothing else. (tests/cli/test_installed.py runs every command.)"""
+in a folder that holds two texts and a GGUF. (tests/cli/test_installed.py runs every command.)"""
 
 import importlib
 import io
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from perspectron.cli.main import _parse, command_of, commands, main, of_design
+from tests.gguf_models import folder_of, write
 
 SHORTER = {
     r"--minutes \S+": "--steps 3",
@@ -94,6 +95,7 @@ def test_every_command_has_examples_and_they_parse(name, folder):
 
 
 def test_the_examples_run_from_an_empty_folder(folder, monkeypatch, capsys):
+    write(Path("model.gguf"), folder_of("llama", folder / "model-hf"), "llama")
     lines = [*BEFORE, *(line for name in IN_ORDER if name not in ELSEWHERE for line in examples(name))]
     for line in lines:
         short = line

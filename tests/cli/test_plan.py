@@ -184,7 +184,7 @@ def test_a_trace_is_the_models_own_routing(run, text, tmp_path, capsys):
     )
     model, tokenizer = perspectron.load(run)
     ids = tokenizer.encode(text.read_text())[:50]
-    layers = follow(model, torch.tensor([[tokenizer.end_of_text, *ids]]))
+    layers = follow(model, torch.tensor([[*tokenizer.specials.prefix, *ids]]))
     trace = traces.load(out)
     np.testing.assert_array_equal(trace.chosen_TL.T, [layer.expert_BT[0, 1:].tolist() for layer in layers])
     np.testing.assert_array_equal(trace.guessed_TL.T, [layer.guess_BT[0, 1:].tolist() for layer in layers])

@@ -10,7 +10,6 @@ import torch
 
 from perspectron.cli.harness import open_answers
 from perspectron.cli.main import main
-from perspectron.data import Tokenizer
 from perspectron.eval import recall
 from perspectron.eval.suites import SUITES
 from tests.cli.small import SIZES
@@ -108,7 +107,7 @@ def test_the_harness_computes_as_eval_does(run, text, capsys):
         for dtype in ("auto", "float32", "bfloat16"):
             asked = open_answers(str(folder), dtype=dtype, device="cpu")
             sums[folder.name, dtype] = asked.rolling([words])[0]
-            ids = torch.tensor([[Tokenizer.end_of_text, *asked.tokenizer.encode(words)]])
+            ids = torch.tensor([[*asked.tokenizer.specials.prefix, *asked.tokenizer.encode(words)]])
             with torch.no_grad(), torch.autocast("cpu", asked.dtype, enabled=asked.dtype is not None):
                 log_p_TV = asked.model(ids[:, :-1]).logits[0].float().log_softmax(1)
             ours = log_p_TV.gather(1, ids[0, 1:, None]).sum().item()

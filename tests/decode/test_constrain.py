@@ -164,7 +164,7 @@ class Without:
     """A vocabulary whose tokens with a letter spell another."""
 
     def __init__(self, inner: Tokenizer, letter: bytes) -> None:
-        self.vocab_size, self.stops, self.encode = inner.vocab_size, inner.stops, inner.encode
+        self.vocab_size, self.specials, self.encode = inner.vocab_size, inner.specials, inner.encode
         self._inner, self._letter = inner, letter
 
     def token_bytes(self, id: int) -> bytes:

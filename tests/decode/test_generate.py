@@ -130,7 +130,7 @@ def test_conversation_holds_everything_drawn(double: LanguageModel, tokenizer: T
     talk = result.conversation
     assert talk.drawn == [len(ids) for ids in result.ids]
     assert talk.pending == [ids[-1:] for ids in result.ids]
-    logits = prefill(double, talk.pending, talk.state)[0]
+    logits = prefill(double, talk.pending, talk.state, reset=0)[0]
     for row, prompt in enumerate(PROMPTS):
         history = [0, *tokenizer.encode(prompt), *result.ids[row]]
         assert talk.recent[row] == history[1:]

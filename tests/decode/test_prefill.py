@@ -8,8 +8,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perspectron.data import Tokenizer
-from perspectron.decode.reading import END_OF_TEXT_ID, prefill
+from perspectron.decode.reading import prefill
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.util.errors import ConfigError
@@ -50,17 +49,16 @@ def test_batch_of_different_lengths_reads_as_each_alone(double: LanguageModel, c
             torch.testing.assert_close(got, expected, **EXACT)
 
 
-def test_nothing_is_remembered_across_end_of_text(double: LanguageModel) -> None:
-    assert Tokenizer.end_of_text == END_OF_TEXT_ID
+def test_nothing_is_remembered_across_the_reset(double: LanguageModel) -> None:
     a, b, c = prompts_of(20, 9, 30)
-    logits, state = prefill(double, [[*a, 0, *b], [0, *c]], chunk=8)
+    logits, state = prefill(double, [[*a, 0, *b], [0, *c]], chunk=8, reset=0)
     for row, ids in enumerate(([0, *b], [0, *c])):
         expected, alone = prefill(double, [ids])
         torch.testing.assert_close(logits[row : row + 1], expected, **EXACT)
         got = prefill(double, [[3]], state.select(torch.tensor([row])))[0]
         torch.testing.assert_close(got, prefill(double, [[3]], alone)[0], **EXACT)
     # Also when it is the first token read after a state.
-    after = prefill(double, [[0, *b]], prefill(double, [a])[1])[0]
+    after = prefill(double, [[0, *b]], prefill(double, [a])[1], reset=0)[0]
     torch.testing.assert_close(after, prefill(double, [[0, *b]])[0], **EXACT)
 
 

@@ -252,7 +252,7 @@ FORGED = [
     ("conversation", "recent", [[10**9]]), ("conversation", "recent", [[-(10**9)]]), ("conversation", "recent", [[-5]]),
     ("conversation", "recent", [[VOCAB]]), ("conversation", "pending", [[-1]]), ("conversation", "pending", [[VOCAB]]),
     ("conversation", "drawn", [-1]), ("conversation", "drawn", [2**62]), ("conversation", "drawn", [99]),
-    ("session", "ids", [0, -1]), ("session", "drawn", [0, 2]), ("session", "calls", [0]), ("session", "before", -1),
+    ("session", "ids", [0, -1]), ("session", "drawn", [0, 2]), ("session", "calls", [0]), ("session", "before", -2),
     ("session", "before", 10**9),
 ]  # fmt: skip
 

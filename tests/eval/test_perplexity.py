@@ -74,7 +74,7 @@ def assert_close(found: Heldout, expected: Heldout, rel: float) -> None:
 
 
 def separators(ids: list[int]) -> set[int]:
-    return {i for i, id in enumerate(ids) if id == Tokenizer.end_of_text}
+    return {i for i, id in enumerate(ids) if id == 0}
 
 
 @pytest.mark.parametrize("model", MODELS)

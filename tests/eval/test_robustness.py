@@ -31,14 +31,14 @@ def test_corruption_is_as_much_as_asked_and_grows():
     ids = torch.zeros(50, 401, dtype=torch.int64)
     before = ids.bool()
     for share in (0.05, 0.1, 0.4, 1.0):
-        hit = corrupted(ids, share, 300, seed=0) != 0
+        hit = corrupted(ids, share, torch.arange(1, 300), seed=0) != 0
         assert hit[:, 1:].float().mean().item() == pytest.approx(share, abs=0.01)
         assert not hit[:, 0].any()
         assert hit[before].all()
         before = hit
-    found = corrupted(ids, 1.0, 300, seed=0)[:, 1:]
+    found = corrupted(ids, 1.0, torch.arange(1, 300), seed=0)[:, 1:]
     assert (found.min().item(), found.max().item()) == (1, 299)
-    assert torch.equal(corrupted(ids, 0.0, 300, seed=0), ids)
+    assert torch.equal(corrupted(ids, 0.0, torch.arange(1, 300), seed=0), ids)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -78,7 +78,7 @@ def test_the_numbers_are_those_of_plain_reading(subject):
     assert found["worse"]["shuffled_within_4"]["bits_per_byte"] == pytest.approx(other - whole, abs=1e-9)
     assert set(found["shuffled"]) == {"within_4", "whole"}
     assert found["worse"]["corrupted_0.0"]["bits_per_byte"] == 0
-    other = bits(corrupted(ids_NT[:, :48], 0.3, subject.tokenizer.vocab_size, 0))
+    other = bits(corrupted(ids_NT[:, :48], 0.3, torch.arange(1, subject.tokenizer.vocab_size), 0))
     assert found["corrupted"][1]["bits_per_byte"] == pytest.approx(other, rel=1e-9)
 
 

@@ -19,7 +19,6 @@ from perspectron.compare.report.tables import Cell
 from perspectron.compare.report.tables import Table as PageTable
 from perspectron.data import Tokenizer, absolute, encode
 from perspectron.decode.generate import generate
-from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.designs.adr.countries import ASKED, PHRASINGS, Fact, Sentences, facts
 from perspectron.designs.adr.literal import tried
@@ -151,7 +150,8 @@ def faults(literal: dict[str, Any]) -> list[str]:
 @torch.inference_mode()
 def measured(model: LanguageModel, tokenizer: Tokenizer) -> dict[str, Any]:
     """Likeliest next tokens of the prompt, and the share of capitals it names, by how they were told."""
-    logits_V = model(torch.tensor([[END_OF_TEXT_ID, *tokenizer.encode(PROMPT)]])).logits[0, -1].double()
+    prompt = tokenizer.specials.begun(tokenizer.encode(PROMPT))
+    logits_V = model(torch.tensor([prompt])).logits[0, -1].double()
     chances, ids = logits_V.softmax(-1).topk(LIKELIEST)
     every = range(len(PHRASINGS))
     asked: dict[str, list[tuple[Fact, int]]] = {

@@ -12,7 +12,6 @@ from perspectron.cli.progress import Work
 from perspectron.compare.report.page import Section, rendered
 from perspectron.compare.report.tables import Cell
 from perspectron.compare.report.tables import Table as PageTable
-from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.designs.adr.demo import shown
 from perspectron.designs.drm.geometry import RING, Options, measure, mixer_of
 from perspectron.designs.perspective.commands.routes import read_tokens
@@ -73,7 +72,7 @@ class GeometryOf:
         with tempfile.TemporaryDirectory() as scratch:
             split = opened.shards(Path(scratch)).split("heldout")
             ids = split.read(0, min(split.tokens, 2 * self.options.tokens)).tolist()
-        return [id for id in ids if id != END_OF_TEXT_ID][: self.options.tokens]
+        return [id for id in ids if id not in opened.tokenizer.specials.silent][: self.options.tokens]
 
 
 def findings(results: dict[str, Any]) -> list[tuple[bool, str]]:

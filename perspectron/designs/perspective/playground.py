@@ -67,7 +67,7 @@ def _heats(model: LanguageModel, tokenizer: Tokenizer, ids: list[int]) -> list[s
     """A picture for each recurrent layer: rows of the state, the slowest on top, over the tokens of the text."""
     words = [_shown(tokenizer.decode([id])) for id in ids]
     pictures = []
-    for block, halflife_TD in halflives(model, ids).items():
+    for block, halflife_TD in halflives(model, ids, tokenizer.specials).items():
         order = halflife_TD.log().mean(0).argsort(descending=True)
         rows = halflife_TD[:, order].T.tolist()
         pictures.append(draw_heat(Heat(f"block {block}", words, rows), slug=f"heat{block}-"))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from perspectron.decode.processors import Hook, Mark, Step
-from perspectron.decode.reading import END_OF_TEXT_ID, read
+from perspectron.decode.reading import read
 from perspectron.decode.row import Row
 from perspectron.designs.perspective.projection import Faces, Report, faces, project
 from perspectron.model.model import LanguageModel
@@ -165,8 +165,11 @@ def states(model: LanguageModel, tokenizer: Any, texts: Sequence[str], rows: int
     """The head's input after the last token of each text [N,D], float64."""
     found = []
     for start in range(0, len(texts), rows):
-        ids = [[END_OF_TEXT_ID, *tokenizer.encode(text)] for text in texts[start : start + rows]]
-        last_BD, _ = read(model, ids, model.init_state(len(ids)), fresh=[True] * len(ids))
+        special = tokenizer.specials
+        ids = [special.begun(tokenizer.encode(text)) for text in texts[start : start + rows]]
+        last_BD, _ = read(
+            model, ids, model.init_state(len(ids)), fresh=[True] * len(ids), reset=special.reset
+        )
         found.append(last_BD.double().cpu())
     return torch.cat(found)
 
@@ -290,19 +293,6 @@ def of_tokens(
     labels = tuple(f"token:{id}" for id in ids)
     inside_D = interior(normals, offsets, inside_D.double(), ROOM)
     return Polytope(normals, offsets, inside_D, labels, 0.0, 0.0, model.fingerprint())
-
-
-def given(
-    rows_HD: Tensor, offsets_H: Tensor, inside_D: Tensor, model: Stateful, label: str = "given"
-) -> Polytope:
-    """Half-spaces from rows of any length. ConfigError: a row of zeros, or the point is not inside."""
-    length_H = rows_HD.double().norm(dim=1)
-    require(bool(length_H.isfinite().all()), "rows", "not finite", "finite numbers")
-    require(bool((length_H > 0).all()), "rows", "a row of zeros", "rows of which none is zero")
-    normals, offsets = (rows_HD.double() / length_H[:, None]).float(), offsets_H.double() / length_H
-    labels = (label,) * len(normals)
-    _refuse_empty(normals, offsets, inside_D.double(), 0.0, labels)
-    return Polytope(normals, offsets, inside_D.double(), labels, 0.0, 0.0, model.fingerprint())
 
 
 # ---------------------------------------------------------------- in decoding

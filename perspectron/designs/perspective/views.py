@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from perspectron.decode.processors import Hook, Step
-from perspectron.decode.reading import END_OF_TEXT_ID, read
+from perspectron.decode.reading import read
 from perspectron.decode.row import Row
 from perspectron.decode.sampling import sample
 from perspectron.designs.perspective.measures import compared, confidence, entropy, majority, probabilities
@@ -192,14 +192,19 @@ class Perspectives(Hook):
         return state.select([row for row in range(state.batch_size) for _ in range(K)])
 
     def others(
-        self, parts: Sequence[Sequence[int]], state: LMState, *, fresh: Sequence[bool]
+        self,
+        parts: Sequence[Sequence[int]],
+        state: LMState,
+        *,
+        fresh: Sequence[bool],
+        reset: int | None,
     ) -> tuple[Tensor, LMState]:
         """Read tokens from the other perspectives, after their states, which are used up: what the head reads after
-        the last [N, P − 1, D], and the new states."""
+        the last [N, P − 1, D], and the new states. fresh, reset: as `reading.read` has them."""
         N, K, views = len(parts), len(self.config.kinds) - 1, self._views
         views = replace(views, view_B=views.view_B * N, seed_B=views.seed_B * N)
         rows, begins = [part for part in parts for _ in range(K)], [new for new in fresh for _ in range(K)]
-        hidden_BD, state = read(self.model, rows, state, fresh=begins, views=views)
+        hidden_BD, state = read(self.model, rows, state, fresh=begins, reset=reset, views=views)
         return hidden_BD.view(N, K, -1), state
 
     def stand_ins(
@@ -276,6 +281,7 @@ class _Asked(Hook):
 
     def __init__(self, all: Perspectives, row: Row) -> None:
         self.all, self.row, self.keeps_before = all, row, all.keeps_before
+        self.reset = row.vocabulary.specials.reset
         self.chunk: tuple[list[int], LMState, bool] | None = None
         self.views: LMState | None = None
         self.seen: Tensor | None = None
@@ -305,7 +311,7 @@ class _Asked(Hook):
         if self.views is None:
             assert state is not None
             self.views = self.all.copies(state)
-        hidden_1PD, self.views = self.all.others([ids], self.views, fresh=[begins])
+        hidden_1PD, self.views = self.all.others([ids], self.views, fresh=[begins], reset=self.reset)
         self.seen = hidden_1PD[0]
 
     def _look(self, step: Step, base_1V: Tensor) -> Tensor:
@@ -317,16 +323,17 @@ class _Asked(Hook):
         state = self._before(step)
         length_1 = state.document_length_B
         fresh = length_1 is not None and not length_1.any()
-        return step.look(self.all.others([self.row.unread[-1:]], self.all.copies(state), fresh=[fresh])[0][0])
+        last, copies = [self.row.unread[-1:]], self.all.copies(state)
+        return step.look(self.all.others(last, copies, fresh=[fresh], reset=self.reset)[0][0])
 
     def _before(self, step: Step) -> LMState:
         """The state before the last token."""
         if self.chunk is None:
             return step.before
         ids, state, begins = self.chunk
-        if ids[-1] == END_OF_TEXT_ID or len(ids) == 1:
+        if ids[-1] == self.reset or len(ids) == 1:
             return state
-        return read(self.all.model, [ids[:-1]], state.fork(), fresh=[begins])[1]
+        return read(self.all.model, [ids[:-1]], state.fork(), fresh=[begins], reset=self.reset)[1]
 
     def _mixed(self, log_V: Tensor, chosen: int) -> int:
         row = self.row

@@ -1,5 +1,6 @@
 """Reads the folders that `perspectron export --hf` wrote, also after transformers has saved them again."""
 
+import json
 from dataclasses import replace
 
 import msgspec
@@ -21,11 +22,15 @@ def config(source: Source) -> ModelConfig:
 
 
 def tokenizer(source: Source) -> Tokenizer:
-    """The tokenizer beside config.json, which says across which id such a model remembers nothing."""
-    found = Tokenizer.load(source.folder / "tokenizer.json")
-    if found.specials != OURS:
-        reset = source.get("end_of_text")
-        found.specials = msgspec.structs.replace(found.specials, reset=reset if type(reset) is int else None)
+    """The tokenizer beside config.json, which says across which id such a model remembers nothing. One of ours is
+    without what transformers adds to it."""
+    path = source.folder / "tokenizer.json"
+    found = Tokenizer.load(path)
+    if found.specials == OURS:
+        bare = json.loads(found.to_str()) | dict.fromkeys(("post_processor", "truncation", "padding"))
+        return Tokenizer.parse(json.dumps(bare, indent=2, ensure_ascii=False), path)
+    reset = source.get("end_of_text")
+    found.specials = msgspec.structs.replace(found.specials, reset=reset if type(reset) is int else None)
     return found
 
 

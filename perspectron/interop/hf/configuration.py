@@ -11,15 +11,15 @@ from perspectron.util.config import dump, load
 
 class PerspectronConfig(PreTrainedConfig):
     """Config of PerspectronForCausalLM. architecture: a ModelConfig as plain JSON values, but for its vocabulary, which
-    `vocab_size` says, for transformers changes that one when tokens are added. end_of_text: id that stands before every
-    document, where memory begins anew."""
+    `vocab_size` says, for transformers changes that one when tokens are added. end_of_text: id across which nothing is
+    remembered; None where there is none."""
 
     model_type = "perspectron"
     vocab_size: int = 0
     hidden_size: int = 0
     num_hidden_layers: int = 0
     architecture: dict[str, Any] | None = None
-    end_of_text: int = 0
+    end_of_text: int | None = 0
     use_cache: bool = True
 
     @classmethod

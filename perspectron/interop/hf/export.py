@@ -32,9 +32,17 @@ def export(opened: Opened, out: Path) -> None:
 
 def write(model: LanguageModel, tokenizer: Tokenizer, out: Path) -> None:
     """All but the card, into a folder that exists."""
-    ends = sorted(tokenizer.stops)
-    ids = {"bos_token_id": 0, "eos_token_id": ends if len(ends) > 1 else 0, "pad_token_id": 0}
-    described = PerspectronConfig.of(model.config, architectures=["PerspectronForCausalLM"], **ids)
+    special = tokenizer.specials
+    first, ends = [*special.start, None][0], sorted(special.stops)
+    pad = first if special.pad is None else special.pad
+    ids = {
+        "bos_token_id": first,
+        "eos_token_id": ends if len(ends) > 1 else [*ends, None][0],
+        "pad_token_id": pad,
+    }
+    described = PerspectronConfig.of(
+        model.config, architectures=["PerspectronForCausalLM"], end_of_text=special.reset, **ids
+    )
     described.auto_map = remote.auto_map()
     described.perspectron_version = __version__
     described.dtype = str(model.dtype).removeprefix("torch.")

@@ -193,7 +193,7 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
         return loss + _share(labels, more.get("num_items_in_batch")) * _penalty(aux)
 
     def _inputs(self, tokens: Tensor, mask: Tensor | None, layer: StateLayer | None) -> Inputs:
-        """The input for the model: documents begin at the separator, but not where nothing was read before."""
+        """The input for the model: documents begin at a separator, but not where nothing was read before."""
         (B, T), pad_BT, reset_BT = tokens.shape[:2], None, None
         if mask is not None:
             if mask.ndim != 2 or mask.shape[0] != B or mask.shape[1] < T:
@@ -202,7 +202,7 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
                 )
             pad_BT = mask[:, -T:] == 0
             pad_BT = pad_BT if bool(pad_BT.any()) else None
-        if not tokens.is_floating_point():
+        if not tokens.is_floating_point() and self.config.end_of_text is not None:
             reset_BT = tokens == self.config.end_of_text
             if pad_BT is not None:
                 reset_BT = reset_BT & ~pad_BT

@@ -142,6 +142,8 @@ class Answers:
         if body.state is not None:
             begun = await asyncio.to_thread(served.states.load, body.state, engine.session())
         read = [await served.ids(prompt) for prompt in prompts]
+        if begun is None:
+            read = [served.tokenizer.specials.bare(ids) for ids in read]
         run = _Run(
             [], body.n, body.n * len(prompts), 0, asyncio.Queue(), [], body.save, body.state or "", slot
         )
@@ -178,10 +180,11 @@ class Answers:
             session = self.served.engine.session() if begun is None else begun
             task = self.served.engine.run(session.likely(ids, count))
             pairs = await heard(request, asyncio.wrap_future(task))
-            marks = [Mark(id, *pair) for id, pair in zip(ids, pairs, strict=True)]
-            if begun is None and marks:
-                marks[0] = Mark(ids[0], None, ())
-            found.append(marks)
+            first = [Mark(id, None, ()) for id in ids[:1] if begun is None]
+            rest = ids[len(first) :]
+            found.append(
+                [*first, *(Mark(id, *pair) for id, pair in zip(rest, pairs[-len(rest) :], strict=False))]
+            )
         return found
 
     def _begun(self, ids: Sequence[int], slot: int | None) -> Session:

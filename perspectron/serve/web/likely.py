@@ -23,9 +23,9 @@ def marks_of(pieces: Sequence[Piece]) -> list[Mark]:
 
 def shown(tokenizer: Tokenizer, id: int) -> str:
     """A token as text, each one differently; part of a character as OpenAI shows it, "bytes:" and its bytes."""
-    if id == tokenizer.end_of_text:
-        return "<|endoftext|>"
     data = tokenizer.token_bytes(id)
+    if not data:
+        return tokenizer.spelling(id)
     try:
         text = data.decode()
     except UnicodeDecodeError:

@@ -80,10 +80,15 @@ def test_the_base_among_the_views_reads_as_the_model_does(perspective):
     ids = [[0, 5, 9, 33, 7], [0, 80, 4, 4, 11]]
     views = Views(("nearest", "second"), (0, 0), torch.empty(0))
     with torch.inference_mode():
-        plain, _ = read(perspective, ids, perspective.init_state(2), fresh=[True] * 2)
-        seen, _ = read(perspective, ids, perspective.init_state(2), fresh=[True] * 2, views=views)
+        plain, _ = read(perspective, ids, perspective.init_state(2), fresh=[True] * 2, reset=0)
+        seen, _ = read(perspective, ids, perspective.init_state(2), fresh=[True] * 2, reset=0, views=views)
         none, _ = read(
-            perspective, ids, perspective.init_state(2), fresh=[True] * 2, views=replace(views, from_layer=4)
+            perspective,
+            ids,
+            perspective.init_state(2),
+            fresh=[True] * 2,
+            reset=0,
+            views=replace(views, from_layer=4),
         )
     torch.testing.assert_close(seen[0], plain[0], atol=1e-6, rtol=1e-6)
     assert not torch.allclose(seen[1], plain[1], atol=1e-3)
@@ -151,7 +156,9 @@ def test_persistent_views_read_all_that_was_drawn(perspective, tokenizer):
     for id, verdict in zip(made.ids[0], made.verdicts["perspectives"][0], strict=True):
         views = Views(("nearest", "second", "antipode", "random"), (5,) * 4, torch.empty(0))
         with torch.inference_mode():
-            last, _ = read(perspective, [ids] * 4, perspective.init_state(4), fresh=[True] * 4, views=views)
+            last, _ = read(
+                perspective, [ids] * 4, perspective.init_state(4), fresh=[True] * 4, reset=0, views=views
+            )
             apart, _ = compared(probabilities(perspective.head(last))[None])
         assert verdict.disagreement == pytest.approx(float(apart), abs=1e-4)
         ids.append(id)
@@ -174,9 +181,11 @@ def test_each_verdict_follows_from_a_reading_by_hand(perspective, tokenizer):
     chosen = 0
     for id, verdict in zip(made.ids[0], made.verdicts["perspectives"][0], strict=True):
         with torch.inference_mode():
-            _, past = read(perspective, [ids[:-1]], perspective.init_state(1), fresh=[True])
+            _, past = read(perspective, [ids[:-1]], perspective.init_state(1), fresh=[True], reset=0)
             views = Views(("nearest", "second", "antipode", "random"), (5,) * 4, torch.empty(0))
-            last, _ = read(perspective, [ids[-1:]] * 4, past.select([0] * 4), fresh=[False] * 4, views=views)
+            last, _ = read(
+                perspective, [ids[-1:]] * 4, past.select([0] * 4), fresh=[False] * 4, reset=0, views=views
+            )
             p = probabilities(perspective.head(last))
         apart, more = compared(p[None])
         assert verdict.disagreement == pytest.approx(float(apart), abs=1e-5)

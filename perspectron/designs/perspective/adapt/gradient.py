@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.model.block import of_mixer, with_mixer
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
@@ -26,11 +25,13 @@ Weights = dict[int, Tensor]
 @dataclass(frozen=True)
 class Piece:
     """Tokens that were read one after the other, with the target of the last. state: before them. fresh: nothing was
-    read before, so that a document which begins at the first of them resets nothing."""
+    read before, so that a document which begins at the first of them resets nothing. reset: the id across which nothing
+    is remembered."""
 
     ids: Sequence[int]
     state: LMState
     fresh: bool = False
+    reset: int | None = None
 
 
 def losses(model: LanguageModel, piece: Piece, state: LMState | None = None) -> tuple[Tensor, LMState]:
@@ -38,7 +39,7 @@ def losses(model: LanguageModel, piece: Piece, state: LMState | None = None) -> 
     state = piece.state if state is None else state
     ids_1S = torch.tensor([list(piece.ids)], device=model.device)
     ids_BS = ids_1S.expand(state.batch_size, -1)
-    reset_BT = ids_BS[:, :-1] == END_OF_TEXT_ID
+    reset_BT = ids_BS[:, :-1] == (-1 if piece.reset is None else piece.reset)
     if piece.fresh:
         reset_BT = reset_BT.clone()
         reset_BT[:, 0] = False
@@ -116,11 +117,6 @@ class Subspace:
         whole_Bn = weight_Bm.double()[:, self.group_n] * self.sign_n
         parts = whole_Bn.split([shape.numel() for shape in self.shapes.values()], 1)
         return {i: part.view(-1, *shape) for (i, shape), part in zip(self.shapes.items(), parts, strict=True)}
-
-    def project(self, gradient: Weights) -> Tensor:
-        """Pᵀ g [m]."""
-        flat_n = torch.cat([gradient[i].cpu().double().flatten() for i in self.shapes])
-        return torch.zeros(self.size, dtype=torch.float64).index_add(0, self.group_n, flat_n * self.sign_n)
 
 
 def by_jvp(model: LanguageModel, piece: Piece, up: Weights, space: Subspace, chosen_K: Tensor) -> Weights:

@@ -26,11 +26,14 @@ class Adapting(Hook):
         """That of the row that began last."""
 
     def begin(self, row: Row) -> "_Adapted":
-        first, rest = row.unread[:1], row.unread[1:]
-        talk = None if row.state is None else Conversation(row.state, [first], [row.recent], [row.drawn])
+        special, talk = row.vocabulary.specials, None
+        rest = row.unread[len(special.prefix) :]
+        if row.state is not None:
+            rest = row.unread[1:]
+            talk = Conversation(row.state, [row.unread[:1]], [row.recent], [row.drawn])
         with torch.inference_mode(False):
             adapter = Adapter(self.model) if self.path is None else Adapter.load(self.path, self.model)
-            learner = Learner(self.model, adapter, AdaptConfig.of_text(len(rest)), talk)
+            learner = Learner(self.model, adapter, AdaptConfig.of_text(len(rest)), talk, special)
             if self.learns and rest:
                 learner.read(rest)
                 row.unread = row.unread[-1:]

@@ -13,8 +13,9 @@ from typing import Literal, Self, cast
 import torch
 from torch import Tensor
 
+from perspectron.data.specials import OURS, Specials
 from perspectron.decode.conversation import Conversation
-from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids
+from perspectron.decode.reading import CHUNK, check_ids
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.designs.perspective.adapt.adapter import Adapter
 from perspectron.designs.perspective.adapt.gradient import (
@@ -104,7 +105,9 @@ class Learner:
         adapter: Adapter,
         config: AdaptConfig = AdaptConfig(),
         conversation: Conversation | None = None,
+        special: Specials = OURS,
     ) -> None:
+        self.special = special
         traced = config.estimator == "trace"
         for index in adapter.up if traced else ():
             every = getattr(cast(Block, model.blocks[index]).mixer.config, "renorm_every", 0)
@@ -115,7 +118,7 @@ class Learner:
             Subspace(adapter.up, config.subspace, adapter.config.seed) if config.estimator == "jvp" else None
         )
         self.fresh = conversation is None
-        begun = Conversation(model.init_state(1), [[END_OF_TEXT_ID]], [[]], [0])
+        begun = Conversation(model.init_state(1), [[*special.start]], [[]], [0])
         self.talk = begun if conversation is None else conversation.fork()
         require(self.talk.rows == 1, "conversation", f"of {self.talk.rows} rows", "of one; take a row")
         require(
@@ -150,7 +153,7 @@ class Learner:
             unread = unread[n:]
         known = self.talk.recent[0]
         window = max(SamplingConfig.repetition_window, len(known))
-        recent = [*known, *(id for id in ids[-window:] if id != END_OF_TEXT_ID)][-window:]
+        recent = [*known, *(id for id in ids[-window:] if id not in self.special.silent)][-window:]
         self.talk = replace(self.talk, pending=[unread], recent=[recent])
         updates, rollbacks, skipped = (
             getattr(counters, name) - getattr(before, name) for name in ("updates", "rollbacks", "skipped")
@@ -159,9 +162,9 @@ class Learner:
 
     def _piece(self, ids: list[int]) -> Tensor:
         """Read tokens, of which all but the first are scored, and learn when there are enough."""
-        if END_OF_TEXT_ID in ids[1:]:
+        if self.special.reset in ids[1:]:
             self.frozen, self.streak = False, 0
-        piece, self.fresh = Piece(ids, self.state, self.fresh), False
+        piece, self.fresh = Piece(ids, self.state, self.fresh, self.special.reset), False
         learns = not self.frozen and self.spent < self.config.seconds
         start, found, up = time.perf_counter(), Weights(), self.adapter.up
         if learns and self.config.estimator == "trace":

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from perspectron.decode.reading import END_OF_TEXT_ID, check_ids
+from perspectron.data.specials import OURS, Specials
+from perspectron.decode.reading import check_ids
 from perspectron.designs.perspective.adapt.gradient import Piece, losses
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import OFFSET
@@ -86,6 +87,7 @@ def search(
     model: LanguageModel,
     ids: Sequence[int],
     config: SearchConfig = SearchConfig(),
+    special: Specials = OURS,
 ) -> list[Step]:
     """Read a document and move the model's expert positions to it, a block at a time in turn, in the model itself. A
     step is kept where fresh tokens, read from the same state, lose less than before.
@@ -102,7 +104,7 @@ def search(
             f"{model.config.name} has no experts whose positions move; use a routed model, such as perspective-tiny"
         )
     check_ids(ids, model.config.vocab_size, 0)
-    W, text = config.window, [END_OF_TEXT_ID, *ids]
+    W, text = config.window, [*special.start, *ids]
     if len(text) <= 2 * W:
         raise DataError(
             f"the text has {len(ids)} tokens, need at least {2 * W}: {W} to judge by and {W} to accept by"
@@ -112,7 +114,7 @@ def search(
     with torch.no_grad():
         for turn, at in enumerate(range(0, len(text) - 2 * W, W)):
             index = list(layers)[turn % len(layers)]
-            ffn, piece = layers[index], Piece(text[at : at + W + 1], state, fresh=at == 0)
+            ffn, piece = layers[index], Piece(text[at : at + W + 1], state, at == 0, special.reset)
 
             def loss(place: Tensor, ffn: RoutedSwiGLU = ffn, piece: Piece = piece) -> float:
                 _put(ffn, place)
@@ -122,7 +124,7 @@ def search(
             there, ties = moved(_places(ffn), starts[index], loss, config, generator)
             ffn.offset_EA.copy_(kept_EA)
             _, state = losses(model, piece)
-            fresh = Piece(text[at + W : at + 2 * W + 1], state)
+            fresh = Piece(text[at + W : at + 2 * W + 1], state, False, special.reset)
             before = float(losses(model, fresh)[0].mean())
             _put(ffn, there)
             after = float(losses(model, fresh)[0].mean())

@@ -11,7 +11,8 @@ import tyro
 from perspectron.cli.options import answer, open_model, table
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
-from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID
+from perspectron.data.specials import Specials
+from perspectron.decode.reading import CHUNK
 from perspectron.designs.perspective.adapt import AdaptConfig, Adapter, AdapterConfig, Learner, merge
 from perspectron.designs.perspective.adapt.adapter import gates
 from perspectron.designs.perspective.adapt.gradient import Piece, losses
@@ -76,9 +77,9 @@ class Adapt:
         adapter = Adapter(model, self.new) if self.adapter is None else Adapter.load(self.adapter, model)
         with opened.autocast(), Work("reading the text") as work:
             start = time.perf_counter()
-            plain = unadapted(model, text)
+            plain = unadapted(model, text, tokenizer.specials)
             read = time.perf_counter() - start
-            learner, parts = Learner(model, adapter, self.learning), []
+            learner, parts = Learner(model, adapter, self.learning, special=tokenizer.specials), []
             start = time.perf_counter()
             whole = self.learning.every * max(1, CHUNK // self.learning.every)  # updates end where reads do
             for at in range(0, len(text), whole):
@@ -123,7 +124,7 @@ class Adapt:
         assert self.merge is not None
         ids = read_tokens(self.text, tokenizer, self.tokens)
         with Work("searching positions"):
-            steps = search(model, ids)
+            steps = search(model, ids, special=tokenizer.specials)
         checkpoint.export(self.merge, config, tokenizer, model, checkpoint.Progress())
         ties = sum(step.ties for step in steps) / len(steps)
         kept = [step for step in steps if step.accepted]
@@ -142,13 +143,13 @@ class Adapt:
         return answer(self.json, fields, shown, told, f"merged into {self.merge}")
 
 
-def unadapted(model: LanguageModel, text: list[int]) -> torch.Tensor:
+def unadapted(model: LanguageModel, text: list[int], special: Specials) -> torch.Tensor:
     """Nats of each token of a document, by the model as it is."""
     state, nats = model.init_state(1), []
-    ids = [END_OF_TEXT_ID, *text]
+    ids = [*special.start, *text]
     with torch.no_grad():
         for at in range(0, len(text), CHUNK):
-            part, state = losses(model, Piece(ids[at : at + CHUNK + 1], state, fresh=at == 0))
+            part, state = losses(model, Piece(ids[at : at + CHUNK + 1], state, at == 0, special.reset))
             nats.append(part[0].double().cpu())
     return torch.cat(nats)
 

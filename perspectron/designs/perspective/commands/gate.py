@@ -10,7 +10,6 @@ import tyro
 
 from perspectron.cli.options import answer, table
 from perspectron.cli.progress import Work
-from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.designs.perspective.recipe import ROWS
 from perspectron.designs.perspective.stats import loads, mean, use
 from perspectron.designs.perspective.suites.scans import scan_error
@@ -159,7 +158,7 @@ def scans(opened: Sequence[Opened]) -> Condition:
 
 def _ids(opened: Opened) -> list[int]:
     split = opened.shards(opened.folder.path).split("train")
-    return [END_OF_TEXT_ID, *split.read(0, min(split.tokens, TOKENS // 8)).tolist()]
+    return [*opened.tokenizer.specials.start, *split.read(0, min(split.tokens, TOKENS // 8)).tolist()]
 
 
 def experts(opened: Sequence[Opened]) -> Condition:

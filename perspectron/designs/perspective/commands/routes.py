@@ -77,7 +77,8 @@ class ShowRoutes:
         model, tokenizer = opened.model.to(pick_device(self.device)), opened.tokenizer
         texts = [_read(source, tokenizer, self.tokens) for source in self.text]
         with opened.autocast(), Work("reading the text"):
-            routes = joined([of_document(model, text.ids) for text in texts], axis=1)
+            prefix = tokenizer.specials.prefix
+            routes = joined([of_document(model, text.ids, prefix) for text in texts], axis=1)
         report, measures, runs = _report(model, texts, routes, self.path)
         out = self.out or safe_join(opened.folder.path, "routes", StorageError)
         write_text(out / "routes.svg", _picture(routes, measures, runs))

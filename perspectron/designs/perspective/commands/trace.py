@@ -54,7 +54,7 @@ class TraceRoutes:
         model, tokenizer = opened.model.to(pick_device(self.device)), opened.tokenizer
         ids = read_tokens(self.text, tokenizer, self.tokens)
         with opened.autocast(), Work("reading the text"):
-            layers = of_document(model, ids)
+            layers = of_document(model, ids, tokenizer.specials.prefix)
             trace = _trace(model, layers)
         out = opened.folder.path / "trace.json" if self.out is None else self.out
         save(out, trace)

@@ -7,6 +7,7 @@ labels (`labels.py`), how well a linear map of them tells the label, and what fr
 Shapes: T tokens, D rows of a layer's state, C values of a label, Q bins.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.designs.perspective.suites.labels import LABELS, labels, of_tokens
 from perspectron.eval.gates import gates_of, recorded
 from perspectron.eval.subject import Subject
@@ -70,11 +70,11 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     sources = list(read(subject, options))
     if len(sources) < 4:
         raise DataError(f"{len(sources)} files of Python in the held-out text, need at least 4")
-    gates, nats = zip(*(_gates(model, source.ids) for source in sources), strict=True)
+    gates, nats = zip(*(_gates(subject, source.ids) for source in sources), strict=True)
     together = {number: np.concatenate([each[number] for each in gates]) for number in gates[0]}
     true, other = _joined([s.labels for s in sources]), _joined(_exchanged(sources, subject.seed))
     split = sum(len(source.ids) for source in sources[: len(sources) // 2])
-    frozen = {number: _frozen(model, number, sources, together[number]) for number in together}
+    frozen = {number: _frozen(subject, number, sources, together[number]) for number in together}
     plain = np.concatenate(nats)
     layers = []
     for number, gamma_TD in together.items():
@@ -129,10 +129,10 @@ def lines(result: dict[str, Any]) -> list[str]:
 def read(subject: Subject, options: Options) -> Iterator[Source]:
     """The beginnings of held-out files that are Python, with the labels of their tokens."""
     split, left = subject.text, options.tokens
-    ids = split.read(0, min(split.tokens, 8 * options.tokens)).tolist()
-    ends = [i for i, id in enumerate(ids) if id == END_OF_TEXT_ID]
-    for start, stop in zip([0, *(end + 1 for end in ends)], [*ends, len(ids)], strict=True):
-        own = ids[start:stop]
+    silent, last = subject.tokenizer.specials.silent, min(split.tokens, 8 * options.tokens)
+    starts = [*split.starts[split.starts < last].tolist(), last]
+    for start, stop in itertools.pairwise(starts):
+        own = [id for id in split.read(start, stop).tolist() if id not in silent]
         pieces = [subject.tokenizer.token_bytes(id) for id in own]
         try:
             each = labels(b"".join(pieces).decode()) if len(own) >= 32 else None
@@ -145,9 +145,9 @@ def read(subject: Subject, options: Options) -> Iterator[Source]:
 
 
 @torch.no_grad()
-def _gates(model: LanguageModel, ids: list[int]) -> tuple[dict[int, Floats], Floats]:
+def _gates(subject: Subject, ids: list[int]) -> tuple[dict[int, Floats], Floats]:
     """Decays [T,D] of each layer at the tokens of a file, and the nats of each token."""
-    gates, logits_TV = recorded(model, ids)
+    gates, logits_TV = recorded(subject.model, ids, subject.tokenizer.specials)
     return {number: p_TD.sigmoid().numpy() for number, p_TD in gates.items()}, _nats(logits_TV, ids)
 
 
@@ -156,12 +156,12 @@ def _nats(logits_TV: Tensor, ids: list[int]) -> Floats:
 
 
 @torch.no_grad()
-def _frozen(model: LanguageModel, number: int, sources: list[Source], gamma_TD: Floats) -> Floats:
+def _frozen(subject: Subject, number: int, sources: list[Source], gamma_TD: Floats) -> Floats:
     """The nats of each token with a layer's decays at their means."""
     mean_D = torch.from_numpy(gamma_TD.mean(0).clip(1e-9, 1 - 1e-9)).logit()
-    gate = layers_of(model)[number]
+    gate, special = layers_of(subject.model)[number], subject.tokenizer.specials
     with gate.register_forward_hook(lambda _, __, p_BTD: mean_D.to(p_BTD).expand_as(p_BTD)):
-        nats = [_nats(recorded(model, source.ids)[1], source.ids) for source in sources]
+        nats = [_nats(recorded(subject.model, source.ids, special)[1], source.ids) for source in sources]
     return np.concatenate(nats)
 
 

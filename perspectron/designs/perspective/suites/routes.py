@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from perspectron.data import Tokenizer
 from perspectron.experts.router import Choice, Routed
 from perspectron.experts.torus import Lengths, gini, hops, lattice
 from perspectron.model.block import Block
@@ -137,16 +136,17 @@ def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) 
     return routes
 
 
-def of_document(model: LanguageModel, ids: Sequence[int]) -> list[Routes]:
-    """Routes of a document's own tokens, in one row: the separator is read before them."""
+def of_document(model: LanguageModel, ids: Sequence[int], prefix: Sequence[int]) -> list[Routes]:
+    """Routes of a document's own tokens, in one row, after what the tokenizer puts before them."""
+    n = len(prefix)
     return [
         layer._replace(
-            expert_BT=layer.expert_BT[:, 1:],
-            query_BTA=layer.query_BTA[:, 1:],
-            guess_BT=layer.guess_BT[:, 1:],
-            further_BT=None if layer.further_BT is None else layer.further_BT[:, 1:],
+            expert_BT=layer.expert_BT[:, n:],
+            query_BTA=layer.query_BTA[:, n:],
+            guess_BT=layer.guess_BT[:, n:],
+            further_BT=None if layer.further_BT is None else layer.further_BT[:, n:],
         )
-        for layer in trace(model, torch.tensor([[Tokenizer.end_of_text, *ids]], device=model.device))
+        for layer in trace(model, torch.tensor([[*prefix, *ids]], device=model.device))
     ]
 
 

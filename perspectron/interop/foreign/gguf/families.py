@@ -246,6 +246,7 @@ def _granite(fields: Fields, values: Values) -> Values:
     """Granite 4, dense; the scales that are missing are those of llama.cpp."""
     positions = fields.get("rope.scaling.finetuned", True)
     return {
+        "mamba_n_heads": 1, "mamba_d_head": values["hidden_size"], "mamba_expand": 1,
         "num_local_experts": 0, "num_experts_per_tok": 0,
         "position_embedding_type": "rope" if positions else "nope",
         "layer_types": ["attention"] * values["num_hidden_layers"],

@@ -10,6 +10,7 @@ import torch
 import perspectron
 from perspectron import presets
 from perspectron.cli.main import main
+from perspectron.data.specials import OURS
 from perspectron.designs.perspective.suites import depth
 from perspectron.designs.perspective.suites.depth import contrast, correlation, information, layers_of, probe
 from perspectron.designs.perspective.suites.labels import labels, of_tokens
@@ -96,12 +97,13 @@ def test_gates_that_do_not_move_are_as_if_frozen():
     model = perspectron.build(presets.get("perspective", **SIZES)).requires_grad_(False)
     ids = [int(x) for x in torch.randint(1, 60, (40,), generator=torch.Generator().manual_seed(0))]
     source = depth.Source(ids, {})
-    gates, nats = depth._gates(model, ids)
+    subject = SimpleNamespace(model=model, tokenizer=SimpleNamespace(specials=OURS))
+    gates, nats = depth._gates(subject, ids)
     assert {gamma.shape for gamma in gates.values()} == {(40, 16)}
-    assert np.abs(depth._frozen(model, 0, [source], gates[0]) - nats).max() > 1e-6
+    assert np.abs(depth._frozen(subject, 0, [source], gates[0]) - nats).max() > 1e-6
     layers_of(model)[0].weight.zero_()
-    gates, nats = depth._gates(model, ids)
-    np.testing.assert_allclose(depth._frozen(model, 0, [source], gates[0]), nats, atol=1e-5)
+    gates, nats = depth._gates(subject, ids)
+    np.testing.assert_allclose(depth._frozen(subject, 0, [source], gates[0]), nats, atol=1e-5)
     assert contrast(model, [ids] * 2, 0)[0] == 0
     assert contrast(model, [ids] * 2, 0)[1] > 0
 
@@ -132,8 +134,8 @@ def test_the_suite(tmp_path, capsys):
 
 
 def test_a_text_without_python():
-    tokenizer = SimpleNamespace(token_bytes=lambda id: b"def (")
-    split = SimpleNamespace(tokens=80, read=lambda start, count: np.arange(1, 81))
+    tokenizer = SimpleNamespace(token_bytes=lambda id: b"def (", specials=OURS)
+    split = SimpleNamespace(tokens=80, starts=np.array([0]), read=lambda start, stop: np.arange(1, 81))
     subject = SimpleNamespace(text=split, tokenizer=tokenizer)
     assert list(depth.read(subject, depth.Options())) == []
 

@@ -1,0 +1,67 @@
+"""`perspectron quickstart --model`: a conversation with a model of another program, whose memory is a file."""
+
+import contextlib
+import io
+import time
+from pathlib import Path
+
+from rich.markup import escape
+
+from perspectron.cli.chat import Chat, Talk
+from perspectron.cli.console import Console
+from perspectron.cli.import_ import Import
+from perspectron.cli.kept import FILE, Kept
+from perspectron.opening import open_model
+from perspectron.util.files import remove
+
+QUESTIONS = ("What is the capital of France?", "Tell me one more thing about that city.")
+TOKENS = 60
+
+
+def show(model: Path, out: Path) -> int:
+    """Import a model, ask it something, save the conversation, load it in a model that was loaded anew, and ask on."""
+    start, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
+    run, path = out / "model", out / FILE
+    console.print(f"[bold]1  Import[/]  {escape(str(model))}")
+    if run.exists():
+        console.print(f"{escape(str(run))} is there from before")
+    else:
+        Import(model, run)()
+    console.print("\n[bold]2  A conversation[/]  kept in a file after each answer")
+    for file in (path, path.with_name(f"{path.name}.asked")):
+        remove(file)
+    first = _talk(run, path)
+    _ask(console, first, QUESTIONS[0])
+    kept = f"── kept in {escape(str(path))} ({path.stat().st_size:,} bytes); the model is loaded anew ──"
+    console.print(kept, style="dim")
+    second = _talk(run, path)
+    second.go_on()
+    _ask(console, second, QUESTIONS[1])
+    whole = _talk(run)
+    with contextlib.redirect_stdout(io.StringIO()):
+        for question in QUESTIONS:
+            whole.answer(question)
+    same = (second.now.messages, _tokens(second)) == (whole.now.messages, _tokens(whole))
+    console.print(f"── same answer as without the stop: {'yes' if same else 'no'} ──", style="dim")
+    console.print(f"\ndone in {time.perf_counter() - start:.0f} s; try one of these next:")
+    console.print(f"  perspectron chat {run}     perspectron serve {run}", markup=False)
+    return 0
+
+
+def _talk(run: Path, path: Path | None = None) -> Talk:
+    """A talk with the model of a run, which is loaded for it; kept in a file."""
+    opened = open_model(run)
+    talk = Talk(opened.model, opened.tokenizer, Chat(run, max_tokens=TOKENS), opened.template())
+    talk.kept = None if path is None else Kept(path, opened.model)
+    return talk
+
+
+def _ask(console: Console, talk: Talk, question: str) -> None:
+    console.print(f"> {question}", markup=False, style="bold")
+    talk.answer(question)
+
+
+def _tokens(talk: Talk) -> tuple[list[int], list[list[int]], list[list[int]]]:
+    """How many tokens were drawn, the last of them, and the one that was not read yet."""
+    assert talk.memory is not None
+    return talk.memory.drawn, talk.memory.recent, talk.memory.pending

