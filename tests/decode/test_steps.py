@@ -281,6 +281,17 @@ def test_a_row_in_bfloat16_has_its_bits_in_any_batch(name):
     assert all(torch.equal(x[1], y[0]) for x, y in zip(together, alone, strict=True))
 
 
+def test_a_deep_model_with_a_brief_cache_is_recorded():
+    """A last bit that rounds another way in one layer is seen in all above it."""
+    block = BlockConfig(AttentionConfig(4, kv_heads=2, cache="bfloat16"), SwiGLUConfig(160))
+    model = build(ModelConfig("deep", 300, 64, (block,) * 24, norm_eps=1e-5), 1).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "qkv" in name:
+                parameter.mul_(6)  # sharp attention
+    assert recorded(model).step(torch.tensor([[3]]), read(model, 1)) is not None
+
+
 def test_one_recording_takes_caches_of_all_lengths(monkeypatch):
     monkeypatch.setattr(steps_module, "MOST_BYTES", 1 << 10)  # of what does not grow
     model = copy.deepcopy(attentive("groups"))
