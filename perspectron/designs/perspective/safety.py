@@ -295,19 +295,6 @@ def of_tokens(
     return Polytope(normals, offsets, inside_D, labels, 0.0, 0.0, model.fingerprint())
 
 
-def given(
-    rows_HD: Tensor, offsets_H: Tensor, inside_D: Tensor, model: Stateful, label: str = "given"
-) -> Polytope:
-    """Half-spaces from rows of any length. ConfigError: a row of zeros, or the point is not inside."""
-    length_H = rows_HD.double().norm(dim=1)
-    require(bool(length_H.isfinite().all()), "rows", "not finite", "finite numbers")
-    require(bool((length_H > 0).all()), "rows", "a row of zeros", "rows of which none is zero")
-    normals, offsets = (rows_HD.double() / length_H[:, None]).float(), offsets_H.double() / length_H
-    labels = (label,) * len(normals)
-    _refuse_empty(normals, offsets, inside_D.double(), 0.0, labels)
-    return Polytope(normals, offsets, inside_D.double(), labels, 0.0, 0.0, model.fingerprint())
-
-
 # ---------------------------------------------------------------- in decoding
 
 

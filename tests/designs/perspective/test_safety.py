@@ -13,7 +13,7 @@ from perspectron.decode.generate import generate
 from perspectron.decode.processors import Mark
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.designs.perspective.projection import SLACK, faces, hildreth, project
-from perspectron.designs.perspective.safety import Polytope, Safety, _digest, fit, given, of_tokens, states
+from perspectron.designs.perspective.safety import Polytope, Safety, _digest, fit, of_tokens, states
 from perspectron.designs.perspective.views import Perspectives, PerspectivesConfig
 from perspectron.util.errors import ConfigError
 from perspectron.util.tensors import load_tensors, save_tensors
@@ -142,10 +142,6 @@ def test_bad_states_are_said_in_a_line():
     broken[3, 2] = math.nan
     with pytest.raises(ConfigError, match="states of allowed = 'not finite'"):
         fit(Anyone(), broken, far)
-    with pytest.raises(ConfigError, match="a row of zeros"):
-        given(torch.zeros(1, 4), torch.ones(1), torch.zeros(4), Anyone())
-    with pytest.raises(ConfigError, match=r"not inside half-spaces 0 \(given\)"):
-        given(torch.ones(1, 4), -torch.ones(1), torch.zeros(4), Anyone())
     with pytest.raises(ConfigError, match="alpha = 2"):
         fit(Anyone(), gaussian(240), far, alpha=2)
 
@@ -267,7 +263,10 @@ def test_windows_are_tested_and_both_signs_together_stop(perspective, tokenizer)
     settings = {"max_tokens": 12, "sampling": GREEDY}
     row = torch.zeros(1, 32)
     row[0, 0] = 1
-    narrow = given(torch.cat([row, -row]), torch.full((2,), 1e-3), torch.zeros(32), perspective)
+    offsets, inside = torch.full((2,), 1e-3).double(), torch.zeros(32).double()
+    narrow = Polytope(
+        torch.cat([row, -row]), offsets, inside, ("a", "b"), 0.0, 0.0, perspective.fingerprint()
+    )
     flagged = generate(perspective, tokenizer, ["the"], **settings, hooks=[Safety(narrow, "flag", window=4)])
     assert all(mark.flagged for mark in flagged.verdicts["safety"][0]) and len(flagged.ids[0]) == 12
     views = PerspectivesConfig(every=1, threshold=0.0)

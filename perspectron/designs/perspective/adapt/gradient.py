@@ -118,11 +118,6 @@ class Subspace:
         parts = whole_Bn.split([shape.numel() for shape in self.shapes.values()], 1)
         return {i: part.view(-1, *shape) for (i, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
-    def project(self, gradient: Weights) -> Tensor:
-        """Pᵀ g [m]."""
-        flat_n = torch.cat([gradient[i].cpu().double().flatten() for i in self.shapes])
-        return torch.zeros(self.size, dtype=torch.float64).index_add(0, self.group_n, flat_n * self.sign_n)
-
 
 def by_jvp(model: LanguageModel, piece: Piece, up: Weights, space: Subspace, chosen_K: Tensor) -> Weights:
     """The estimate m/K Σ (∇ · P e_k) P e_k of the gradient in a subspace, over one piece, from K directions: one
