@@ -59,6 +59,9 @@ class Ids:
     def token_bytes(self, id: int) -> bytes:
         return b"%d " % id
 
+    def decode(self, ids: list[int]) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode()
+
 
 @dataclass(frozen=True)
 class Family:
