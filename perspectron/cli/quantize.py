@@ -41,18 +41,19 @@ class Quantize:
     """Folder to write."""
     calibrate: str | None = None
     """Text to calibrate rounding on (GPTQ): a file, a folder or "stdlib"; "none" rounds each weight to nearest
-    (default: the run's training text)."""
-    windows: int = 128
-    """Number of calibration windows, each as long as in training."""
-    linear: Literal["2bit", "4bit", "int8"] = "2bit"
-    """Format of the dense layers."""
+    (default: the run's training text; of an imported model "stdlib")."""
+    windows: int = 0
+    """Number of calibration windows, each as long as in training; 0: 128, of an imported model 32."""
+    linear: Literal["2bit", "4bit", "int8", "4bit32", "8bit32"] | None = None
+    """Format of the dense layers; 32: with a scale for each 32 columns (default: 2bit, of an imported model
+    4bit32)."""
     tokens: int = 0
     """Number of held-out tokens to measure the loss on; 0 is all."""
     json: bool = False
     """Print one JSON object."""
 
     def __call__(self) -> int:
-        require(self.windows >= 1, "windows", self.windows, "≥ 1")
+        require(self.windows >= 0, "windows", self.windows, "≥ 0")
         require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
         require(not self.out.exists(), "out", str(self.out), "a new folder")
         folder = describe(self.run)
@@ -61,15 +62,21 @@ class Quantize:
         with Work(f"loading {self.run}"):
             opened = open_model(self.run)
         model, tokenizer = opened.model, opened.tokenizer
+        imported = not config.train.data
+        linear, windows = (
+            self.linear or ("4bit32" if imported else "2bit"),
+            self.windows or (32 if imported else 128),
+        )
         with tempfile.TemporaryDirectory() as scratch:
-            shards = self._shards(opened, Path(scratch))
+            shards = None if imported else self._shards(opened, Path(scratch))
             held = None if shards is None else shards.split("heldout")
-            text = self._text(shards, tokenizer, Path(scratch) / "calibrate")
-            ids_nT = None if text is None else sampled(text, self.windows, config.train.seq_len)
+            calibrate = "stdlib" if imported and self.calibrate is None else self.calibrate
+            text = self._text(calibrate, shards, tokenizer, Path(scratch) / "calibrate")
+            ids_nT = None if text is None else sampled(text, windows, config.train.seq_len)
             with Work("measuring the held-out loss"):
                 before = None if held is None else self._measure(model, held, tokenizer, config.train)
             with Work(f"packing {config.model.name}"):
-                report = convert(model, self.linear, ids_nT)
+                report = convert(model, linear, ids_nT)
             with Work(f"writing {self.out}"):
                 save_artifact(model, tokenizer, self.out, trained=opened.folder.trained)
                 origin.carry(opened.folder.path, self.out)
@@ -87,11 +94,13 @@ class Quantize:
         except DataError:
             return None
 
-    def _text(self, shards: Shards | None, tokenizer: Tokenizer, scratch: Path) -> Split | None:
-        if self.calibrate == "none":
+    def _text(
+        self, calibrate: str | None, shards: Shards | None, tokenizer: Tokenizer, scratch: Path
+    ) -> Split | None:
+        if calibrate == "none":
             return None
-        if self.calibrate is not None:
-            return encode(open_corpus(self.calibrate, heldout=0.01), tokenizer, scratch).split("train")
+        if calibrate is not None:
+            return encode(open_corpus(calibrate, heldout=0.01), tokenizer, scratch).split("train")
         if shards is None:
             raise ConfigError(
                 'calibrate = None, must be given: the run\'s text is not available ("none" rounds to nearest)'

@@ -12,6 +12,8 @@ rows, and byte [b, k] holds the codes of rows b·R … b·R + R − 1 at column 
     2bit     4  t0 + t1<<2 + t2<<4 + t3<<6                 s·t − o    float16 [blocks, G, 8]: 4 scales s, 4 offsets o
     4bit     2  t0 + t1<<4                                 s·t − o    float16 [blocks, G, 4]: 2 scales s, 2 offsets o
     int8     1  t                                          s·(t−128)  float32 [N]
+    4bit32  16  lines of scales and codes, perspectron/ops/tiles.py    float32 [N]
+    8bit32  16  as well                                                float32 [N]
 
 Tokens are quantised on the way in: a = max |x|, step = a / 127, q = x·(127 / a) rounded, ties to even. A token that
 holds NaN or infinity gives NaN; one whose 127 / a is not finite (a < 4e-37) counts as zero.
@@ -20,6 +22,10 @@ Row formats (ternary, int8): y = step·s·float(Σ t·q − zero·Σ q), the sum
 lane l of 16 takes columns 4 l … 4 l + 3 of each 64; per group of 128 columns f_l = fma(s_g, float(Σ t·q), f_l); lanes l
 and l + 8 are added, then + 4, + 2, + 1; the correction is fma(o_g, float(Σ q), correction) in the order of groups;
 y = step·(lanes − correction).
+
+Tiles (4bit32, 8bit32): each 32 columns of a token are quantised by themselves, as a token is. Per group of them
+f = fma(step_g, float(whole), f) in their order, whole = a_g·Σ (t − 128)·q at 8 bits and a_g·Σ t·q − 15·b_g·Σ q at 4;
+y = f·u.
 
 Shapes: T tokens, K columns, N rows, S = K rounded up to 64, G groups of 128 columns, B batch, D value width, R state
 rank, F hidden width.
@@ -35,8 +41,9 @@ from torch import Tensor
 
 from perspectron.native.library import load
 
-FORMATS = ("ternary", "2bit", "4bit", "int8")
-ROWS = {"ternary": 5, "2bit": 4, "4bit": 2, "int8": 1}
+FORMATS = ("ternary", "2bit", "4bit", "int8", "4bit32", "8bit32")
+ROWS = {"ternary": 5, "2bit": 4, "4bit": 2, "int8": 1, "4bit32": 16, "8bit32": 16}
+TILES = ("4bit32", "8bit32")
 MOST_COLUMNS = 65536
 """K must not exceed it: 255 · 127 · 65536 < 2³¹, with more a sum could leave 32 bits."""
 SEGMENT = 256
@@ -249,9 +256,11 @@ def check_matrix(codes: Tensor, scales: Tensor, format: str, N: int, K: int) -> 
     if not 0 < K <= MOST_COLUMNS:
         raise ValueError(f"K = {K}, must be in 1 … {MOST_COLUMNS}")
     R, S = ROWS[format], padded(K)
-    blocks = -(-N // R)
-    _check(codes, torch.uint8, (blocks, S))
-    if format in ("ternary", "int8"):
+    blocks, line = -(-N // R), S
+    if format in TILES:  # whole lines of scales, then the codes
+        line = S + 8 * S if format == "4bit32" else padded(S // 2) + 16 * S
+    _check(codes, torch.uint8, (blocks, line))
+    if format in ("ternary", "int8", *TILES):
         _check(scales, torch.float32, (N,))
     else:
         _check(scales, torch.float16, (blocks, -(-S // 128), 2 * R))

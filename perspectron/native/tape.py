@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perspectron.native import FORMATS, _library, check_matrix, threads
+from perspectron.native import FORMATS, TILES, _library, check_matrix, threads
 
 CODES = (
     "copy", "fill", "add", "add_scalar", "mul", "div", "remainder", "floor_divide", "power", "least", "greatest",
@@ -440,7 +440,13 @@ def packed(tape: Tape, out: Tensor, x: Tensor, codes: Tensor, scales: Tensor, fo
     operands = (out, contiguous(tape, x), codes, scales.view(torch.uint8))
     axes = Axes.of((1, 1, T, N, K), *[[0] * DIMENSIONS] * len(operands))
     tape.products.append((len(tape), operands[1], out))
-    reads = memory(operands[1]), operands[1].data_ptr(), T, K
+    reads = (
+        memory(operands[1]),
+        operands[1].data_ptr(),
+        T,
+        K,
+        format in TILES,
+    )  # which are rounded in their way
     tape.write("packed", axes, operands, (FORMATS.index(format), reads == tape.quantised))
     tape.quantised = reads
 

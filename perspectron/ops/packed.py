@@ -1,8 +1,9 @@
 """Products of packed matrices (`perspectron.ops.packing`) with vectors (docs/designs/perspective.md#packed-weights).
 
-What a product reads is rounded to 8 bits, token by token: step = max |x| / 127, x ≈ q·step. Sums of codes times q are
-exact; the float arithmetic after them has one order, so every backend but the reference gives the same bits, whatever
-other tokens there are. (But for "triton" with more than four tokens of a format whose groups have scales.)
+What a product reads is rounded to 8 bits, token by token: step = max |x| / 127, x ≈ q·step; what tiles read, for each
+group of 32 columns by itself. Sums of codes times q are exact; the float arithmetic after them has one order, so every
+backend but the reference gives the same bits, whatever other tokens there are. (But for "triton" with more than four
+tokens of a format whose groups have scales; of tiles it has no kernels.)
 
 Shapes: T tokens, N rows, K columns, S columns stored, G groups, R rows of a block, L = 16 lanes of a group.
 """
@@ -17,8 +18,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from perspectron import native
+from perspectron.ops import tiles
 from perspectron.ops.dispatch import full_precision, known, log_once, refuse, under_tracing
-from perspectron.ops.packing import GROUP, LAYOUTS, Packed, dequantise, digits, parameters
+from perspectron.ops.packing import GROUP, LAYOUTS, Packed, columns, dequantise, digits, parameters
 from perspectron.ops.triton import packed as on_gpu
 from perspectron.util.errors import BackendError
 
@@ -112,7 +114,7 @@ def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     """The 8-bit form (q [T,K] whole numbers in −127 … 127, step [T]) in x's dtype: q·step ≈ x. A token that is not
     finite has step NaN; one too small for 127 / max |x| is 0."""
     most_T = x_TK.abs().amax(1)
-    per_T = 127 / most_T
+    per_T = torch.full_like(most_T, 127) / most_T  # a number over a tensor would be rounded twice
     fits_T1 = (per_T.isfinite() & most_T.isfinite())[:, None]
     q_TK = (x_TK * per_T[:, None]).round_().where(fits_T1, 0)
     return q_TK, (most_T / 127).where(most_T.isfinite(), torch.nan)
@@ -120,19 +122,60 @@ def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 def _naive(x_TK: Tensor, packed: Packed) -> Tensor:
     """The product in float64, but for the rounding of x."""
+    weight_NK = dequantise(packed, torch.float64)
+    if packed.format in tiles.FORMATS:
+        q_TGC, step_TG = _by_group(x_TK)
+        read_TK = (q_TGC.double() * step_TG.double()[..., None]).flatten(1)[:, : x_TK.shape[1]]
+        return F.linear(read_TK, weight_NK).float()
     q_TK, step_T = quantise(x_TK)
-    y_TN = F.linear(q_TK.double(), dequantise(packed, torch.float64))
-    return (y_TN * step_T.double()[:, None]).float()
+    return (F.linear(q_TK.double(), weight_NK) * step_T.double()[:, None]).float()
+
+
+def _by_group(x_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """(q [T,G,32], step [T,G]): each group as `quantise` has a token."""
+    x_TGC = F.pad(x_TK, (0, -x_TK.shape[1] % tiles.GROUP)).unflatten(1, (-1, tiles.GROUP))
+    q, step = quantise(x_TGC.flatten(0, 1))
+    return q.view_as(x_TGC), step.view(x_TGC.shape[:2])
+
+
+def _tiles(x_TK: Tensor, packed: Packed) -> Tensor:
+    """y = u · Σ_g step_g · (a·Σ q·t − 15·b·Σ q), in the order of g by fused multiply-adds; what is in parentheses is a
+    whole number, rounded once."""
+    N, four = packed.shape[0], packed.format == "4bit32"
+    q_TGC, step_TG = _by_group(x_TK)
+    G, room = q_TGC.shape[1], 16 if x_TK.is_cuda else 1
+    q_GTC, sum_GT1, step_GT1 = q_TGC.transpose(0, 1), q_TGC.sum(2).T[..., None], step_TG.T[..., None].double()
+    y_TN = x_TK.new_empty(len(x_TK), N)
+    each = max(1, room * DECODED // (tiles.ROWS * columns(packed) * max(1, len(x_TK) // tiles.GROUP)))
+    for start in range(0, len(packed.codes), each):
+        lines = packed.codes[start : start + each]
+        codes_NS = tiles.codes(lines, packed.format, columns(packed)).float()
+        codes_GCN = (
+            codes_NS.sub_(0 if four else 128)[:, : G * tiles.GROUP].unflatten(1, (G, -1)).permute(1, 2, 0)
+        )
+        a_NG, b_NG = tiles.scales(lines, packed.format, columns(packed))
+        total_TN = torch.zeros(len(x_TK), len(codes_NS), dtype=torch.float64, device=x_TK.device)
+        for g in range(G):
+            sum_TN = (q_GTC[g] @ codes_GCN[g]).double() * a_NG[:, g]
+            if b_NG is not None:
+                sum_TN -= sum_GT1[g].double() * (tiles.STEPS * b_NG[:, g].double())
+            total_TN = torch.addcmul(total_TN, sum_TN.float().double(), step_GT1[g]).float().double()
+        rows = slice(start * tiles.ROWS, (start + each) * tiles.ROWS)
+        unit_N = packed.scales[rows]
+        y_TN[:, rows] = total_TN[:, : len(unit_N)].float() * unit_N
+    return y_TN
 
 
 def _torch(x_TK: Tensor, packed: Packed) -> Tensor:
     """The product some rows at a time, so that memory stays bounded. A GPU takes more, since each of its many short
     operations has a price."""
+    if packed.format in tiles.FORMATS:
+        return _tiles(x_TK, packed)
     (N, K), (blocks, S), R = packed.shape, packed.codes.shape, LAYOUTS[packed.format].rows
     q_TK, step_T = quantise(x_TK)
     q_TS = F.pad(q_TK, (0, S - K))
     y_TN = x_TK.new_empty(len(x_TK), blocks * R)
-    by_row, room = LAYOUTS[packed.format].zero is not None, 16 if x_TK.is_cuda else 1
+    by_row, room = LAYOUTS[packed.format].group == 0, 16 if x_TK.is_cuda else 1
     count = max(1, room * DECODED // (R * S))
     for start in range(0, blocks, count):
         here, rows = slice(start * R, (start + count) * R), min(count, blocks - start) * R

@@ -11,7 +11,7 @@ block: byte [b][k] holds the codes of rows b·R … b·R + R − 1 at column k.
 | int8    | 1 | 1–255 | s·(t − 128)      | t0                                | float32 [N], s of each row             |
 
 S is K rounded up to 64; G = ⌈S/128⌉ groups of 128 columns have their own s and o. Rows and columns past the end weigh
-nothing.
+nothing. 4bit32 and 8bit32 are tiles (`perspectron.ops.tiles`): their bytes are [tiles, L], their scales float32 [N].
 
 Shapes: N rows, K columns, S columns stored, G groups, R rows of a block, b blocks.
 """
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from perspectron.ops import tiles
 from perspectron.util.errors import DataError
 
 ALIGN = 64  # columns
@@ -34,14 +35,16 @@ MAX_COLUMNS = 65536  # 255 · 127 · K must stay below 2³¹
 class Layout(NamedTuple):
     """One format's layout.
 
-    rows: R of a block. radix: what the code of each of them counts in a byte. lowest, highest: codes. zero: code
-    of weight 0 where rows have one scale; None: groups of columns have a scale and an offset."""
+    rows: R of a block. radix: what the code of each of them counts in a byte; of a tile none. lowest, highest: codes.
+    zero: code of weight 0; None: groups of columns have an offset beside their scale. group: columns that share a
+    scale; 0: all of a row."""
 
     rows: int
     radix: tuple[int, ...]
     lowest: int
     highest: int
     zero: int | None
+    group: int
 
     @property
     def padding(self) -> int:
@@ -50,17 +53,19 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = {
-    "ternary": Layout(5, (1, 3, 9, 27, 84), 0, 2, 1),
-    "2bit": Layout(4, (1, 4, 16, 64), 0, 3, None),
-    "4bit": Layout(2, (1, 16), 0, 15, None),
-    "int8": Layout(1, (1,), 1, 255, 128),
+    "ternary": Layout(5, (1, 3, 9, 27, 84), 0, 2, 1, 0),
+    "2bit": Layout(4, (1, 4, 16, 64), 0, 3, None, GROUP),
+    "4bit": Layout(2, (1, 16), 0, 15, None, GROUP),
+    "int8": Layout(1, (1,), 1, 255, 128, 0),
+    "4bit32": Layout(tiles.ROWS, (), 0, 15, None, tiles.GROUP),
+    "8bit32": Layout(tiles.ROWS, (), 1, 255, 128, tiles.GROUP),
 }
 
 
 class Packed(NamedTuple):
     """A packed matrix.
 
-    codes: uint8 [blocks, S]. scales: as the table above says. shape: (N, K)."""
+    codes: uint8 [blocks, S], or the lines of tiles. scales: as the table above says. shape: (N, K)."""
 
     codes: Tensor
     scales: Tensor
@@ -83,32 +88,37 @@ def sizes(format: str, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[i
         raise ValueError(f"shape = {(N, K)}, must be at least (1, 1) and at most {MAX_COLUMNS} columns")
     layout, S = LAYOUTS[format], -(-K // ALIGN) * ALIGN
     blocks = -(-N // layout.rows)
-    if layout.zero is None:
+    if layout.group == GROUP:
         return (blocks, S), (blocks, -(-S // GROUP), 2 * layout.rows), torch.float16
-    return (blocks, S), (N,), torch.float32
+    return (blocks, sum(tiles.length(format, S)) if layout.group else S), (N,), torch.float32
 
 
 def pack_codes(codes_NK: Tensor, format: str) -> Tensor:
     """Integer codes [N,K] as bytes [blocks, S]. DataError where a code is not one of the format's."""
-    (blocks, S), _, _ = sizes(format, (codes_NK.shape[0], codes_NK.shape[1]))
-    layout, (N, K) = LAYOUTS[format], codes_NK.shape
-    least, most = (int(value) for value in codes_NK.aminmax())
-    if least < layout.lowest or most > layout.highest:
-        bound = f"{layout.lowest} … {layout.highest}"
-        raise DataError(f"codes from {least} to {most}, must be in {bound} for {format}")
-    room = (0, S - K, 0, blocks * layout.rows - N)
-    padded = F.pad(codes_NK.to(torch.uint8).contiguous(), room, value=layout.padding).view(
-        blocks, layout.rows, S
-    )
+    layout, padded = LAYOUTS[format], _padded(codes_NK, format)
     bytes_bS = padded[:, 0].clone()
     for row, radix in enumerate(layout.radix[1:], 1):
         bytes_bS.add_(padded[:, row] * radix)
     return bytes_bS
 
 
+def _padded(codes_NK: Tensor, format: str) -> Tensor:
+    """The codes of whole blocks [blocks, R, S], uint8."""
+    layout, (N, K) = LAYOUTS[format], codes_NK.shape
+    blocks, S = -(-N // layout.rows), -(-K // ALIGN) * ALIGN
+    least, most = (int(value) for value in codes_NK.aminmax())
+    if least < layout.lowest or most > layout.highest:
+        bound = f"{layout.lowest} … {layout.highest}"
+        raise DataError(f"codes from {least} to {most}, must be in {bound} for {format}")
+    room = (0, S - K, 0, blocks * layout.rows - N)
+    padded = F.pad(codes_NK.to(torch.uint8).contiguous(), room, value=layout.padding)
+    return padded.view(blocks, layout.rows, S)
+
+
 def pack(codes_NK: Tensor, scale: Tensor, offset_NG: Tensor | None, format: str) -> Packed:
-    """A matrix of these codes. scale: [N], or with `offset_NG` [N,G], in the groups' formats."""
+    """A matrix of these codes, not of tiles. scale: [N], or with `offset_NG` [N,G], in the groups' formats."""
     shape = (codes_NK.shape[0], codes_NK.shape[1])
+    assert format not in tiles.FORMATS
     (blocks, _), scales_shape, dtype = sizes(format, shape)
     if offset_NG is not None:
         room = (0, 0, 0, blocks * LAYOUTS[format].rows - shape[0])
@@ -119,15 +129,53 @@ def pack(codes_NK: Tensor, scale: Tensor, offset_NG: Tensor | None, format: str)
     return Packed(pack_codes(codes_NK, format), scale.to(dtype).contiguous(), format, shape)
 
 
+def pack_tiles(
+    codes_NK: Tensor, unit_N: Tensor, scale_NG: Tensor, offset_NG: Tensor | None, format: str
+) -> Packed:
+    """A matrix of tiles: u of the rows, and a and b of their groups, whole numbers in 0 … 255."""
+    codes = _padded(codes_NK, format).flatten(0, 1)
+    room = (0, codes.shape[1] // tiles.GROUP - scale_NG.shape[1], 0, len(codes) - len(codes_NK))
+    scale, offset = (
+        None if x is None else F.pad(x.to(torch.uint8), room).contiguous() for x in (scale_NG, offset_NG)
+    )
+    assert scale is not None
+    lines = tiles.put(codes, scale, offset, format)
+    return Packed(
+        lines, unit_N.to(torch.float32).contiguous(), format, (codes_NK.shape[0], codes_NK.shape[1])
+    )
+
+
+def columns(packed: Packed) -> int:
+    """S."""
+    return -(-packed.shape[1] // ALIGN) * ALIGN
+
+
 def unpack(packed: Packed) -> Tensor:
     """The codes, uint8 [N,K]."""
     N, K = packed.shape
+    if packed.format in tiles.FORMATS:
+        return tiles.codes(packed.codes, packed.format, columns(packed))[:N, :K]
     return digits(packed.codes, packed.format)[:N, :K]
+
+
+def whole(packed: Packed) -> Tensor:
+    """The weights of tiles in units of their rows: whole numbers [N,K] in float32, which has them all."""
+    (N, K), zero = packed.shape, LAYOUTS[packed.format].zero or 0
+    a_NG, b_NG = tiles.scales(packed.codes, packed.format, columns(packed))
+    numbers = (
+        tiles.codes(packed.codes, packed.format, columns(packed)).float().unflatten(1, (-1, tiles.GROUP))
+    )
+    numbers.sub_(zero).mul_(a_NG[..., None])
+    if b_NG is not None:
+        numbers.sub_(tiles.STEPS * b_NG[..., None].float())
+    return numbers.flatten(1)[:N, :K]
 
 
 def dequantise(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weights [N,K]; in float32 each is rounded once, because s·t has few bits."""
     (N, K), layout = packed.shape, LAYOUTS[packed.format]
+    if packed.format in tiles.FORMATS:
+        return whole(packed).to(dtype) * packed.scales.to(dtype)[:, None]
     if layout.zero is not None:
         return unpack(packed).to(dtype).sub_(layout.zero).mul_(packed.scales.to(dtype)[:, None])
     scale_NG1, offset_NG1 = (part[:N, :, None].to(dtype) for part in parameters(packed))
@@ -156,7 +204,8 @@ def check(packed: Packed, name: str = "matrix") -> None:
         raise DataError(f"{name}: a scale is not finite")
     if LAYOUTS[packed.format].zero is None:
         return  # all bytes are codes
-    parts = packed.codes.flatten().split(CHECKED)
+    head = tiles.length(packed.format, columns(packed))[0] if packed.format in tiles.FORMATS else 0
+    parts = packed.codes[:, head:].split(max(1, CHECKED // packed.codes.shape[1]))
     wrong = sum(int(illegal(part, packed.format).count_nonzero()) for part in parts)
     if wrong:
         raise DataError(f"{name}: {wrong} bytes, must be 0, are not {packed.format} codes")
@@ -172,7 +221,7 @@ def illegal(codes: Tensor, format: str) -> Tensor:
     if format == "ternary":  # by comparisons, which are quicker than a remainder of 84
         first, second = (codes > 80) & (codes < 84), (codes > 164) & (codes < 168)
         return first | second | (codes > 248)
-    return codes == 0 if format == "int8" else torch.zeros_like(codes, dtype=torch.bool)
+    return codes == 0 if LAYOUTS[format].zero == 128 else torch.zeros_like(codes, dtype=torch.bool)
 
 
 def digits(codes_bS: Tensor, format: str) -> Tensor:

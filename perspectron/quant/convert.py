@@ -1,9 +1,10 @@
-"""Quantising a trained model: linear layers are packed block by block, each calibrated on the output of the packed
-blocks before it; the embedding and the head get 8 bits, experts become ternary.
+"""Quantising a trained model: linear layers are packed block by block, each block calibrated on the output of the
+packed blocks before it; the embedding and the head get 8 bits, experts become ternary.
 
 Shapes: n texts, T tokens of each, B of them at a time, D model width, N × K a matrix, E experts.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,9 +19,10 @@ from perspectron.model import half
 from perspectron.model.block import Block
 from perspectron.model.mixer import Mixer
 from perspectron.model.model import LanguageModel
+from perspectron.ops import tiles
 from perspectron.ops.packing import Packed, dequantise
 from perspectron.quant.formats import quantise
-from perspectron.quant.gptq import FORMATS, Hessian, gptq
+from perspectron.quant.gptq import FORMATS, Hessian, together
 from perspectron.quant.linear import QuantEmbedding, QuantLinear, bytes_of
 from perspectron.util.config import one_of, require
 from perspectron.util.hooks import hooked
@@ -45,13 +47,13 @@ class Report:
 
 @torch.no_grad()
 def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor | None = None) -> Report:
-    """Pack a float32 model in place, for inference only. linear: format of the blocks' matrices. calibration: windows
+    """Pack a model in place, for inference only. linear: format of the blocks' matrices. calibration: windows
     of token ids like those the model will read; without them everything is rounded to nearest. Experts stay float
     modules with ternary values, which an artifact packs exactly.
 
-    Independent of `linear`, the embedding, learned positions and the output matrix become int8, as do matrices that a
-    mixer reads past their layers (`Mixer.calls_linears`), because their inputs are not observed. Routers and matrices
-    with fewer than 32 rows or columns stay float.
+    The embedding, learned positions and the output matrix get 8 bits (`eight_bits`), as do matrices that a mixer reads
+    past their layers (`Mixer.calls_linears`), because their inputs are not observed. Routers and matrices with fewer
+    than 32 rows or columns stay float.
 
     ConfigError for an unknown format, a model that is not float32 or whose experts are only partly converted, or ids
     out of bounds.
@@ -69,7 +71,7 @@ def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor |
         require(good, "calibration", tuple(calibration_nT.shape), "[n, T] ids")
         least, most = (int(value) for value in calibration_nT.aminmax())
         require(least >= 0 and most < V, "calibration", f"{least} … {most}", f"ids in 0 … {V - 1}")
-    _embeddings(model)
+    _embeddings(model, eight_bits(linear))
     if calibration_nT is not None:
         for ids_BT in calibration_nT.to(model.device).split(BATCH):
             length_B = model.init_state(len(ids_BT)).length_B
@@ -109,11 +111,16 @@ def rounded(ffn: RoutedSwiGLU) -> RoutedSwiGLU:
     return made.eval().requires_grad_(False)
 
 
-def _embeddings(model: LanguageModel) -> None:
+def eight_bits(linear: str) -> str:
+    """The format of 8 bits beside one of the blocks' matrices."""
+    return "8bit32" if linear in tiles.FORMATS else "int8"
+
+
+def _embeddings(model: LanguageModel, format: str) -> None:
     for name in ("embedding", "positions"):
         table = getattr(model, name, None)
         if table is not None:
-            setattr(model, name, QuantEmbedding.of(quantise(table.weight, "int8")))
+            setattr(model, name, QuantEmbedding.of(quantise(table.weight, format)))
 
 
 class Text(NamedTuple):
@@ -156,20 +163,29 @@ class _Work:
         self._own("lm_head", lambda text: self.model.head(self.model.norm(text.x_BTD)))
 
     def _own(self, prefix: str, run: Callable[[Text], Tensor]) -> None:
-        """Pack the matrices whose names begin with `prefix` in the order of their work, each after those before it."""
-        left = self._linears(prefix)
-        for names in _stages(left, run, self.texts):
-            hessian = self.waiting.pop(names[0], None) or Hessian(
-                left[names[0]].in_features, self.model.device
-            )
-            with _watch({names[0]: left[names[0]]}, lambda _, x: hessian.add(x)):  # noqa: B023  (used up here)
-                for text in self.texts:
-                    run(text)
-            for name in names:
-                self.waiting.pop(name, None)
-                self._pack(name, left.pop(name), hessian)
-        for name, linear in left.items():
-            self._pack(name, linear, None)
+        """Pack the matrices whose names begin with `prefix`, those that read the same together."""
+        left, leader = self._linears(prefix), dict[str, str]()
+        hessians, first = dict[str, Hessian](), list[tuple[str, Tensor]]()
+
+        def note(name: str, x: Tensor) -> None:
+            if name not in leader:
+                leader[name] = next((other for other, y in first if y is x), name)
+                first.append((name, x))
+            if leader[name] == name:
+                if name not in hessians:
+                    hessians[name] = self.waiting.get(name) or Hessian(x.shape[-1], x.device)
+                hessians[name].add(x)
+
+        with _watch(left, note):
+            for text in self.texts:
+                run(text)
+                first.clear()
+        stages = defaultdict[tuple[str, str], list[str]](list)
+        for name in left:
+            self.waiting.pop(name, None)
+            stages[leader.get(name, name), self._format(name)].append(name)
+        for (name, format), names in stages.items():
+            self._pack({name: left[name] for name in names}, format, hessians.get(name))
 
     def _linears(self, prefix: str) -> dict[str, nn.Linear]:
         """Matrices with this prefix that are still to be packed; those that stay float are reported."""
@@ -189,39 +205,22 @@ class _Work:
         parent = self.model.get_submodule(name.rpartition(".")[0])
         unseen = isinstance(parent, Mixer) and not parent.calls_linears
         logits = name in ("lm_head", "lm_head.out_proj")
-        return "int8" if unseen or logits else self.linear
+        return eight_bits(self.linear) if unseen or logits else self.linear
 
     def _wait(self, name: str, x: Tensor) -> None:
         if name not in self.waiting:
             self.waiting[name] = Hessian(x.shape[-1], x.device)
         self.waiting[name].add(x)
 
-    def _pack(self, name: str, linear: nn.Linear, hessian: Hessian | None) -> None:
-        format, weight = self._format(name), linear.weight.detach()
-        matrix = quantise(weight, format) if hessian is None else gptq(weight, hessian, format)
-        parent, _, own = name.rpartition(".")
-        setattr(self.model.get_submodule(parent), own, QuantLinear.of(matrix, linear.bias))
-
-
-def _stages(
-    linears: dict[str, nn.Linear], run: Callable[[Text], Tensor], texts: list[Text]
-) -> list[list[str]]:
-    """Names of the matrices that are used, in order, those that read the same input together."""
-    stages: list[tuple[Tensor, list[str]]] = []
-
-    def note(name: str, x: Tensor) -> None:
-        if any(name in names for _, names in stages):
-            return
-        for other, names in stages:
-            if x is other:
-                names.append(name)
-                return
-        stages.append((x, [name]))
-
-    with _watch(linears, note):
-        for text in texts[:1]:
-            run(text)
-    return [names for _, names in stages]
+    def _pack(self, linears: dict[str, nn.Linear], format: str, hessian: Hessian | None) -> None:
+        weights = [linear.weight.detach() for linear in linears.values()]
+        if hessian is None:
+            packed = [quantise(weight, format) for weight in weights]
+        else:
+            packed = together(weights, hessian, format)
+        for (name, linear), matrix in zip(linears.items(), packed, strict=True):
+            parent, _, own = name.rpartition(".")
+            setattr(self.model.get_submodule(parent), own, QuantLinear.of(matrix, linear.bias))
 
 
 @contextmanager

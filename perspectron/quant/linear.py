@@ -12,10 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.experts.layer import RoutedSwiGLU
-from perspectron.ops import packed
-from perspectron.ops.packing import LAYOUTS, Packed, dequantise, sizes
+from perspectron.ops import packed, tiles
+from perspectron.ops.packing import LAYOUTS, Packed, columns, dequantise, sizes
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
+
+EMBEDDED = ("int8", "8bit32")
+"""Formats of embeddings."""
 
 
 class _Matrix(nn.Module):
@@ -76,10 +79,10 @@ class QuantLinear(_Matrix):
 
 
 class QuantEmbedding(_Matrix):
-    """Rows of 8 bits with a scale each, to look up and, as a tied head, to multiply with."""
+    """Rows of 8 bits, to look up and, as a tied head, to multiply with."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, format: str = "int8") -> None:
-        require(format == "int8", "format", format, f"'int8' for an embedding, of {', '.join(LAYOUTS)}")
+        require(format in EMBEDDED, "format", format, f"{' or '.join(EMBEDDED)} for an embedding")
         super().__init__((num_embeddings, embedding_dim), format)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
 
@@ -93,9 +96,16 @@ class QuantEmbedding(_Matrix):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[..., D] in float32 of ids [...]."""
-        codes = F.embedding(ids, self.codes)  # as indices, negative ids would count from the end
-        whole = codes[..., : self.embedding_dim].float() - LAYOUTS["int8"].padding
-        return whole * F.embedding(ids, self.scales[:, None])
+        # As indices, negative ids would count from the end.
+        unit, zero = F.embedding(ids, self.scales[:, None]), LAYOUTS[self.format].padding
+        if self.format == "int8":
+            return (F.embedding(ids, self.codes)[..., : self.embedding_dim].float() - zero) * unit
+        code, scale = (
+            F.embedding(at, self.codes.view(-1, 1)).squeeze(-1).float()
+            for at in tiles.places(ids, columns(self.packed))
+        )
+        numbers = (code.unflatten(-1, (-1, tiles.GROUP)) - zero) * scale[..., None]
+        return numbers.flatten(-2)[..., : self.embedding_dim] * unit
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] of [..., D]: the product with every row."""

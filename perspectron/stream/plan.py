@@ -15,6 +15,7 @@ from perspectron.experts.router import RoutedConfig
 from perspectron.model.census import Part, footprint, packed_expert
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
+from perspectron.quant.convert import eight_bits
 from perspectron.quant.gptq import FORMATS
 from perspectron.stream.device import BUFFERS
 from perspectron.stream.expert_file import ExpertLayout
@@ -120,7 +121,7 @@ def everywhere(model: LanguageModel, format: str) -> dict[str, str]:
     routers = ".ffn.route_proj"
     modules = model.named_modules()
     dense = {name: format for name, m in modules if isinstance(m, nn.Linear) and not name.endswith(routers)}
-    return dense | {"embedding": "int8"}
+    return dense | {"embedding": eight_bits(format)}
 
 
 # ---------------------------------------------------------------- where it goes

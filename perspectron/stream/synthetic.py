@@ -21,7 +21,7 @@ from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.router import RoutedConfig
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
-from perspectron.ops import packing
+from perspectron.ops import packing, tiles
 from perspectron.ops.packing import LAYOUTS, Packed
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.stream import tensors
@@ -36,8 +36,12 @@ from perspectron.util.errors import StorageError
 PIECE = 1 << 24  # bytes drawn at once
 MARGIN = 1 << 20  # of an expert file: its header
 TERNARY = np.array([84 * t4 + low for t4 in range(3) for low in range(81)], np.uint8)
-SPREAD = {"ternary": (2 / 3) ** 0.5, "2bit": 1.25**0.5, "4bit": 21.25**0.5, "int8": 73.6}
-"""Standard deviation of a weight of scale 1."""
+SPREAD = {
+    "ternary": (2 / 3) ** 0.5, "2bit": 1.25**0.5, "4bit": 21.25**0.5, "int8": 73.6,
+    "4bit32": 128 * 21.25**0.5, "8bit32": 128 * 73.6,
+}  # fmt: skip
+"""Standard deviation of a weight of scale 1; of a tile's, whose groups have one of 128 units, and at 4 bits half as
+much for an offset, of unit 1."""
 
 
 class Draw(NamedTuple):
@@ -53,6 +57,9 @@ class Draw(NamedTuple):
         (N, K), layout = self.shape, LAYOUTS[self.format]
         (blocks, S), _, _ = packing.sizes(self.format, self.shape)
         random = np.random.Generator(np.random.SFC64(seed))
+        if self.format in tiles.FORMATS:
+            yield from self._lines(random, blocks)
+            return
         whole, step = N // layout.rows, max(1, PIECE // S)
         for start in range(0, whole, step):
             rows = np.frombuffer(random.bytes(min(step, whole - start) * S), np.uint8).reshape(-1, S)
@@ -65,12 +72,23 @@ class Draw(NamedTuple):
             digits = random.integers(layout.lowest, layout.highest, (N % layout.rows, K), np.uint8, True)
             yield packing.pack_codes(torch.from_numpy(digits), self.format).numpy()
 
+    def _lines(self, random: np.random.Generator, blocks: int) -> Iterator[NDArray[np.uint8]]:
+        S = -(-self.shape[1] // packing.ALIGN) * packing.ALIGN
+        head, rest = tiles.length(self.format, S)
+        scales = np.full(head, 128, np.uint8)
+        if self.format == "4bit32":
+            scales.reshape(-1, 2, tiles.ROWS)[:, 1] = 64
+        step = max(1, PIECE // rest)
+        for start in range(0, blocks, step):
+            rows = np.frombuffer(random.bytes(min(step, blocks - start) * rest), np.uint8).reshape(-1, rest)
+            yield np.concatenate([np.tile(scales, (len(rows), 1)), _legal(rows, self.format)], 1)
+
     def scales(self) -> Tensor:
         """Scales, as the format keeps them."""
         scale = self.gain / (SPREAD[self.format] * math.sqrt(self.shape[1]))
         _, shape, dtype = packing.sizes(self.format, self.shape)
         layout, filled = LAYOUTS[self.format], torch.full(shape, scale, dtype=dtype)
-        if layout.zero is None:
+        if layout.group == packing.GROUP:
             filled[..., layout.rows :] *= layout.highest / 2
             past = -self.shape[0] % layout.rows
             if past:  # rows past the end weigh nothing
@@ -180,4 +198,4 @@ def _legal(bytes_: NDArray[np.uint8], format: str) -> NDArray[np.uint8]:
     """Random bytes as bytes of the format; 13 of the ternary ones come twice as often."""
     if format == "ternary":
         return np.take(np.resize(TERNARY, 256), bytes_)
-    return np.maximum(bytes_, 1) if format == "int8" else bytes_
+    return np.maximum(bytes_, 1) if LAYOUTS[format].zero == 128 else bytes_

@@ -4,23 +4,29 @@ import numpy as np
 import torch
 
 from perspectron import native
+from perspectron.ops.packing import Packed, dequantise, pack_tiles, whole
 
-MOST = {"ternary": 3, "2bit": 4, "4bit": 16, "int8": 256}
+MOST = {"ternary": 3, "2bit": 4, "4bit": 16, "int8": 256, "4bit32": 16, "8bit32": 256}
 PLACES = {"ternary": (1, 3, 9, 27, 84), "2bit": (1, 4, 16, 64), "4bit": (1, 16), "int8": (1,)}
 ROW_FORMATS, GROUP_FORMATS = ("ternary", "int8"), ("2bit", "4bit")
 
 
 def codes_of(format, N, K, rng, fill=None):
     """[N,K] legal codes."""
-    least = 1 if format == "int8" else 0
+    least = 1 if format in ("int8", "8bit32") else 0
     return (
         rng.integers(least, MOST[format], (N, K)) if fill is None else np.full((N, K), fill, dtype=np.int64)
     )
 
 
 def pack(format, codes_NK):
-    """uint8 [blocks, S]."""
+    """uint8 [blocks, S]; of tiles with scales that depend on their places."""
     N, K = codes_NK.shape
+    if format in native.TILES:
+        G = -(-K // 32)
+        a, b = (torch.arange(N * G).view(N, G) * by % 256 for by in (37, 101))
+        b = b if format == "4bit32" else None
+        return pack_tiles(torch.from_numpy(codes_NK), torch.ones(N), a, b, format).codes
     R, S = native.ROWS[format], native.padded(K)
     pad = {"ternary": 1, "int8": 128}.get(format, 0)
     whole = np.full((-(-N // R) * R, S), pad, dtype=np.int64)
@@ -31,7 +37,7 @@ def pack(format, codes_NK):
 
 def scales_of(format, N, K, rng):
     """As the format has them, ones for the padding rows too: nothing may leak from there."""
-    if format in ROW_FORMATS:
+    if format in (*ROW_FORMATS, *native.TILES):
         return torch.from_numpy(rng.uniform(0.1, 2, N).astype(np.float32))
     R, G = native.ROWS[format], -(-native.padded(K) // 128)
     return torch.from_numpy(rng.uniform(0.1, 2, (-(-N // R), G, 2 * R)).astype(np.float16))
@@ -41,6 +47,26 @@ def matrix(format, N, K, rng, fill=None):
     """(codes [N,K], packed codes, scales)."""
     codes = codes_of(format, N, K, rng, fill)
     return codes, pack(format, codes), scales_of(format, N, K, rng)
+
+
+def read(format, x):
+    """What the kernels make of x, in float64."""
+    if format not in native.TILES:
+        q, step = quantised(x)
+        return q * step[:, None].astype(np.float64)
+    groups = np.pad(x, ((0, 0), (0, -x.shape[1] % 32))).reshape(-1, 32)
+    return read("int8", groups).reshape(len(x), -1)[:, : x.shape[1]]
+
+
+def by_tiles(format, codes, scales, x):
+    f32, (T, K), (N, _) = np.float32, x.shape, codes.shape
+    numbers = whole(Packed(pack(format, codes), scales, format, (N, K))).numpy().astype(np.int64)
+    sums = np.zeros((T, N), f32)
+    for start in range(0, K, 32):
+        q, step = quantised(x[:, start : start + 32])
+        exact = (q @ numbers[:, start : start + 32].T).astype(f32).astype(np.float64)
+        sums = (exact * step[:, None].astype(np.float64) + sums.astype(np.float64)).astype(f32)
+    return sums * scales.numpy()[None]
 
 
 def quantised(x):
@@ -54,6 +80,8 @@ def quantised(x):
 def weights(format, codes, scales):
     """float64 [N,K]."""
     N, K = codes.shape
+    if format in native.TILES:
+        return dequantise(Packed(pack(format, codes), scales, format, (N, K)), torch.float64).numpy()
     if format in ROW_FORMATS:
         zero = 1 if format == "ternary" else 128
         return (codes - zero) * scales.double().numpy()[:, None]
@@ -66,6 +94,8 @@ def weights(format, codes, scales):
 def in_order(format, codes, scales, x):
     """y [T,N], every float32 operation in the order the format lays down (a fused one is done in float64 and
     rounded, which is exact for the small numbers of the tests)."""
+    if format in native.TILES:
+        return by_tiles(format, codes, scales, x)
     f32, (q, step) = np.float32, quantised(x)
     T, N, S = len(x), len(codes), native.padded(x.shape[1])
     if format in ROW_FORMATS:

@@ -8,12 +8,14 @@ from perspectron import native
 from tests.native.isa import forced_isa
 from tests.native.packing import (
     GROUP_FORMATS,
+    MOST,
     ROW_FORMATS,
     codes_of,
     in_order,
     matrix,
     pack,
     quantised,
+    read,
     scales_of,
     weights,
 )
@@ -55,8 +57,7 @@ def test_close_to_the_product_of_the_weights_in_float64(format):
     rng = np.random.default_rng(1)
     codes, packed, scales = matrix(format, 30, 1000, rng)
     x = tokens(3, 1000, rng)
-    q, step = quantised(x)
-    exact = (q * step[:, None].astype(np.float64)) @ weights(format, codes, scales).T
+    exact = read(format, x) @ weights(format, codes, scales).T
     np.testing.assert_allclose(product(x, packed, scales, format, 30), exact, rtol=1e-5, atol=1e-4)
 
 
@@ -84,7 +85,7 @@ def test_the_largest_sums_fit(isa, T, use_isa):
     use_isa(isa)
     K = native.MOST_COLUMNS
     for format in native.FORMATS:
-        most = {"ternary": 2, "2bit": 3, "4bit": 15, "int8": 255}[format]
+        most = MOST[format] - 1
         N = native.ROWS[format] + 1
         codes = np.full((N, K), most)
         x = np.tile(np.float32([[127], [-127], [1], [-1], [127], [3]])[:T], (1, K))
@@ -224,4 +225,4 @@ def test_no_tokens():
     _, packed, scales = matrix("2bit", 10, 100, rng)
     assert native.linear(torch.zeros(0, 100), packed, scales, "2bit", 10).shape == (0, 10)
     assert codes_of("2bit", 1, 1, rng) in range(4)
-    assert set(ROW_FORMATS + GROUP_FORMATS) == set(native.FORMATS)
+    assert set(ROW_FORMATS + GROUP_FORMATS + native.TILES) == set(native.FORMATS)

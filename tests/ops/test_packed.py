@@ -10,16 +10,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from perspectron import native
-from perspectron.ops import packed, packing
+from perspectron.ops import packed, packing, tiles
 from perspectron.ops.packed import linear, swiglu
-from perspectron.ops.packing import LAYOUTS, Packed, check, dequantise, pack, unpack
+from perspectron.ops.packing import LAYOUTS, Packed, check, dequantise, pack, pack_tiles, unpack
 from perspectron.util.errors import BackendError, DataError
 from tests.native.isa import forced_isa
 
 pytestmark = pytest.mark.cpu_only("packed matrices are the CPU's; on a device PyTorch unpacks them")
 FORMATS = list(LAYOUTS)
+PLAIN = [format for format in FORMATS if format not in tiles.FORMATS]
 SHAPES = [(1, 1), (5, 64), (7, 65), (37, 200), (130, 448), (4, 1100)]
 every_format = pytest.mark.parametrize("format", FORMATS)
+plain_format = pytest.mark.parametrize("format", PLAIN)
 HYPOTHESIS = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
 
@@ -30,6 +32,10 @@ def generator(seed):
 def matrix(format, N, K, seed=0) -> Packed:
     layout, draw = LAYOUTS[format], generator(seed)
     codes = torch.randint(layout.lowest, layout.highest + 1, (N, K), generator=draw, dtype=torch.uint8)
+    if format in tiles.FORMATS:
+        unit = (torch.rand(N, generator=draw) + 0.1) / 255
+        a, b = torch.randint(0, 256, (2, N, -(-K // 32)), generator=draw)
+        return pack_tiles(codes, unit, a, b if format == "4bit32" else None, format)
     if layout.zero is not None:
         return pack(codes, torch.rand(N, generator=draw) + 0.1, None, format)
     groups = (N, -(-K // 128))
@@ -53,7 +59,7 @@ def byte(codes, format):
     return sum(t << i * (8 // len(codes)) for i, t in enumerate(codes))
 
 
-@every_format
+@plain_format
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bytes_are_those_of_the_table(format, shape):
     whole = matrix(format, *shape)
@@ -74,7 +80,7 @@ def test_bytes_are_those_of_the_table(format, shape):
     assert other.codes.is_contiguous() and other.scales.is_contiguous()
 
 
-@every_format
+@plain_format
 def test_weights_are_those_of_the_table(format):
     whole = matrix(format, 37, 200)
     R, zero, codes, weights = LAYOUTS[format].rows, LAYOUTS[format].zero, unpack(whole), dequantise(whole)
@@ -88,7 +94,7 @@ def test_weights_are_those_of_the_table(format):
     assert torch.equal(dequantise(whole, torch.float64).float(), weights)
 
 
-@every_format
+@plain_format
 @HYPOTHESIS
 @given(st.data())
 def test_any_codes_come_back(format, data):
@@ -100,6 +106,39 @@ def test_any_codes_come_back(format, data):
     stored = packing.pack_codes(codes, format)
     assert torch.equal(unpack(Packed(stored, torch.empty(0), format, (N, K))).long(), codes)
     assert not packing.illegal(stored, format).any()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bytes_of_4bit32_are_those_of_its_table(shape):
+    whole, (N, K) = matrix("4bit32", *shape), shape
+    codes, S = unpack(whole), whole.codes.shape[1] // 9
+    a, b = tiles.scales(whole.codes, "4bit32", S)
+    assert codes.shape == shape and whole.codes.shape == (-(-N // 16), 9 * S) and S % 64 == 0
+    for n, k in {(0, 0), (N // 2, K // 2), (N - 1, K - 1)}:
+        line, group, column = whole.codes[n // 16], k // 32, k % 32
+        byte = int(line[S + group * 256 + column // 8 * 64 + n % 16 * 4 + column % 4])
+        assert byte >> (4 if column % 8 >= 4 else 0) & 15 == int(codes[n, k])
+        assert [int(line[group * 32 + part * 16 + n % 16]) for part in (0, 1)] == [
+            int(a[n, group]),
+            int(b[n, group]),
+        ]
+        number = int(a[n, group]) * int(codes[n, k]) - 15 * int(b[n, group])
+        assert float(dequantise(whole)[n, k]) == f32(number * float(whole.scales[n]))
+    check(whole)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bytes_of_8bit32_are_those_of_its_table(shape):
+    whole, (N, K) = matrix("8bit32", *shape), shape
+    S, codes = -(-K // 64) * 64, unpack(whole)
+    head = -(-S // 128) * 64
+    assert codes.shape == shape and whole.codes.shape == (-(-N // 16), head + 16 * S)
+    for n, k in {(0, 0), (N // 2, K // 2), (N - 1, K - 1)}:
+        line = whole.codes[n // 16]
+        assert int(line[head + k // 4 * 64 + n % 16 * 4 + k % 4]) == int(codes[n, k])
+        number = int(line[k // 32 * 16 + n % 16]) * (int(codes[n, k]) - 128)
+        assert float(dequantise(whole)[n, k]) == f32(number * float(whole.scales[n]))
+    check(whole)
 
 
 def test_243_bytes_are_ternary():
@@ -130,6 +169,12 @@ def test_what_cannot_be_is_refused(format):
     ):
         with pytest.raises(DataError, match=r"^expert 3: "):
             check(wrong, "expert 3")
+    if format in tiles.FORMATS:
+        if format == "8bit32":
+            whole.codes[0, 70] = 0
+            with pytest.raises(DataError, match="1 bytes, must be 0, are not 8bit32 codes"):
+                check(whole)
+        return
     codes = unpack(whole).long()
     codes[3, 3] = LAYOUTS[format].highest + 1
     with pytest.raises(DataError, match=f"must be in .* for {format}"):
@@ -147,6 +192,8 @@ def test_what_cannot_be_is_refused(format):
 
 def defined(x_K, whole):
     """y of one token, number by number, from the definition."""
+    if whole.format in tiles.FORMATS:
+        return by_tiles(x_K, whole)
     a = max(abs(v) for v in x_K.tolist())
     per, step = f32(127 / a), f32(a / 127)
     q = [round(f32(v * per)) for v in x_K.tolist()]
@@ -171,6 +218,22 @@ def defined(x_K, whole):
             lanes = [f32(a + b) for a, b in zip(lanes[:half], lanes[half:], strict=True)]
         found.append(f32(f32(lanes[0] - offset) * step))
     return found
+
+
+def by_tiles(x_K, whole):
+    a_NG, b_NG = tiles.scales(whole.codes, whole.format, packing.columns(whole))
+    sums = [0.0] * whole.shape[0]
+    for g, part in enumerate(x_K.split(32)):
+        most = max(abs(v) for v in part.tolist())
+        q = [round(f32(v * f32(127 / most))) for v in part.tolist()]
+        for n, row in enumerate(unpack(whole)[:, 32 * g : 32 * g + 32].tolist()):
+            if b_NG is None:
+                number = int(a_NG[n, g]) * sum((t - 128) * v for t, v in zip(row, q, strict=True))
+            else:
+                product = sum(t * v for t, v in zip(row, q, strict=True))
+                number = int(a_NG[n, g]) * product - 15 * int(b_NG[n, g]) * sum(q)
+            sums[n] = f32(f32(number) * f32(most / 127) + sums[n])
+    return [f32(total * float(unit)) for total, unit in zip(sums, whole.scales, strict=True)]
 
 
 @every_format
@@ -263,8 +326,9 @@ def test_extreme_tokens(format, backend):
     assert y[bad].isnan().all()
     assert torch.equal(y[[0, 3, 6]], clean[[0, 3, 6]])
     assert y[5].isfinite().all() and y[5].abs().max() < 1e-34
-    large = linear(x[:1] * 1e36, whole, backend=backend)
-    torch.testing.assert_close(large, clean[:1] * 1e36, rtol=1e-5, atol=0)
+    much = 1e28 if format in tiles.FORMATS else 1e36  # sums are in units of a row until their end
+    large = linear(x[:1] * much, whole, backend=backend)
+    torch.testing.assert_close(large, clean[:1] * much, rtol=1e-5, atol=0)
 
 
 @every_format

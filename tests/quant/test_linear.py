@@ -81,9 +81,10 @@ def test_a_cast_leaves_codes_and_scales(format, cast):
     assert own.codes.is_meta and own.scales.is_meta and own.scales.dtype == scales.dtype
 
 
-def test_embedding():
+@pytest.mark.parametrize("format", ["int8", "8bit32"])
+def test_embedding(format):
     table = nn.Embedding(50, 20)
-    own = QuantEmbedding.of(quantise(table.weight, "int8"))
+    own = QuantEmbedding.of(quantise(table.weight, format))
     ids = torch.tensor([[3, 49, 3], [0, 1, 2]])
     rows = own(ids)
     assert rows.shape == (2, 3, 20) and torch.equal(rows, own.weight[ids])
@@ -96,7 +97,7 @@ def test_embedding():
     for beyond in (-1, 50):
         with pytest.raises(IndexError, match="out of range"):
             own(torch.tensor([3, beyond]))
-    with pytest.raises(ConfigError, match="format = '2bit', must be 'int8' for an embedding"):
+    with pytest.raises(ConfigError, match="format = '2bit', must be int8 or 8bit32 for an embedding"):
         QuantEmbedding(50, 20, "2bit")
 
 

@@ -8,7 +8,8 @@ import torch
 import perspectron
 from perspectron import presets
 from perspectron.model.census import census, packed_bytes
-from perspectron.ops.packing import LAYOUTS, Packed, pack
+from perspectron.ops import tiles
+from perspectron.ops.packing import LAYOUTS, Packed, pack, pack_tiles
 from perspectron.stream.plan import Needs, Rates, bounds, case, needs, place
 from perspectron.util.errors import ConfigError
 
@@ -37,6 +38,9 @@ def small() -> Needs:
 def zeros(format: str, N: int, K: int) -> Packed:
     layout, G = LAYOUTS[format], math.ceil(K / 128)
     codes = torch.full((N, K), layout.padding)
+    if format in tiles.FORMATS:
+        scales = torch.zeros(N, math.ceil(K / 32))
+        return pack_tiles(codes, torch.zeros(N), scales, scales if layout.zero is None else None, format)
     if layout.zero is None:
         return pack(codes, torch.zeros(N, G), torch.zeros(N, G), format)
     return pack(codes, torch.zeros(N), None, format)

@@ -64,18 +64,30 @@ const Kernels& kernels() {
 }
 
 // Tokens quantised into memory of the calling thread; `which` keeps two of them apart.
-Tokens tokens_in_scratch(int which, int64_t T, int64_t K) {
+Tokens tokens_in_scratch(int which, int64_t T, int64_t K, Format format) {
   static thread_local Buffer buffers[2];
   const int64_t S = ceil_div(K, LINE) * LINE, stride = S + LINE, G = ceil_div(S, GROUP);
+  if (tiled(format)) {
+    const int64_t numbers = T * (S / TILE_GROUP);
+    char* data = static_cast<char*>(buffers[which].of(size_t(T * stride + 3 * numbers * 4)));
+    float* steps = reinterpret_cast<float*>(data + T * stride);
+    int32_t* zeros = reinterpret_cast<int32_t*>(steps + 2 * numbers);
+    return {reinterpret_cast<int8_t*>(data), nullptr, nullptr, nullptr, T, K, S, stride, steps, steps + numbers, zeros};
+  }
   const int64_t numbers = T * (2 + G);  // an odd stride keeps the tokens of a tile in different sets of the cache
   char* data = static_cast<char*>(buffers[which].of(size_t(T * stride + numbers * 4)));
   int32_t* sum = reinterpret_cast<int32_t*>(data + T * stride);
-  return {reinterpret_cast<int8_t*>(data), reinterpret_cast<float*>(sum + T * (1 + G)), sum, sum + T, T, K, S, stride};
+  float* step = reinterpret_cast<float*>(sum + T * (1 + G));
+  return {reinterpret_cast<int8_t*>(data), step, sum, sum + T, T, K, S, stride, nullptr, nullptr, nullptr};
+}
+
+void quantise_one(const Kernels& k, const float* x, const Tokens& into, int64_t token) {
+  (into.steps == nullptr ? k.quantise : k.quantise_groups)(x, into, token);
 }
 
 void quantise_all(const Kernels& k, const float* x, const Tokens& into, Claims& claims) {
   for (int64_t first, last; claims.next(first, last);)
-    for (int64_t t = first; t < last; t++) k.quantise(x + t * into.K, into, t);
+    for (int64_t t = first; t < last; t++) quantise_one(k, x + t * into.K, into, t);
 }
 
 Claims token_claims(int64_t T) { return {T, 4}; }
@@ -91,7 +103,11 @@ int64_t stretch(int64_t bytes, int threads) {
 // codes to stay in the second-level cache. Whole tiles: 20 rows are whole tiles of every format.
 int64_t grain(const Kernels& k, const Matrix& m, int64_t T, int threads) {
   const int64_t R = ROWS[m.format];
-  if (T <= k.few) return ceil_div(stretch(m.blocks() * m.S, threads), m.S);
+  if (T <= k.few) return ceil_div(stretch(m.blocks() * m.line(), threads), m.line());
+  if (tiled(m.format)) {  // of the second-level cache
+    const int64_t tiles = (int64_t(256) << 10) / m.line(), fair = ceil_div(m.blocks(), 4 * threads);
+    return tiles < 1 ? 1 : tiles < fair ? tiles : fair;
+  }
   int64_t rows = (int64_t(384) << 10) / (grouped(m.format) || m.S < 4096 ? m.S : 4096);
   const int64_t fair = ceil_div(m.N, 4 * threads);
   rows = rows < fair ? rows : fair;
@@ -105,7 +121,7 @@ int useful(int threads, int64_t bytes, int64_t T) {
   return int(threads < most ? threads : most);
 }
 
-int64_t bytes_of(const Matrix& m) { return m.blocks() * m.S; }
+int64_t bytes_of(const Matrix& m) { return m.blocks() * m.line(); }
 
 Matrix matrix(const uint8_t* codes, const void* scales, int format, int64_t N, int64_t K) {
   return {codes, scales, Format(format), N, ceil_div(K, LINE) * LINE};
@@ -166,7 +182,8 @@ void multiply_all(const Kernels& k, const float* x, const Tokens& tokens, bool q
 
 API void pspx_linear(const float* x, int64_t T, int64_t K, const uint8_t* codes, const void* scales, int format,
                      int64_t N, float* y, int threads) {
-  multiply_all(kernels(), x, tokens_in_scratch(0, T, K), false, matrix(codes, scales, format, N, K), y, threads);
+  const Tokens tokens = tokens_in_scratch(0, T, K, Format(format));
+  multiply_all(kernels(), x, tokens, false, matrix(codes, scales, format, N, K), y, threads);
 }
 
 // rows: null, or which row of x and y each token is.
@@ -180,13 +197,13 @@ API void pspx_swiglu(const float* x, int64_t T, const int64_t* rows, int64_t D, 
   static thread_local Buffer hiddens;
   float* hidden = static_cast<float*>(hiddens.of(size_t(2 * T * F + (rows != nullptr) * T * D) * sizeof(float)));
   float *other = hidden + T * F, *out = rows == nullptr ? y : other + T * F;
-  const Tokens tokens = tokens_in_scratch(0, T, D), inner = tokens_in_scratch(1, T, F);
+  const Tokens tokens = tokens_in_scratch(0, T, D, gate.format), inner = tokens_in_scratch(1, T, F, gate.format);
   Claims ready = token_claims(T), blocks(gate.blocks(), grain(k, gate, T, threads));
   Claims inner_ready = token_claims(T), inner_blocks(down.blocks(), grain(k, down, T, threads));
   const auto place = [&](int64_t t) { return (rows == nullptr ? t : rows[t]) * D; };
   parallel(threads, [&](Team& team) {
     for (int64_t first, last; ready.next(first, last);)
-      for (int64_t t = first; t < last; t++) k.quantise(x + place(t), tokens, t);
+      for (int64_t t = first; t < last; t++) quantise_one(k, x + place(t), tokens, t);
     team.barrier();
     for (int64_t first, last; blocks.next(first, last);) {
       k.multiply(gate, tokens, first, last, hidden, F);

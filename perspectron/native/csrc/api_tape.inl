@@ -38,8 +38,9 @@ API int64_t pspx_tape(const void* tape, int64_t count, void* const* bases, int t
       const float* x = reinterpret_cast<const float*>(place(i, 1, bases));
       const int64_t T = i.size[2], N = i.size[3], K = i.size[4];
       const bool again = i.number[1] != 0 && x == read;  // number[1]: as they were for the packed product before
-      if (!again) tokens = tokens_in_scratch(0, T, K);
-      const Matrix m = matrix(reinterpret_cast<const uint8_t*>(place(i, 2, bases)), place(i, 3, bases), int(i.number[0]), N, K);
+      const Format format = Format(int(i.number[0]));
+      if (!again) tokens = tokens_in_scratch(0, T, K, format);
+      const Matrix m = matrix(reinterpret_cast<const uint8_t*>(place(i, 2, bases)), place(i, 3, bases), format, N, K);
       multiply_all(k, x, tokens, again, m, reinterpret_cast<float*>(place(i, 0, bases)), threads);
       read = x;
     } else if (i.code == SCAN) {  // o, q, k, v, gamma, state of B, D and R in size[2 … 4]

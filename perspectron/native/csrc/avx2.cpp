@@ -20,7 +20,7 @@ struct Ints {
 struct Floats {
   __m256 half[2];
 };
-constexpr int FEW = 1, FEW_GROUPED = 1, STREAMS = 1, TILE = 1, TILE_GROUPED = 1;
+constexpr int FEW = 1, FEW_GROUPED = 1, STREAMS = 1, TILE = 1, TILE_GROUPED = 1, TILE_TOKENS = 3;
 
 #define EACH(T, expression) (T{{[&](int i) { return (expression); }(0), [&](int i) { return (expression); }(1)}})
 
@@ -100,6 +100,40 @@ inline void dot(Ints& sum, Bytes codes, Bytes q) {
     }
     sum.half[i] = _mm256_add_epi32(sum.half[i], products);
   }
+}
+
+// Of tiles, as AVX-512 has it, but codes of eight bits have their sign, so that sums of pairs fit in 16.
+inline Bytes low_halves(Bytes x) { return EACH(Bytes, _mm256_and_si256(x.half[i], _mm256_set1_epi8(15))); }
+inline Bytes high_halves(Bytes x) {
+  return EACH(Bytes, _mm256_and_si256(_mm256_srli_epi16(x.half[i], 4), _mm256_set1_epi8(15)));
+}
+inline Bytes repeated(const int8_t* p) {
+  int32_t four;
+  __builtin_memcpy(&four, p, 4);
+  const __m256i all = _mm256_set1_epi32(four);
+  return {{all, all}};
+}
+template <bool FOUR>
+inline void lane_dots(Ints& sum, Bytes a, Bytes qa, Bytes b, Bytes qb) {
+  const auto signed_dot = [](__m256i code, __m256i q) {
+    const __m256i w = _mm256_xor_si256(code, _mm256_set1_epi8(char(128)));
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(w, q));
+  };
+  const __m256i one = _mm256_set1_epi16(1);
+  for (int i = 0; i < 2; i++) {
+    if constexpr (FOUR) {
+      const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(a.half[i], qa.half[i]), _mm256_maddubs_epi16(b.half[i], qb.half[i]));
+      sum.half[i] = _mm256_add_epi32(sum.half[i], _mm256_madd_epi16(pairs, one));
+    } else {
+      const __m256i first = _mm256_madd_epi16(signed_dot(a.half[i], qa.half[i]), one);
+      const __m256i second = _mm256_madd_epi16(signed_dot(b.half[i], qb.half[i]), one);
+      sum.half[i] = _mm256_add_epi32(sum.half[i], _mm256_add_epi32(first, second));
+    }
+  }
+}
+inline Ints begun(int32_t) { return EACH(Ints, (void(i), _mm256_setzero_si256())); }
+inline Floats floats_of_bytes(const uint8_t* p) {
+  return EACH(Floats, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8 * i)))));
 }
 
 inline Ints zero_ints() { return EACH(Ints, (void(i), _mm256_setzero_si256())); }

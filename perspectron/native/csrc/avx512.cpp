@@ -16,6 +16,7 @@ using Floats = __m512;
 constexpr int FEW = 4, FEW_GROUPED = 2;   // tokens whose accumulators fit in registers with the decoding
 constexpr int STREAMS = 4;                // blocks of one token's product at once
 constexpr int TILE = 5, TILE_GROUPED = 2; // tokens in a tile of the product over many
+constexpr int TILE_TOKENS = 8;            // tokens at a time against 16 rows
 
 inline Bytes load(const void* p) {
   Bytes x = _mm512_loadu_si512(p);
@@ -66,6 +67,21 @@ template <Format>
 inline void dot(Ints& sum, Bytes codes, Bytes q) {
   __asm__("vpdpbusd %2,%1,%0" : "+v"(sum) : "v"(codes), "v"(q));
 }
+
+// Of tiles: the codes of columns that are four apart, four columns of all rows, and sums of a row in its lane.
+inline Bytes low_halves(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline Bytes high_halves(Bytes x) { return low_halves(_mm512_srli_epi16(x, 4)); }
+inline Bytes repeated(const int8_t* p) {
+  int32_t four;
+  __builtin_memcpy(&four, p, 4);
+  return _mm512_set1_epi32(four);
+}
+template <bool>
+inline void lane_dots(Ints& sum, Bytes a, Bytes qa, Bytes b, Bytes qb) {
+  dot<INT8>(sum, a, qa), dot<INT8>(sum, b, qb);
+}
+inline Ints begun(int32_t zero) { return _mm512_set1_epi32(zero); }
+inline Floats floats_of_bytes(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 
 inline Ints zero_ints() { return _mm512_setzero_si512(); }
 inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }

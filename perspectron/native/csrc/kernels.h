@@ -11,14 +11,18 @@
 
 namespace perspectron {
 
-enum Format : int { TERNARY, TWO_BIT, FOUR_BIT, INT8 };
+enum Format : int { TERNARY, TWO_BIT, FOUR_BIT, INT8, FOUR_BIT_32, EIGHT_BIT_32 };
 
-constexpr int ROWS[] = {5, 4, 2, 1};           // R: rows in a block
+constexpr int ROWS[] = {5, 4, 2, 1, 16, 16};   // R: rows in a block
 constexpr int ZERO[] = {1, 0, 0, 128};         // the code of weight 0 in the formats with one scale a row
 constexpr int64_t LINE = 64;                   // columns handled at once
 constexpr int64_t GROUP = 128;                 // columns that share a scale and an offset
 constexpr bool grouped(Format format) { return format == TWO_BIT || format == FOUR_BIT; }
+constexpr bool tiled(Format format) { return format >= FOUR_BIT_32; }  // see tiles.inl
+constexpr int64_t TILE_GROUP = 32;             // columns of a tile that share a scale
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Bytes of a tile's scales, which its codes follow.
+constexpr int64_t tile_head(Format format, int64_t S) { return format == FOUR_BIT_32 ? S : ceil_div(S / 2, LINE) * LINE; }
 
 struct Matrix {
   const uint8_t* codes;  // [blocks][S]
@@ -27,6 +31,9 @@ struct Matrix {
   int64_t N, S;
   int64_t G() const { return ceil_div(S, GROUP); }
   int64_t blocks() const { return ceil_div(N, ROWS[format]); }
+  int64_t line() const {  // bytes of a block
+    return !tiled(format) ? S : tile_head(format, S) + (format == FOUR_BIT_32 ? 8 : 16) * S;
+  }
 };
 
 struct Tokens {  // quantised activations
@@ -35,6 +42,9 @@ struct Tokens {  // quantised activations
   int32_t* sum;       // [T]
   int32_t* groupsum;  // [T][G]
   int64_t T, K, S, stride;
+  float *steps, *fifteens;  // for tiles, instead of the above, [T][groups] each: the step, −15 Σ q
+  int32_t* zeros;           // −128 Σ q
+  int64_t groups() const { return S / TILE_GROUP; }
   int64_t G() const { return ceil_div(S, GROUP); }
 };
 
@@ -175,6 +185,7 @@ struct Kernels {
   const char* name;
   int few;  // up to so many tokens are multiplied straight from the packed codes
   void (*quantise)(const float* x, const Tokens& into, int64_t token);
+  void (*quantise_groups)(const float* x, const Tokens& into, int64_t token);  // for tiles
   // y[t][n] of the rows in blocks [first, last); `y` points at row 0 of token 0, `ld` floats a token.
   void (*multiply)(const Matrix&, const Tokens&, int64_t first, int64_t last, float* y, int64_t ld);
   void (*silu)(float* gate, const float* up, int64_t n);  // gate = silu(gate) · up

@@ -23,6 +23,19 @@ inline ALWAYS void unroll(F&& f) {
 
 #include "products.inl"
 
+#include "tiles.inl"
+
+void multiply(const Matrix& m, const Tokens& tokens, int64_t first, int64_t last, float* y, int64_t ld) {
+  switch (m.format) {
+    case TERNARY: return multiply_as<TERNARY>(m, tokens, first, last, y, ld);
+    case TWO_BIT: return multiply_as<TWO_BIT>(m, tokens, first, last, y, ld);
+    case FOUR_BIT: return multiply_as<FOUR_BIT>(m, tokens, first, last, y, ld);
+    case INT8: return multiply_as<INT8>(m, tokens, first, last, y, ld);
+    case FOUR_BIT_32: return multiply_tiles<FOUR_BIT_32>(m, tokens, first, last, y, ld);
+    case EIGHT_BIT_32: return multiply_tiles<EIGHT_BIT_32>(m, tokens, first, last, y, ld);
+  }
+}
+
 #include "scan.inl"
 
 #include "scan_backward.inl"
@@ -82,7 +95,7 @@ double dots_in_registers(int64_t repeats) {
 }
 
 constexpr Kernels table(const char* name) {
-  return {name, FEW, quantise, multiply, silu, scan, scan_backward, memory<false>, memory<true>, dot_product, read_all, dots_in_registers,
+  return {name, FEW, quantise, quantise_groups, multiply, silu, scan, scan_backward, memory<false>, memory<true>, dot_product, read_all, dots_in_registers,
           {entropy<float>, entropy<uint16_t>}, {entropy_backward<float>, entropy_backward<uint16_t>},
           {gated<float>, gated<uint16_t>}, {gated_backward<float>, gated_backward<uint16_t>},
           {gelu<float>, gelu<uint16_t>}, {gelu_backward<float>, gelu_backward<uint16_t>},

@@ -284,12 +284,3 @@ void multiply_as(const Matrix& m, const Tokens& tokens, int64_t first, int64_t l
     }
   }
 }
-
-void multiply(const Matrix& m, const Tokens& tokens, int64_t first, int64_t last, float* y, int64_t ld) {
-  switch (m.format) {
-    case TERNARY: return multiply_as<TERNARY>(m, tokens, first, last, y, ld);
-    case TWO_BIT: return multiply_as<TWO_BIT>(m, tokens, first, last, y, ld);
-    case FOUR_BIT: return multiply_as<FOUR_BIT>(m, tokens, first, last, y, ld);
-    case INT8: return multiply_as<INT8>(m, tokens, first, last, y, ld);
-  }
-}

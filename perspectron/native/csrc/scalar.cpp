@@ -20,7 +20,7 @@ struct Ints {
 struct Floats {
   float at[16];
 };
-constexpr int FEW = 1, FEW_GROUPED = 1, STREAMS = 1, TILE = 1, TILE_GROUPED = 1;
+constexpr int FEW = 1, FEW_GROUPED = 1, STREAMS = 1, TILE = 1, TILE_GROUPED = 1, TILE_TOKENS = 2;
 
 template <class T = Floats, class F>
 inline T each(F f) {
@@ -96,6 +96,33 @@ inline void dot(Ints& sum, const Bytes& codes, const Bytes& q) {
     for (int j = 0; j < 64; j += 16)
       for (int l = 0; l < 16; l++) sum.at[l] += products[j + l];
   }
+}
+
+// Of tiles, as AVX-512 has it.
+template <class F>
+inline Bytes each_byte(F f) {
+  Bytes y;
+  for (int i = 0; i < 64; i++) y.at[i] = f(i);
+  return y;
+}
+inline Bytes low_halves(const Bytes& x) {
+  return each_byte([&](int i) { return uint8_t(x.at[i] & 15); });
+}
+inline Bytes high_halves(const Bytes& x) {
+  return each_byte([&](int i) { return uint8_t(x.at[i] >> 4); });
+}
+inline Bytes repeated(const int8_t* p) {
+  return each_byte([&](int i) { return uint8_t(p[i % 4]); });
+}
+template <bool>
+inline void lane_dots(Ints& sum, const Bytes& a, const Bytes& qa, const Bytes& b, const Bytes& qb) {
+  dot<FOUR_BIT>(sum, a, qa), dot<FOUR_BIT>(sum, b, qb);
+}
+inline Ints begun(int32_t zero) {
+  return each<Ints>([&](int) { return zero; });
+}
+inline Floats floats_of_bytes(const uint8_t* p) {
+  return each([&](int i) { return float(p[i]); });
 }
 
 inline Ints zero_ints() { return Ints{}; }
