@@ -29,7 +29,7 @@ def bpe() -> ByteLevelBPETokenizer:
 @pytest.mark.parametrize("kind", MODELS)
 def test_its_logits_are_those_of_transformers(kind, bpe, tmp_path):
     theirs = saved(tmp_path / "hf", kind, bpe)
-    ours, tokenizer, _ = foreign.read(tmp_path / "hf")
+    ours, tokenizer, *_ = foreign.read(tmp_path / "hf")
     ids = torch.randint(V, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected, logits = theirs(ids).logits, ours(ids).logits

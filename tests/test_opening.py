@@ -1,5 +1,7 @@
-"""The text that an artifact was trained on."""
+"""Opening a folder: the text that an artifact was trained on, and what is read of a run."""
 
+import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,9 +9,12 @@ import torch
 
 from perspectron import presets
 from perspectron.data import Tokenizer, encode, open_corpus
-from perspectron.model.model import LanguageModel
-from perspectron.opening import Folder, Opened
+from perspectron.model.model import LanguageModel, build
+from perspectron.opening import Folder, Opened, open_model
 from perspectron.stream.artifact import Trained
+from perspectron.train import checkpoint
+from perspectron.train.checkpoint import Progress
+from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.util.errors import DataError
 
 
@@ -27,3 +32,25 @@ def test_shards_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
         DataError, match=f"encoded with tokenizer {own.fingerprint[:12]}, that of .*artifact is"
     ):
         Opened(folder, model, other).shards(tmp_path / "new")
+
+
+def test_a_run_is_opened_in_few_rooms_and_its_config_read_once(tmp_path, monkeypatch) -> None:
+    """However many checkpoints repeat the config; one that has another is read by itself."""
+    place = Path(__file__).parents[1] / "benchmarks" / "stays.py"
+    spec = importlib.util.spec_from_file_location("stays", place)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(script := importlib.util.module_from_spec(spec))
+    tokenizer = Tokenizer.train(["the quick brown fox " * 40], 280)
+    model = build(presets.get("perspective-tiny", vocab_size=280))
+    config, run = RunConfig(model.config, TrainConfig(data="x", keep=9)), tmp_path / "run"
+    checkpoint.export(run, config, tokenizer, model, Progress(step=1))
+    for step in (2, 3, 4):
+        checkpoint.save(run, config, tokenizer, model, None, Progress(step=step))
+    assert script.stays(lambda: open_model(run)).total() <= 35
+    read, own = [], checkpoint.run_config
+    monkeypatch.setattr(checkpoint, "run_config", lambda *args: read.append(args) or own(*args))
+    assert open_model(run).folder.run == config and len(read) == 1
+    other = replace(config, train=replace(config.train, batch_size=3))
+    checkpoint.save(run, other, tokenizer, model, None, Progress(step=5))
+    read.clear()
+    assert open_model(run).folder.run == config and len(read) == 2

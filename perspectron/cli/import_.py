@@ -12,7 +12,8 @@ from perspectron.util.config import require
 
 @dataclass(frozen=True)
 class Import:
-    """Convert a transformers model, or a GGUF, to a run: one of ours, GPT-2, Llama, Mistral, Mamba-2 or Bamba.
+    """Convert a model of transformers, or a GGUF, to a run: one of ours, or of another family
+    (docs/guides/bring-a-model.md has them).
 
     The run holds only weights: generate, eval, quantize and serve accept it, and train --init starts from it.
 

@@ -43,6 +43,11 @@ class Specials(Struct, frozen=True, forbid_unknown_fields=True):
         n = len(self.prefix)
         return list(ids[n:] if tuple(ids[:n]) == self.prefix else ids)
 
+    def lacks(self, ids: Sequence[int]) -> bool:
+        """True of all ids of a text, as a chat template makes them, where the prefix is not to stand before them: they
+        do not begin with it, and memory does not either."""
+        return self.reset is None and self.bare(ids) == list(ids) and bool(self.prefix)
+
     def begun(self, ids: Sequence[int]) -> list[int]:
         """The ids of a text from its beginning: the prefix, once, and the rest; or `start`."""
         return [*self.prefix, *self.bare(ids)] or list(self.start)

@@ -111,15 +111,19 @@ class Template:
         """
         return self._rendered(messages, **given)
 
-    def ids(self, messages: Messages, tokenizer: Tokenizer, /, **given: Any) -> list[int]:
-        """The ids of `prompt`: special tokens that the template writes are those, what the messages and `given` spell
-        like them is text. ConfigError as there."""
+    def marked(self, messages: Messages, tokenizer: Tokenizer, /, **given: Any) -> str:
+        """The text of `prompt` for `tokenizer.encode`: the special tokens that the template writes are marked, what the
+        messages and `given` spell like them is text. ConfigError as there."""
         try:
             shield = Shield(tokenizer.special, self.text, [messages, given])
             text = self._rendered(shield.over(messages), **shield.over(given))
-            return tokenizer.encode(shield.off(tokenizer.marked(text)))
         except RecursionError:
             raise ConfigError("messages: nested too deeply, so not of JSON") from None
+        return shield.off(tokenizer.marked(text))
+
+    def ids(self, messages: Messages, tokenizer: Tokenizer, /, **given: Any) -> list[int]:
+        """The ids of `marked`."""
+        return tokenizer.encode(self.marked(messages, tokenizer, **given))
 
     def question(self, text: str) -> str:
         """The prompt that one message of a user makes."""

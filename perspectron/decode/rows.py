@@ -94,13 +94,14 @@ class Rows:
         hooks: Sequence[Hook | Processor] = (),
         min_tokens: int = 0,
         stop_ids: Sequence[int] = (),
+        whole: bool = False,
     ) -> int:
         """Add a row and return its handle. The following steps read its prompt and draw from it.
 
         prompt: a text or its ids; it may be empty. Without `conversation` it begins a text: the tokenizer's prefix is
-        read first, where the ids do not begin with it. With one, of one row, which is used up, the prompt follows what
-        stands there. stream: of noise under the seed, the handle when None: two rows of equal seed and stream draw
-        alike.
+        read first, where the ids do not begin with it and are not the `whole` text. With one, of one row, which is used
+        up, the prompt follows what stands there. stream: of noise under the seed, the handle when None: two rows of
+        equal seed and stream draw alike.
         logprobs: pieces carry those of the tokens drawn, and of so many of the most likely ones. hooks: of this row.
         stop_ids: tokens that end the text as those of the tokenizer do ("end"); their bytes are none of it.
         min_tokens: before so many are drawn none of these is, and no stop string counts that they complete.
@@ -115,8 +116,8 @@ class Rows:
         require(all(stop), "stop", list(stop), "strings of at least one character")
         if logprobs is not None:
             require(0 <= logprobs <= V, "logprobs", logprobs, f"≥ 0 and ≤ {V}, the tokens there are")
-        whole = isinstance(min_tokens, Integral) and 0 <= min_tokens <= max_tokens
-        require(whole, "min_tokens", min_tokens, f"≥ 0, ≤ max_tokens = {max_tokens}")
+        counts = isinstance(min_tokens, Integral) and 0 <= min_tokens <= max_tokens
+        require(counts, "min_tokens", min_tokens, f"≥ 0, ≤ max_tokens = {max_tokens}")
         for id in stop_ids:
             require(isinstance(id, Integral) and 0 <= id < V, "stop_ids", id, f"≥ 0 and < {V}")
         handle, model = self._next, self.model
@@ -124,7 +125,7 @@ class Rows:
         require(0 <= stream < 2**64, "stream", stream, "≥ 0 and < 2^64")
         special = self.tokenizer.specials
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if conversation is None:
+        if conversation is None and not whole:
             ids = special.begun(ids)
         own = Conversation(LMState(()), [[]], [[]], [0]) if conversation is None else conversation
         if own.rows != 1:

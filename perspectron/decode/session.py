@@ -17,6 +17,7 @@ from perspectron.decode.reading import CHUNK, check_ids, lengths, read_all
 from perspectron.decode.row import Vocabulary
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite
+from perspectron.decode.saved import alike, checked
 from perspectron.decode.store import PrefixStore
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState, Stateful, read_state, save_state
@@ -61,6 +62,7 @@ class Session:
         """Tokens at the start that are none of the text's."""
         self._whole = True
         """The text is known from its beginning; else a state remembers what was before it."""
+        self.extra: dict[str, Any] = {}  # of its file, as `save` has it
 
     @property
     def chunk(self) -> int:
@@ -71,6 +73,11 @@ class Session:
     def tokens(self) -> list[int]:
         """The ids of the text, drawn ones and those of stop strings included."""
         return self._ids[self._before :]
+
+    @property
+    def drawn(self) -> int:
+        """How many of these were drawn."""
+        return sum(self._drawn[:])
 
     @property
     def text(self) -> str:
@@ -122,13 +129,15 @@ class Session:
                     found.append(logprobs(logits_TV[at - start - 1], id, min(count, V)))
         return found
 
-    def append(self, text: str | Sequence[int]) -> None:
+    def append(self, text: str | Sequence[int], *, whole: bool = False) -> None:
         """Go on with a text that waits until it is needed; errors as `read`. The tokenizer's prefix stands before a
-        text once, also where ids begin with it."""
+        text once, also where ids begin with it; before `whole` ones, as of a chat template, unless they lack it."""
         tokenizer = self._rows.tokenizer
         require(not isinstance(text, bytes), "text", text, "a text or its ids")
         ids = tokenizer.encode(text) if isinstance(text, str) else list(text)
         if self._whole and len(self._ids) == self._before:
+            if whole and tokenizer.specials.lacks(ids):
+                self._ids, self._drawn, self._before = Log([]), Log([]), 0
             ids = tokenizer.specials.bare(ids)
         if ids:
             check_ids(ids, tokenizer.vocab_size, 0)
@@ -181,7 +190,7 @@ class Session:
         unread = self._ids[self._read :]
         if self._state is None:
             require(len(unread) > 0, "text", "", "read before: this tokenizer puts nothing before a text")
-            return rows.add(unread, **settings)
+            return rows.add(unread, whole=True, **settings)
         sampling = settings.get("sampling", SamplingConfig())
         recent = self._recent(sampling.repetition_window)
         talk = Conversation(self._state.fork(), [unread], [recent], [sum(self._drawn[:])])
@@ -237,14 +246,19 @@ class Session:
             earlier._call(self._calls[len(earlier._calls)])
         return earlier
 
-    def common(self, ids: Sequence[int]) -> "Session":
+    def shared(self, ids: Sequence[int], *, whole: bool = False) -> int:
+        """How many tokens the text begins with that these ids, `whole` as `append` has it, begin with too; 0 where its
+        beginning is not known."""
+        specials = self._rows.tokenizer.specials
+        lacks = whole and specials.lacks(ids)
+        if not self._whole or lacks != (self._before < len(specials.prefix)):
+            return 0
+        return alike(self.tokens, ids if lacks else specials.bare(ids))
+
+    def common(self, ids: Sequence[int], *, whole: bool = False) -> "Session":
         """The session as it was where its text and this one part; one that has not begun, where that would have to be
         read again or a token of it was drawn, and so was not read as a prompt is."""
-        same = next(
-            (at for at, (own, id) in enumerate(zip(self.tokens, ids, strict=False)) if own != id), None
-        )
-        token = min(len(self.tokens), len(ids)) if same is None else same
-        T = token + self._before
+        T = self.shared(ids, whole=whole) + self._before
         if not self._whole or self._read >= T or any(self._drawn[:T]):
             return Session(self._rows.model, self._rows.tokenizer, chunk=self.chunk, store=self._rows.store)
         return self._cut(T, len(self._calls), self._state)
@@ -284,16 +298,15 @@ class Session:
             if talk.rows != 1:
                 raise StateError(f"{path}: a conversation of {talk.rows} rows; take one of them")
             ids = talk.pending[0]
-            own, talk = (
-                {"ids": ids, "drawn": [0] * len(ids), "calls": [], "before": -1},
-                replace(talk, drawn=[0]),
-            )
-        fields = _checked(own, talk, tokenizer)
+            own = {"ids": ids, "drawn": [0] * len(ids), "calls": [], "before": -1}
+            talk = replace(talk, drawn=[0])
+        fields = checked(own, talk, tokenizer)
         if fields is None:
             raise StateError(f"{path}: its tokens are not those of a session of this tokenizer")
         session._ids, session._drawn = Log(fields[0]), Log(fields[1])
-        session._calls, session._whole = fields[2:]
-        session._before = len(tokenizer.specials.prefix) if session._whole else 0
+        session._calls, before = fields[2:]
+        session._whole, session._before = before >= 0, max(0, before)
+        session.extra = extra
         longest, most = max(session._calls, default=0), max(CHUNK, self.chunk)
         if longest > most:
             raise StateError(
@@ -328,11 +341,9 @@ class Session:
 
     def _check_positions(self, ids: list[int]) -> None:
         config = self._rows.model.config
-        positions = config.positions or config.longest
-        if positions == 0:
-            return
-        length = max(lengths([*self._ids[:], *ids], self._rows.tokenizer.specials.reset))
-        require(length <= positions, "tokens of one document", length, f"≤ positions = {positions}")
+        if positions := config.positions or config.longest:
+            length = max(lengths([*self._ids[:], *ids], self._rows.tokenizer.specials.reset))
+            require(length <= positions, "tokens of one document", length, f"≤ positions = {positions}")
 
     def _cut(self, T: int, calls: int, state: LMState | None) -> "Session":
         """A session of the first T tokens, of which so many calls have made the state."""
@@ -386,30 +397,3 @@ class Session:
         if self._keys is not None and self._rows.store is not None:
             store = self._rows.store
             self._keys.append(store.link(self._keys[-1] if self._keys else store.root, ids))
-
-
-def _checked(
-    own: Any, talk: Conversation, tokenizer: Vocabulary
-) -> tuple[list[int], list[bool], list[int], bool] | None:
-    """The fields of a saved session, and whether its text is known from the beginning; None unless they are of the
-    types and of the lengths that go together."""
-    if not isinstance(own, dict) or set(own) != {"ids", "drawn", "calls", "before"} or talk.rows != 1:
-        return None
-    ids, drawn, calls, before = (own[name] for name in ("ids", "drawn", "calls", "before"))
-    if not all(
-        isinstance(field, list) and all(type(x) is int for x in field) for field in (ids, drawn, calls)
-    ):
-        return None
-    vocab, prefix = tokenizer.vocab_size, tokenizer.specials.prefix
-    if not all(0 <= id < vocab for id in ids) or len(drawn) != len(ids) or set(drawn) - {0, 1}:
-        return None
-    waiting = talk.pending[0]
-    if talk.drawn != [sum(drawn)] or min(calls, default=1) < 1 or ids[sum(calls) :] != waiting:
-        return None
-    whole = before == len(prefix)
-    if type(before) is not int or not (whole or before in (-1, 0)):  # 0: in files of older versions
-        return None
-    begins = tuple(ids[: len(prefix)]) == prefix if whole else bool(waiting)
-    if not begins or not (waiting or (whole and not ids)):
-        return None
-    return ids, [drawn == 1 for drawn in drawn], calls, whole

@@ -183,7 +183,7 @@ def refused(client: TestClient, route: str, body: dict[str, Any]) -> tuple[str, 
         (CHAT, "messages", [{"role": "assistant"}], "messages.0.content = null, must be a text"),
         (CHAT, "messages", [{"role": "user", "content": "x", "nme": "y"}],
          "messages.0.nme: no field here; did you mean name?"),
-        (CHAT, "messages", [{"role": "user", "content": 5}], "messages.0.content = 5, must be a valid string"),
+        (CHAT, "messages", [{"role": "user", "content": 5}], "messages.0.content = 5, must be a text or a list"),
         (CHAT, "messages", [{"content": "x"}], "messages.0.role is missing"),
         (CHAT, "tools", [{"type": "custom", "custom": {"name": "x"}}], "tools.0.type = 'custom', must be 'function'"),
         (CHAT, "tools", [{"type": "function", "function": {}}], "tools.0.function.name is missing"),
@@ -224,13 +224,13 @@ def seen(client: TestClient, tiny, template: str, **body: Any) -> str:
     """The prompt that a chat makes, as its log-probabilities count it: the answer is of one token."""
     prompts = list[str]()
     tiny.template = Template(template, "here")
-    ask = tiny.template.prompt
+    ask = tiny.template.marked
 
     def spy(*args: Any, **kwargs: Any) -> str:
         prompts.append(ask(*args, **kwargs))
         return prompts[-1]
 
-    tiny.template.prompt = spy
+    tiny.template.marked = spy
     answer = client.post(CHAT, json=HI | body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["prompt_tokens"] == len(tiny.tokenizer.encode(prompts[0]))
@@ -254,6 +254,23 @@ def test_what_a_message_has_reaches_the_template(client, tiny) -> None:
     assert seen(client, tiny, template, messages=messages) == (
         "user|Ann|one two||/assistant||||hmc1add[('b', 1), ('a', 'ü')]/tool||3|c1|/"
     )
+
+
+def test_parts_reach_a_template_that_goes_through_them_and_their_text_another(client, tiny) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "user", "content": parts}, {"role": "user", "content": "three"}]
+    reads = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    reads += "{% for part in m.content %}<{{ part.type }}>{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+    assert seen(client, tiny, reads, messages=messages) == "<text>one<text>twothree"
+    plain = "{% for m in messages %}{{ m.content + '.' }}{% endfor %}"
+    assert seen(client, tiny, plain, messages=messages) == "onetwo.three."
+
+
+def test_a_template_that_fails_on_the_messages_says_what_it_says(client, tiny) -> None:
+    tiny.template = Template("{{ raise_exception('roles must alternate') }}", "here")
+    param, words = refused(client, CHAT, HI)
+    assert param == "messages"
+    assert "roles must alternate" in words
 
 
 def test_tools_and_settings_reach_a_template_that_reads_them_and_are_refused_by_another(client, tiny) -> None:

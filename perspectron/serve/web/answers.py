@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -100,7 +100,7 @@ class Answers:
         )  # fmt: skip
         assert template is not None
         async with self.served.rendering:  # so that templates never hold more than one thread of a model
-            text = await asyncio.to_thread(prompt_of, body, template)
+            text = await asyncio.to_thread(prompt_of, body, template, self.served.tokenizer)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         ids, positions = await self.served.ids(text), self.served.engine.model.config.positions
         left = max(1, positions - len(ids)) if positions else CHAT_TOKENS
@@ -142,7 +142,10 @@ class Answers:
         if body.state is not None:
             begun = await asyncio.to_thread(served.states.load, body.state, engine.session())
         read = [await served.ids(prompt) for prompt in prompts]
-        if begun is None:
+        whole = isinstance(body, schema.Chat) and served.tokenizer.specials.lacks(read[0])
+        if begun is not None and isinstance(body, schema.Chat):
+            begun, read = await self._agreed(begun, read[0], body, request)
+        elif begun is None:
             read = [served.tokenizer.specials.bare(ids) for ids in read]
         run = _Run(
             [], body.n, body.n * len(prompts), 0, asyncio.Queue(), [], body.save, body.state or "", slot
@@ -151,9 +154,9 @@ class Answers:
             run.echoed = await self._echoed(read, body.n, logprobs, begun, request)
         sampling = sampling_of(body)
         for ids in read:
-            session = self._begun(ids, slot) if begun is None else begun.fork()
+            session = self._begun(ids, slot, whole) if begun is None else begun.fork()
             more = ids[len(session.tokens) :] if begun is None else ids
-            await asyncio.to_thread(session.append, more)  # which looks at each of them
+            await asyncio.to_thread(session.append, more, whole=whole)  # which looks at each of them
             run.prompt_tokens += len(session.tokens)
             for _ in range(body.n if tokens else 0):
                 index = len(run.jobs)
@@ -187,13 +190,28 @@ class Answers:
             )
         return found
 
-    def _begun(self, ids: Sequence[int], slot: int | None) -> Session:
+    async def _agreed(
+        self, session: Session, ids: list[int], body: schema.Chat, request: Request
+    ) -> tuple[Session, list[list[int]]]:
+        """Where to go on from in a saved text, and what is to be read there: the rest of a chat that begins with the
+        text; of one with answers in it, what comes after the part that both have, as templates may write earlier turns
+        in another way; all of another chat, which goes on from there."""
+        shared, ids = session.shared(ids, whole=True), self.served.tokenizer.specials.bare(ids)
+        answered = any(message.role == "assistant" for message in body.messages)
+        if shared < len(session.tokens) and not (answered and shared):
+            return session, [ids]
+        if shared < len(session.tokens):
+            task = self.served.engine.run(_back(session, shared))
+            session = await heard(request, asyncio.wrap_future(task))
+        return session, [ids[shared:]]
+
+    def _begun(self, ids: Sequence[int], slot: int | None, whole: bool) -> Session:
         """A text that begins as `ids` do: from its slot, where that was read and nothing of it drawn, else from
         nothing."""
         held = None if slot is None else self.served.slots.get(slot)
         if held is None:
             return self.served.engine.session()
-        return held.common(ids)
+        return held.common(ids, whole=whole)
 
     async def _answer(
         self,
@@ -294,6 +312,11 @@ class Answers:
     def _frame(self, prefix: str, kind: str) -> dict[str, Any]:
         id = prefix + secrets.token_hex(12)
         return {"id": id, "object": kind, "created": int(time.time()), "model": self.served.name}
+
+
+def _back(session: Session, token: int) -> Generator[int, None, Session]:
+    yield 0
+    return (yield from session.back_to(token))
 
 
 class Gone(Exception):

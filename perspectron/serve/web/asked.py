@@ -16,8 +16,9 @@ from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 
 
-def prompt_of(body: schema.Chat, template: Template) -> str:
-    """The prompt of a chat. ConfigError: the template fails, or does not read what the chat gives it."""
+def prompt_of(body: schema.Chat, template: Template, tokenizer: Tokenizer) -> str:
+    """The prompt of a chat, for this tokenizer. ConfigError: the template fails, or does not read what the chat gives
+    it."""
     named = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     tools = body.tools if body.tool_choice == "auto" else []
@@ -35,9 +36,10 @@ def prompt_of(body: schema.Chat, template: Template) -> str:
         if message.tool_calls and "tool_calls" not in template.text:
             said = "must be left out: this model's chat template does not read them"
             raise ConfigError(f"messages.{at}.tool_calls = {schema.short(message.tool_calls)}, {said}")
-    return template.prompt(
-        [message.seen() for message in body.messages], tools=tools or None,
-        add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message, **given,
+    messages = [message.seen(parts=template.takes_parts) for message in body.messages]
+    return template.marked(
+        messages, tokenizer, tools=tools or None, add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message, **given,
     )  # fmt: skip
 
 

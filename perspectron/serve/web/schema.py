@@ -85,7 +85,7 @@ class Strict(BaseModel):
         return {name: given for name, given in value.items() if name in fields and given is not None}
 
 
-TEXT, IDS = "a text", "a list of token ids"
+TEXT, IDS, PARTS = "a text", "a list of token ids", "a list of parts of type 'text'"
 Prompt = Annotated[
     Annotated[str, Tag(TEXT)] | Annotated[Tokens, Tag(IDS)],
     Discriminator(
@@ -233,14 +233,15 @@ class Tool(Strict):
     function: Function
 
 
-_PARTS, _TOOLS = TypeAdapter(Annotated[list[Part], FAST]), TypeAdapter(Annotated[list[Tool], FAST])
-
-
-def _joined(content: Any) -> Any:
-    """The text of a message's parts, one after the other."""
-    if not isinstance(content, list):
-        return content
-    return "".join(part.text for part in _PARTS.validate_python(content))
+_TOOLS = TypeAdapter(Annotated[list[Tool], FAST])
+Content = Annotated[
+    Annotated[str, Tag(TEXT)] | Annotated[list[Part], FAST, Tag(PARTS)],
+    Discriminator(
+        lambda value: PARTS if isinstance(value, list) else TEXT if isinstance(value, str) else None,
+        custom_error_type="ours",
+        custom_error_message=f"must be {TEXT} or {PARTS}",
+    ),
+]
 
 
 def _tools(tools: list[Object]) -> list[Object]:
@@ -254,9 +255,7 @@ class Message(Strict):
 
     neutral = {"refusal": (), "audio": (), "function_call": (), "annotations": ([],)}
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Annotated[
-        str | None, BeforeValidator(_joined, json_schema_input_type=str | list[Part] | None)
-    ] = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[Call], FAST] | None = None
     tool_call_id: str | None = None
@@ -266,12 +265,16 @@ class Message(Strict):
     def _says(self) -> Self:
         told = self.role == "assistant" and (self.tool_calls or self.reasoning_content is not None)
         if self.content is None and not told:
-            raise wrong(("content",), None, "must be a text or a list of parts of type 'text'")
+            raise wrong(("content",), None, f"must be {TEXT} or {PARTS}")
         return self
 
-    def seen(self) -> Object:
-        """The message as templates see it: fields that were not given are not there."""
-        return {"role": self.role, "content": self.content} | self.model_dump(exclude_unset=True)
+    def seen(self, *, parts: bool) -> Object:
+        """The message as templates see it: fields that were not given are not there, and the text of the parts of its
+        content, one after the other, stands in their place where a template takes no parts."""
+        told = {"role": self.role} | self.model_dump(exclude_unset=True)
+        if isinstance(self.content, list) and not parts:
+            told["content"] = "".join(part.text for part in self.content)
+        return told
 
 
 class Chat(Sampled):
@@ -326,7 +329,7 @@ FIELDS = {name for body in (Completion, Chat, NewState, Fork, Slot) for name in 
 def described(problem: Mapping[str, Any]) -> tuple[str, str | None]:
     """An error of pydantic in a line, and the name of the field."""
     path = [str(part).encode("ascii", "backslashreplace").decode()[:80] for part in problem["loc"][1:]]
-    where = ".".join(part for part in path if part not in (TEXT, IDS))
+    where = ".".join(part for part in path if part not in (TEXT, IDS, PARTS))
     if problem["type"] == "json_invalid":
         return f"body: no JSON ({problem['ctx']['error']}, at character {where})", None
     if isinstance(problem["input"], bytes):
