@@ -67,7 +67,7 @@ SCRIPTS = {
     "speedrun": ["--repeats", "1", "--data", sources()],
 }
 SCRIPTS |= {"llama_server": []} if find_spec("xllamacpp") and find_spec("gguf") else {}
-SCRIPTS |= {"llama_decode": []} if find_spec("llama_cpp") and find_spec("gguf") else {}
+SCRIPTS |= {"llama_decode": [], "families": []} if find_spec("llama_cpp") and find_spec("gguf") else {}
 SCRIPTS |= {"triton_kernels": []} if find_spec("triton") else {}
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
@@ -172,6 +172,16 @@ def test_llama_server(results):
     assert found["same_answers"] > 0 == found["engines"]["perspectron"]["tokens_that_differ"]
     for kind in found["engines"]["perspectron"]["kinds"].values():
         assert 0 < kind["hits"] < kind["tokens"]
+
+
+@pytest.mark.skipif("families" not in SCRIPTS, reason="llama-cpp-python is not installed")
+def test_families(results):
+    """Both read the same weights; llama.cpp rounds what its matrices read to 8 bits."""
+    found = results("families")["models"]
+    assert set(found) == {"lfm2", "granite", "qwen3.5"}
+    for each in found.values():
+        assert each["logits_apart"] < 0.1
+        assert each["token"]["tokens_per_second"]["ours"]["median"] > 0
 
 
 @pytest.mark.skipif("llama_decode" not in SCRIPTS, reason="llama-cpp-python is not installed")

