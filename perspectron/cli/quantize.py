@@ -64,7 +64,8 @@ class Quantize:
         model, tokenizer = opened.model, opened.tokenizer
         imported = not config.train.data
         linear, windows = (
-            self.linear or ("2bit" if tokenizer.specials.reset == 0 else "4bit32"),  # 0: of a tokenizer of ours
+            self.linear
+            or ("2bit" if tokenizer.specials.reset == 0 else "4bit32"),  # 0: of a tokenizer of ours
             self.windows or (32 if imported else 128),
         )
         with tempfile.TemporaryDirectory() as scratch:
