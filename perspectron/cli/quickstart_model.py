@@ -41,7 +41,7 @@ def show(model: Path, out: Path) -> int:
     with contextlib.redirect_stdout(io.StringIO()):
         for question in QUESTIONS:
             whole.answer(question)
-    same = (second.now.messages, _tokens(second)) == (whole.now.messages, _tokens(whole))
+    same = second.now.session.tokens == whole.now.session.tokens
     console.print(f"── same answer as without the stop: {'yes' if same else 'no'} ──", style="dim")
     console.print(f"\ndone in {time.perf_counter() - start:.0f} s; try one of these next:")
     console.print(f"  perspectron chat {run}     perspectron serve {run}", markup=False)
@@ -52,16 +52,10 @@ def _talk(run: Path, path: Path | None = None) -> Talk:
     """A talk with the model of a run, which is loaded for it; kept in a file."""
     opened = open_model(run)
     talk = Talk(opened.model, opened.tokenizer, Chat(run, max_tokens=TOKENS), opened.template())
-    talk.kept = None if path is None else Kept(path, opened.model)
+    talk.kept = None if path is None else Kept(path)
     return talk
 
 
 def _ask(console: Console, talk: Talk, question: str) -> None:
     console.print(f"> {question}", markup=False, style="bold")
     talk.answer(question)
-
-
-def _tokens(talk: Talk) -> tuple[list[int], list[list[int]], list[list[int]]]:
-    """How many tokens were drawn, the last of them, and the one that was not read yet."""
-    assert talk.memory is not None
-    return talk.memory.drawn, talk.memory.recent, talk.memory.pending
