@@ -101,9 +101,15 @@ def _fits(x: Tensor, kind: Any) -> bool:
     return x.ndim == 2 and x.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
 
 
-def folder_of(name: str, folder: Path) -> Path:
-    """A model of ARCHES with a tokenizer, as transformers writes it."""
-    redrawn(*ARCHES[name]).save_pretrained(folder)
+def arch_of(name: str) -> str:
+    """The architecture in a GGUF."""
+    return {"mistral": "llama", "llama3": "llama"}.get(name, name.split("-")[0])
+
+
+def folder_of(name: str, folder: Path, **more: Any) -> Path:
+    """A model of ARCHES with a tokenizer, as transformers writes it. more: further options."""
+    kind, options = ARCHES[name]
+    redrawn(kind, options | more).save_pretrained(folder)
     tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 

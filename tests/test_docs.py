@@ -8,6 +8,7 @@ says what axe finds wrong on any of its pages.
 import contextlib
 import functools
 import http.server
+import io
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ import pytest
 from perspectron.cli import compare
 from perspectron.cli.main import main
 from tests.browser import AA, CHROMIUM, browsing, look
+from tests.gguf_models import folder_of, write
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -30,6 +32,7 @@ LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 BENCHMARK = re.compile(r"\bpython (-m )?benchmarks[./](\w+)")
 CITATION = re.compile(r"\b(docs/[\w/-]+\.md)(?:#([\w-]+))?")
 RUN = ("index.md", "guides/your-text.md", "guides/keep-a-memory.md", "guides/choose-a-design.md")
+RUN += ("guides/bring-a-model.md",)
 RUN += ("guides/quantise-and-stream.md", "guides/transformers.md", "guides/fine-tune.md", "guides/onnx.md")
 """In this order: later pages use the run of the second."""
 SIZES = "layers=3 d_model=16 hidden=16 rank=4 heads=2 kv_heads=1 window=16"
@@ -67,12 +70,14 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("reader")
     lines = (f"KING: QUEEN number {i} went over {i * 7 % 13} hills to the sea.\n" for i in range(2000))
     (folder / "play.txt").write_text("".join(lines))
+    write(folder / "model.gguf", folder_of("llama", folder / "model-hf"), "llama")
     return folder
 
 
 def test_every_block_of_the_guides_runs(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     trained = []  # a comparison is planned here, and trained in tests/compare
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
     monkeypatch.setattr(compare, "finish", lambda out, *_: trained.append(out) or 0)
     for name in RUN:
         for language, _, code in blocks(DOCS / name):

@@ -13,7 +13,7 @@ gguf = pytest.importorskip("gguf", reason="pip install 'perspectron[gguf]'")
 
 from perspectron.interop import foreign  # noqa: E402
 from perspectron.util.errors import CheckpointError, DataError  # noqa: E402
-from tests.gguf_models import ARCHES, KINDS, folder_of, rounded, write  # noqa: E402
+from tests.gguf_models import ARCHES, KINDS, arch_of, folder_of, rounded, write  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -22,10 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 QUANTISED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "TQ2_0")
 """Beside Q8_0; gguf itself does not quantise to the K-quants."""
-
-
-def arch_of(name: str) -> str:
-    return {"mistral": "llama", "llama3": "llama"}.get(name, name.split("-")[0])
 
 
 def made(folder: Path, name: str, quantised=KINDS.F32) -> tuple[Path, Path]:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 import perspectron
 import perspectron.model.state as state_module
 from perspectron import presets
+from perspectron.designs.transformer.attention import AttentionConfig
 from perspectron.model import narrow
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
@@ -669,3 +670,23 @@ def test_a_list_of_dtypes_that_does_not_fit(model, state, tmp_path, stored):
     save_file(tensors, path, header)
     with pytest.raises(StateError, match="stored does not fit its tensors"):
         perspectron.load_state(path, model)
+
+
+def test_a_fork_and_a_file_hold_the_tokens_that_are_there(tmp_path):
+    config = ModelConfig(
+        "groups", 67, 32, (BlockConfig(AttentionConfig(4, kv_heads=2, head_dim=10), SwiGLUConfig(16)),) * 2
+    )
+    model = perspectron.build(config)
+    with torch.inference_mode():
+        state = model(ids(30)[:1] % 67, model.init_state(1, capacity=4000)).state
+        kept = state.fork()
+        perspectron.save_state(tmp_path / "state", state, model)
+        loaded = perspectron.load_state(tmp_path / "state", model)
+        again = model.init_state(1, capacity=100)
+        into = state.fork(again)
+        _, _, _ = model.hidden(ids(1)[:1] % 67, state, consume_state=True)
+        said = [model(ids(5)[:1] % 67, one).logits for one in (kept, loaded, into)]
+    keys_and_values = 2 * 2 * 2 * 10 * 4
+    assert keys_and_values * 30 <= (tmp_path / "state").stat().st_size <= keys_and_values * 30 + 2000
+    assert all(torch.equal(one, said[0]) for one in said)
+    assert into.layers[0].k_BHSK.data_ptr() == again.layers[0].k_BHSK.data_ptr()

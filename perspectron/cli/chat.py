@@ -4,21 +4,22 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import tyro
 
 from perspectron.cli import kept
-from perspectron.cli.kept import Kept
+from perspectron.cli.kept import Kept, Said, said_in
 from perspectron.cli.options import open_model, say, spoken
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
 from perspectron.data.template import Template
-from perspectron.decode.conversation import Conversation
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.saved import alike
+from perspectron.decode.session import Session
 from perspectron.model.model import LanguageModel
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError, StateError
@@ -80,7 +81,7 @@ class Chat:
         if self.load_state is not None:
             talk.load(str(self.load_state))
         elif path := self.keep or (self._kept_in_run() if terminal else None):
-            talk.kept = Kept(path, opened.model)
+            talk.kept = Kept(path)
         with contextlib.nullcontext() if talk.kept is None else talk.kept.alone():
             talk.go_on()
             return self._answers(talk, terminal)
@@ -128,30 +129,39 @@ def messages(terminal: bool) -> Iterator[str]:
 
 
 class Point(NamedTuple):
-    """A point of a talk: its memory and, with a chat template, the messages so far and their text. loaded: what was
-    read before the first of them, from a file."""
+    """A point of a talk: its memory and, with a chat template, the messages so far. start: tokens that stood there
+    before the first of them, from a file. gone: tokens that were drawn and stand there no more; what is drawn next has
+    other noise than they had."""
 
-    memory: Conversation | None = None
+    session: Session
     messages: tuple[dict[str, str], ...] = ()
-    text: str = ""
-    loaded: Conversation | None = None
+    start: int = 0
+    gone: int = 0
 
-    def answered(self, memory: Conversation, said: str) -> "Point":
+    @classmethod
+    def of(cls, session: Session, said: Said) -> "Point":
+        """The point of a file. Where its beginning is not known, or nothing of what was said, messages begin after
+        it."""
+        if not (said.messages and session.whole):
+            return cls(session, start=len(session.tokens), gone=said.gone)
+        return cls(session, tuple(said.messages), said.start, said.gone)
+
+    def answered(self, said: str) -> "Point":
         """The point after an answer, or after more of the last one, which may be of what was loaded."""
         before = self.messages
         if not before:
-            return Point(memory, loaded=memory.fork())
+            return self._replace(start=len(self.session.tokens))
         if before[-1]["role"] == "assistant":
             before, said = before[:-1], before[-1]["content"] + said
-            text = self.text + said[len(self.messages[-1]["content"]) :]
-        else:
-            text = self.text + said
-        return self._replace(
-            memory=memory, messages=(*before, {"role": "assistant", "content": said}), text=text
-        )
+        return self._replace(messages=(*before, {"role": "assistant", "content": said}))
 
     def fork(self) -> "Point":
-        return self._replace(memory=None if self.memory is None else self.memory.fork())
+        return self._replace(session=self.session.fork())
+
+    def save(self, path: Path) -> None:
+        """Write to one file. StorageError if it cannot be."""
+        said = {"messages": list(self.messages), "start": self.start, "gone": self.gone}
+        self.session.save(path, extra={"said": said})
 
 
 class Talk:
@@ -162,7 +172,7 @@ class Talk:
         self, model: LanguageModel, tokenizer: Tokenizer, options: Chat, template: Template | None = None
     ) -> None:
         self.model, self.tokenizer, self.options, self.template = model, tokenizer, options, template
-        self.now = Point()
+        self.now = Point(self._session())
         self.points: list[Point] = []
         self.kept: Kept | None = None
         self.commands: dict[str, Callable[[str], None]] = {
@@ -170,9 +180,8 @@ class Talk:
             "new": self.new, "help": lambda _: print(HELP, file=sys.stderr),
         }  # fmt: skip
 
-    @property
-    def memory(self) -> Conversation | None:
-        return self.now.memory
+    def _session(self) -> Session:
+        return Session(self.model, self.tokenizer)
 
     def take(self, message: str) -> bool:
         """Do what a message says, or answer it; False where it ends the talk."""
@@ -195,26 +204,25 @@ class Talk:
         if self.kept is None:
             return
         try:
-            memory, said, asked = self.kept.read()
+            session, said, asked = self.kept.read(self._session())
         except StateError as error:
             raise StateError(f"{error}; move it away to begin another talk") from None
-        if memory is not None:
-            state = memory.state.to(self.model.device)
-            self.now = Point(replace(memory, state=state), tuple(said.messages), said.text)
-            say(f"{self.kept.path} goes on: {memory.drawn[0]:,} tokens drawn; /new begins another talk")
+        if session is not None:
+            self.now = Point.of(session, said)
+            say(f"{self.kept.path} goes on: {session.drawn:,} tokens drawn; /new begins another talk")
         if asked is not None:
             say(f"> {asked}")
             self.answer(asked)
 
     def new(self, _: str) -> None:
-        self.now = Point()
+        self.now = Point(self._session())
         if self.kept is not None:
             self.kept.forget()
 
     def answer(self, message: str) -> None:
         """Read a message and print what the model makes of it, as it comes."""
         if self.kept is not None:
-            self.kept.ask(self.memory, message)
+            self.kept.ask(self.now.session, message)
         try:
             self._answer(message)
         except PerspectronError:
@@ -225,67 +233,91 @@ class Talk:
 
     def _keep(self) -> None:
         """Keep the talk as it is now, if it is kept."""
-        if self.kept is not None and self.memory is not None:
-            self.kept.answered(self.memory, self.now.messages, self.now.text)
+        if self.kept is not None and self.now.session.tokens:
+            self.kept.answered(self.now.save)
         elif self.kept is not None:
             self.kept.forget()
 
     def _answer(self, message: str) -> None:
-        options, rows = self.options, Rows(self.model, self.tokenizer, together=False)
         asked = self._asked(message)
-        row = rows.add(
-            asked.text[len(self.now.text) if asked.memory is self.memory else 0 :],
-            max_tokens=options.max_tokens,
-            sampling=options.sampling,
-            stop=options.stop,
-            conversation=None if asked.memory is None else asked.memory.fork(),
-        )
-        ended, failed, said = False, False, ""
+        ended, said = self._said(asked.session, asked.gone)
+        if self.template:
+            self.now = asked.answered(said)
+            return
+        if ended:  # read, the end of a text would empty the memory
+            session = asked.session.at(len(asked.session.tokens) - 1)
+            session.append("\n")
+            asked = Point(session, gone=asked.gone + 1)
+        self.now = asked
+
+    def _said(self, session: Session, gone: int) -> tuple[bool, str]:
+        """Draw an answer and print it as it comes: whether the model ended it, and its text. An interrupt ends it too,
+        where it is, or the reading before it."""
+        options, rows = self.options, Rows(self.model, self.tokenizer, together=False)
+        ended, failed, said, ids = False, False, "", list[int]()
         with Work("reading") as work, signals() as caught:
+            whole = 0
+            for left in session.reading(()):
+                whole = max(whole, left)
+                work.tell(whole - left, whole)
+                if caught:
+                    return False, ""
+            row = session.enter(
+                rows, max_tokens=options.max_tokens, sampling=options.sampling, stop=options.stop, stream=gone
+            )
             while rows.active and not caught:
                 for piece in rows.step():
                     ended, failed = piece.finished == "end", piece.finished == "error"
+                    ids += [] if piece.id is None else [piece.id]
                     if piece.text:
                         work.stop()
                         print(spoken(piece.text), end="", flush=True)
                         said += piece.text
-                work.tell(*rows.read)
         print(flush=True)
         if failed:
             raise NonFiniteError("logits are not finite; the memory is as it was before this message")
-        memory = rows.remove(row)
-        if ended:  # read, the end of a text would empty the memory
-            memory = replace(memory, pending=[[] if self.template else self.tokenizer.encode("\n")])
-        self.now = asked.answered(memory, said) if self.template else Point(memory)
+        if ids:
+            session.leave(rows, row, ids)
+        return ended, said
 
     def _asked(self, message: str) -> Point:
-        """The talk as a message makes it, with the memory after which it is read: its text by the template, or the
-        message on a line of its own. Where a template writes what was said before in another way (it trims answers,
-        say), all of it is read again."""
+        """The talk as a message makes it: read by the template, or on a line of its own. Where the template writes what
+        was said before in another way (it trims answers, or leaves out what led to them), the talk goes on from where
+        both agree, and the rest is read again."""
+        now = self.now
         if self.template is None:
-            begins = self.memory is None or not message or self._ends_a_line()
-            return Point(self.memory, text=message if begins else f"\n{message}")
+            session = now.session.fork()
+            begins = not session.tokens or not message or self._ends_a_line()
+            session.append(message if begins else f"\n{message}")
+            return Point(session, gone=now.gone)
         if not message:
-            goes_on = self.memory is not None and self.memory.pending != [[]]
+            goes_on = bool(now.session.tokens) and now.session.tokens[-1] not in self.tokenizer.specials.stops
             require(goes_on, "message", message, "given: there is no answer to continue")
-            return self.now
-        messages = (*self.now.messages, {"role": "user", "content": message})
-        text = self.template.prompt(messages)
-        memory = self.memory if text.startswith(self.now.text) else self.now.loaded
-        return self.now._replace(memory=memory, messages=messages, text=text)
+            return now.fork()
+        messages = (*now.messages, {"role": "user", "content": message})
+        ids = self.template.ids(messages, self.tokenizer)
+        rest = self.tokenizer.specials.bare(ids)
+        if now.start:
+            shared = now.start + alike(now.session.tokens[now.start :], rest)
+        else:
+            shared = now.session.shared(ids, whole=True)
+        session = now.session.at(shared) if shared else self._session()
+        session.append(rest[shared - now.start :], whole=True)
+        return now._replace(
+            session=session, messages=messages, gone=now.gone + now.session.drawn - session.drawn
+        )
 
     def save(self, file: str) -> None:
         path = _path(file, "/save")
-        if self.memory is None:
+        if not self.now.session.tokens:
             raise ConfigError("/save: there is nothing to save yet")
-        self.memory.save(path, self.model)
+        self.now.save(path)
         print(f"saved to {file}", file=sys.stderr)
 
     def load(self, file: str) -> None:
-        memory = Conversation.load(_path(file, "/load"), self.model)
-        require(memory.rows == 1, "/load", file, f"a conversation of one text, not {memory.rows}")
-        memory = replace(memory, state=memory.state.to(self.model.device))
-        self.now = Point(memory, loaded=memory.fork() if self.template else None)
+        path = _path(file, "/load")
+        session = self._session().loaded(path)
+        self.now = Point.of(session, said_in(session, path))
         if self.kept is not None:
             say(f"{self.kept.path} stays as it is; what follows is not kept, unless by /save")
             self.kept = None
@@ -308,17 +340,14 @@ class Talk:
         print(f"back at point {len(self.points)}", file=sys.stderr)
 
     def state(self, _: str) -> None:
-        size = 0 if self.memory is None else self.memory.state.nbytes
-        drawn = 0 if self.memory is None else self.memory.drawn[0]
+        size, drawn = self.now.session.nbytes, self.now.session.drawn
         print(
             f"{size:,} bytes of memory; {drawn:,} tokens drawn; {len(self.points)} points kept",
             file=sys.stderr,
         )
 
     def _ends_a_line(self) -> bool:
-        assert self.memory is not None
-        last = [*self.memory.recent[0], *self.memory.pending[0]][-1:]
-        return self.tokenizer.decode(last).endswith("\n")
+        return self.tokenizer.decode(self.now.session.tokens[-1:]).endswith("\n")
 
 
 def _path(file: str, command: str) -> Path:

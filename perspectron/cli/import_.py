@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
@@ -9,10 +10,14 @@ from perspectron.cli.options import answer
 from perspectron.cli.progress import Work
 from perspectron.util.config import require
 
+if TYPE_CHECKING:
+    from perspectron.model.config import BlockConfig, ModelConfig
+
 
 @dataclass(frozen=True)
 class Import:
-    """Convert a transformers model, or a GGUF, to a run: one of ours, GPT-2, Llama, Mistral, Mamba-2 or Bamba.
+    """Convert a model of transformers, or a GGUF, to a run: one of ours, or of another family
+    (docs/guides/bring-a-model.md has them).
 
     The run holds only weights: generate, eval, quantize and serve accept it, and train --init starts from it.
 
@@ -27,6 +32,8 @@ class Import:
     lens: bool = False
     """Add the parts of the lens design to a GPT-2, initialised so that its outputs stay the same until it is
     trained."""
+    cache: Literal["full", "bfloat16"] = "full"
+    """Keys and values of the state in float32, or rounded to bfloat16, of half the size."""
     json: bool = False
     """Print one JSON object."""
 
@@ -42,9 +49,19 @@ class Import:
             train = TrainConfig(data="", dtype="float32", device="cpu")
             if model.config.positions:
                 train = replace(train, seq_len=min(train.seq_len, model.config.positions))
-            config = RunConfig(model.config, train)
+            config = RunConfig(_caching(model.config, self.cache), train)
             checkpoint.export(self.out, config, tokenizer, model, checkpoint.Progress())
             origin.keep(files, self.out)
         size = sum(parameter.numel() for parameter in model.parameters())
         fields = {"out": str(self.out), "model": model.config.name, "parameters": size}
         return answer(self.json, fields, f"{self.out}: {model.config.name}, {size / 1e6:.2f} M parameters")
+
+
+def _caching(config: "ModelConfig", cache: str) -> "ModelConfig":
+    """The config, whose attention keeps its keys and values so."""
+
+    def kept(block: "BlockConfig") -> "BlockConfig":
+        mixer: Any = block.mixer
+        return replace(block, mixer=replace(mixer, cache=cache)) if hasattr(mixer, "cache") else block
+
+    return replace(config, blocks=tuple(map(kept, config.blocks)))

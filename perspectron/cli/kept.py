@@ -5,15 +5,12 @@ is being answered; the same answer is drawn again, as what it begins from is kep
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
-from perspectron.decode.conversation import Conversation
-from perspectron.model.model import LanguageModel
-from perspectron.model.state import read_state
+from perspectron.decode.session import Session
 from perspectron.util.errors import StateError
 from perspectron.util.files import locked, read_json, remove, write_json
 from perspectron.util.schema import checked
@@ -23,10 +20,12 @@ FILE = "chat.state"
 
 
 class Said(Struct, forbid_unknown_fields=True):
-    """What was said, as a chat template makes it a text."""
+    """What was said, of which a chat template makes a text. start, gone: as a point of a
+    talk has them."""
 
     messages: list[dict[str, str]] = []
-    text: str = ""
+    start: int = 0
+    gone: int = 0
 
 
 class _Asked(Struct, forbid_unknown_fields=True):
@@ -39,8 +38,8 @@ class _Asked(Struct, forbid_unknown_fields=True):
 class Kept:
     """A talk's files."""
 
-    def __init__(self, path: Path, model: LanguageModel) -> None:
-        self.path, self.model = path, model
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._asking = path.with_name(f"{path.name}.asked")
 
     @contextlib.contextmanager
@@ -49,28 +48,27 @@ class Kept:
         with locked(self.path.absolute().parent, f".{self.path.name}.lock"):
             yield
 
-    def read(self) -> tuple[Conversation | None, Said, str | None]:
-        """The memory and what was said, and the message that has no answer yet. StateError: of another model, or
-        damaged."""
-        memory, said = None, Said()
+    def read(self, begun: Session) -> tuple[Session | None, Said, str | None]:
+        """The memory and what was said, and the message that has no answer yet. begun: a text of the model. StateError:
+        of another model, or damaged."""
+        session, said = None, Said()
         if self.path.exists():
-            state, extra = read_state(self.path, self.model)
-            memory = Conversation.of(self.path, state, extra, self.model.config.vocab_size)
-            said = checked(extra.get("said"), Said, StateError, f"{self.path}: not a talk")
+            session = begun.loaded(self.path)
+            said = said_in(session, self.path)
         if not self._asking.exists():
-            return memory, said, None
+            return session, said, None
         asked = checked(
             read_json(self._asking, StateError), _Asked, StateError, f"{self._asking}: not a message"
         )
-        return memory, said, asked.message if asked.drawn == _drawn(memory) else None
+        return session, said, asked.message if asked.drawn == _drawn(session) else None
 
-    def ask(self, memory: Conversation | None, message: str) -> None:
+    def ask(self, session: Session, message: str) -> None:
         """Keep a message that is read after this memory. StorageError if it cannot be."""
-        write_json(self._asking, {"message": message, "drawn": _drawn(memory)})
+        write_json(self._asking, {"message": message, "drawn": _drawn(session)})
 
-    def answered(self, memory: Conversation, messages: Any, text: str) -> None:
-        """Keep the memory after an answer. StorageError if it cannot be; what was kept before is there then."""
-        memory.save(self.path, self.model, extra={"said": {"messages": list(messages), "text": text}})
+    def answered(self, save: Callable[[Path], None]) -> None:
+        """Keep the talk after an answer. StorageError if it cannot be; what was kept before is there then."""
+        save(self.path)
         remove(self._asking)
 
     def forget(self, whole: bool = True) -> None:
@@ -80,5 +78,11 @@ class Kept:
             remove(self.path)
 
 
-def _drawn(memory: Conversation | None) -> int:
-    return -1 if memory is None else memory.drawn[0]
+def said_in(session: Session, path: Path) -> Said:
+    """What was said, by the file that a session was loaded from; nothing that is known where it says nothing.
+    StateError: it is damaged."""
+    return checked(session.extra.get("said", {}), Said, StateError, f"{path}: not a talk")
+
+
+def _drawn(session: Session | None) -> int:
+    return -1 if session is None or not session.tokens else session.drawn

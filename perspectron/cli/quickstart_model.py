@@ -52,7 +52,7 @@ def _talk(run: Path, path: Path | None = None) -> Talk:
     """A talk with the model of a run, which is loaded for it; kept in a file."""
     opened = open_model(run)
     talk = Talk(opened.model, opened.tokenizer, Chat(run, max_tokens=TOKENS), opened.template())
-    talk.kept = None if path is None else Kept(path, opened.model)
+    talk.kept = None if path is None else Kept(path)
     return talk
 
 
@@ -61,7 +61,6 @@ def _ask(console: Console, talk: Talk, question: str) -> None:
     talk.answer(question)
 
 
-def _tokens(talk: Talk) -> tuple[list[int], list[list[int]], list[list[int]]]:
-    """How many tokens were drawn, the last of them, and the one that was not read yet."""
-    assert talk.memory is not None
-    return talk.memory.drawn, talk.memory.recent, talk.memory.pending
+def _tokens(talk: Talk) -> list[int]:
+    """All that was read and drawn."""
+    return talk.now.session.tokens

@@ -40,6 +40,11 @@ def single(out: Any) -> Tensor:
     return out if isinstance(out, Tensor) else out[0]
 
 
+def rounds(x: Tensor, out: Tensor) -> bool:
+    """True if a copy rounds to 16 bits what a run may have in another last bit."""
+    return out.dtype is torch.bfloat16 and x.dtype is torch.float32
+
+
 # ---------------------------------------------------------------- place by place
 
 
@@ -48,6 +53,8 @@ def _unary(code: str, *names: str) -> None:
     def write(to: Tape, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if code == "not" and args[0].dtype is not torch.bool:
             raise Unrecordable("operations on bits")
+        if code == "copy" and rounds(args[0], out):
+            to.rounded.append((len(to), args[0], out))
         tape.each(to, code, single(out), args[0])
 
 
@@ -360,7 +367,7 @@ def _matmul(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _linear(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, weight, bias = filled(args, 2, None)
     if x.dtype is torch.bfloat16:
-        to.products.append((len(to), x, out))
+        to.rounded.append((len(to), x, out))
     if x.ndim == 1:
         x, out = x[None], out[None]
     tape.product(to, out, x, weight.mT, bias)

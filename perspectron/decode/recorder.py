@@ -4,6 +4,7 @@ Every operation that depends on the token or the state becomes an instruction; w
 once. Views become strides, so that they cost nothing.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_int64
 from typing import Any
@@ -14,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from perspectron.decode.operations import HANDLERS
+from perspectron.decode.operations import HANDLERS, rounds
 from perspectron.native import tape
 from perspectron.native.tape import Tape, Unrecordable, memory
 from perspectron.ops import attention, pdr
@@ -198,34 +199,44 @@ class Recorder(Mode):
 
 class Beside(Mode):
     """While it is entered, the modules take the step of a tape beside it: they have their own results of everything but
-    products that round what they read or give, packed ones and those of bfloat16, of which they go on with the tape's.
-    Leaving it ends the tape's run.
+    what rounds, packed products and what becomes bfloat16, of which they go on with the tape's. Leaving it ends the
+    tape's run.
 
-    Unrecordable: such a product of the tape reads other numbers than the modules', or is another than theirs of them.
+    Unrecordable: such an operation of the tape reads other numbers than the modules', or gives others than theirs of
+    them.
     """
 
     def __init__(self, written: Tape, places: Array[c_int64]) -> None:
         super().__init__()
         self._tape, self._places, self._at = written, places, 0
-        self._products = iter(written.products)
+        self._rounded = deque(written.rounded)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
-        brief = name == "linear" and args[0].dtype is torch.bfloat16
-        if name != "packed_linear" and not brief:
-            return func(*args, **kwargs)
-        at, x, y = next(self._products, (0, args[0].new_empty(0), args[0]))
+        packed = name == "packed_linear"
+        own = None if packed else func(*args, **kwargs)
+        if not packed and not (isinstance(own, Tensor) and self._rounds(name, args[0], own)):
+            return own
+        at, x, y = self._rounded.popleft() if self._rounded else (0, args[0].new_empty(0), None)
         self._run(at + 1)
         if x.shape != args[0].shape or not near(x, args[0]):
-            raise Unrecordable("a product does not read what it reads in the modules")
-        product = func(x, *args[1:], **kwargs) if brief else packed_linear(x.contiguous(), *args[1:])
+            raise Unrecordable(f"{name} does not read what it reads in the modules")
+        wanted = packed_linear(x.contiguous(), *args[1:]) if packed else func(x, *args[1:], **kwargs)
         if y is None:
-            return product
-        if not (near(y, product) if brief else torch.equal(y, product)):
-            raise Unrecordable("a product is not that of the modules")
+            return wanted
+        if not (torch.equal(y, wanted) if packed else near(y, wanted)):
+            raise Unrecordable(f"{name} does not give what it gives in the modules")
         return y
+
+    def _rounds(self, name: str, x: Any, own: Tensor) -> bool:
+        """True if an operation's result is one that the tape has next as rounded."""
+        if name == "linear":
+            return own.dtype is torch.bfloat16
+        if name != "to" or not self._rounded or not rounds(x, own):
+            return False
+        return self._rounded[0][1].shape == x.shape  # constants are not on the tape
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)

@@ -60,7 +60,7 @@ class Session:
         self._seconds = 0.0
         self._before = len(prefix)
         """Tokens at the start that are none of the text's."""
-        self._whole = True
+        self.whole = True
         """The text is known from its beginning; else a state remembers what was before it."""
         self.extra: dict[str, Any] = {}  # of its file, as `save` has it
 
@@ -135,7 +135,7 @@ class Session:
         tokenizer = self._rows.tokenizer
         require(not isinstance(text, bytes), "text", text, "a text or its ids")
         ids = tokenizer.encode(text) if isinstance(text, str) else list(text)
-        if self._whole and len(self._ids) == self._before:
+        if self.whole and len(self._ids) == self._before:
             if whole and tokenizer.specials.lacks(ids):
                 self._ids, self._drawn, self._before = Log([]), Log([]), 0
             ids = tokenizer.specials.bare(ids)
@@ -234,7 +234,7 @@ class Session:
             return self._cut(T, calls, self._state)
         first = self._marks.first()
         least = f"≥ {sum(self._calls[:first]) + 1}: what a loaded text began with is remembered, not known"
-        require(self._whole or calls >= first, "token", token, least)
+        require(self.whole or calls >= first, "token", token, least)
         (known, marked), store = self._marks.nearest(calls), self._rows.store
         earlier = self._cut(T, known, marked)
         found = None if store is None or not self._keys else store.find(self._keys[:calls])
@@ -251,7 +251,7 @@ class Session:
         beginning is not known."""
         specials = self._rows.tokenizer.specials
         lacks = whole and specials.lacks(ids)
-        if not self._whole or lacks != (self._before < len(specials.prefix)):
+        if not self.whole or lacks != (self._before < len(specials.prefix)):
             return 0
         return alike(self.tokens, ids if lacks else specials.bare(ids))
 
@@ -259,7 +259,7 @@ class Session:
         """The session as it was where its text and this one part; one that has not begun, where that would have to be
         read again or a token of it was drawn, and so was not read as a prompt is."""
         T = self.shared(ids, whole=whole) + self._before
-        if not self._whole or self._read >= T or any(self._drawn[:T]):
+        if not self.whole or self._read >= T or any(self._drawn[:T]):
             return Session(self._rows.model, self._rows.tokenizer, chunk=self.chunk, store=self._rows.store)
         return self._cut(T, len(self._calls), self._state)
 
@@ -270,7 +270,7 @@ class Session:
         recent = self._recent(SamplingConfig.repetition_window)
         talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [sum(self._drawn[:])]}
         own: dict[str, Any] = {"ids": self._ids[:], "drawn": [int(drawn) for drawn in self._drawn[:]]}
-        own |= {"calls": self._calls, "before": self._before if self._whole else -1}
+        own |= {"calls": self._calls, "before": self._before if self.whole else -1}
         save_state(path, state, self._kin, extra={**(extra or {}), "conversation": talk, "session": own})
 
     @classmethod
@@ -305,18 +305,18 @@ class Session:
             raise StateError(f"{path}: its tokens are not those of a session of this tokenizer")
         session._ids, session._drawn = Log(fields[0]), Log(fields[1])
         session._calls, before = fields[2:]
-        session._whole, session._before = before >= 0, max(0, before)
+        session.whole, session._before = before >= 0, max(0, before)
         session.extra = extra
         longest, most = max(session._calls, default=0), max(CHUNK, self.chunk)
         if longest > most:
             raise StateError(
                 f"{path}: was read {longest} tokens at a time, must be ≤ {most}; load it with chunk={longest}"
             )
-        if session._calls or not session._whole:
+        if session._calls or not session.whole:
             session._state, session._foreign = state.to(model.device), True
             # Of a text whose beginning is not known there is no other way back to it.
-            session._marks.put(len(session._calls), session._state.fork(), fixed=not session._whole)
-        if store is not None and not session._whole:
+            session._marks.put(len(session._calls), session._state.fork(), fixed=not session.whole)
+        if store is not None and not session.whole:
             session._keys = None
         elif store is not None:
             session._keys = []
@@ -350,7 +350,7 @@ class Session:
         rows = self._rows
         own = Session(rows.model, rows.tokenizer, chunk=rows.chunk, store=rows.store)
         own._ids, own._drawn = self._ids.cut(T), self._drawn.cut(T)
-        own._before, own._whole = self._before, self._whole
+        own._before, own.whole = self._before, self.whole
         own._calls, own._keys = self._calls[:calls], None if self._keys is None else self._keys[:calls]
         own._state = None if state is None else state.fork()
         own._foreign = self._foreign and state is not None

@@ -239,10 +239,10 @@ class _Recording:
 
     def _check(self, model: LanguageModel, recorded: LMState, given: LMState) -> None:
         """Unrecordable unless two steps, of other tokens, give what the modules give, both without what is called
-        aside. What packed products read is rounded to 8 bits, and what others of bfloat16 give. Another last bit may
-        round another way, and the next layers make more of it: there, recording and modules go side by side, and the
-        modules go on with what the recording has."""
-        together = self._tape.calls or self._tape.products
+        aside. What packed products read is rounded to 8 bits, and other numbers to bfloat16. Another last bit may round
+        another way, and the next layers make more of it: there, recording and modules go side by side, and the modules
+        go on with what the recording has."""
+        together = self._tape.calls or self._tape.rounded
         self.take(recorded)
         for id in (0, model.config.vocab_size - 1):
             ids_B1, wanted = torch.full((self._rows, 1), id), list[Tensor]()

@@ -103,8 +103,8 @@ class Tape:
         self.kept, self.used = list[Tensor](), set[int]()
         self.quantised: tuple[object, ...] = ()
         """What the last packed product reads, where nothing has been written since."""
-        # Products that round: the number of each instruction, what it reads and its result, None where that is a base.
-        self.products = list[tuple[int, Tensor, Tensor | None]]()
+        # What rounds: the number of each instruction, what it reads and its result, None where that is a base.
+        self.rounded = list[tuple[int, Tensor, Tensor | None]]()
         self._made = list[np.ndarray]()
         self.calls = list[tuple[int, Callable[[], object]]]()
         self._read = set[int]()  # memory that calls read
@@ -161,7 +161,7 @@ class Tape:
                 if at["base"] == 0 and start <= at["offset"] < start + size:
                     at["base"], at["offset"] = index, at["offset"] - start
         own = memory(x)
-        self.products = [(n, a, None if b is None or memory(b) == own else b) for n, a, b in self.products]
+        self.rounded = [(n, a, None if b is None or memory(b) == own else b) for n, a, b in self.rounded]
         return True
 
     def done(self, read: Sequence[Tensor] = (), most: int | None = None) -> None:
@@ -178,7 +178,7 @@ class Tape:
         self._rest = spans[count:], copies[count:]
         self._checks = count
         self._made += made
-        self.products = [(at + self._checks, x, y) for at, x, y in self.products]
+        self.rounded = [(at + self._checks, x, y) for at, x, y in self.rounded]
         self.kept = [x for x in self.kept if memory(x) in self.used and memory(x) not in self.bases]
         self._tape, self._made = np.stack(self._made) if self._made else self._tape, []
         calls = [*((end + self._checks, call) for end, call in self.calls), (len(self._tape), None)]
@@ -247,7 +247,7 @@ class Tape:
         at["offset"] += shift[own]
         gone = {spans[span][0] for span in moved}
         self.kept = [x for x in self.kept if x.untyped_storage().data_ptr() not in gone] + [arena]
-        self.products = []
+        self.rounded = []
 
     def same(self) -> bool:
         """True if what runs do not compare is as it was."""
@@ -439,7 +439,7 @@ def packed(tape: Tape, out: Tensor, x: Tensor, codes: Tensor, scales: Tensor, fo
     check_matrix(codes, scales, format, N, K)
     operands = (out, contiguous(tape, x), codes, scales.view(torch.uint8))
     axes = Axes.of((1, 1, T, N, K), *[[0] * DIMENSIONS] * len(operands))
-    tape.products.append((len(tape), operands[1], out))
+    tape.rounded.append((len(tape), operands[1], out))
     reads = (
         memory(operands[1]),
         operands[1].data_ptr(),

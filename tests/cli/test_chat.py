@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from perspectron.cli.main import main
 from perspectron.data.template import Template
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.session import Session
 from tests.cli.small import PLAIN
 
 QUICK = ["--seq-len", "32", "--batch-size", "2", "--dtype", "float32", "--steps", "2"]
@@ -64,17 +66,17 @@ def test_the_end_of_a_text_does_not_empty_the_memory(talk, run, monkeypatch):
     options = chat.Chat(run, max_tokens=40, sampling=SamplingConfig(temperature=3.0))
     for seed in range(40):
         one = chat.Talk(
-            model, tokenizer, chat.replace(options, sampling=SamplingConfig(temperature=5.0, seed=seed))
+            model, tokenizer, replace(options, sampling=SamplingConfig(temperature=5.0, seed=seed))
         )
         one.answer("the cat")
-        assert 0 not in one.memory.pending[0]
-        if one.memory.drawn[0] < 40:
+        assert 0 not in one.now.session.tokens
+        if one.now.session.drawn < 39:
             break
     else:
         pytest.fail("no text ended")
-    before = one.memory.state.length_B
+    before = one.now.session.tokens
     one.answer("the dog")
-    assert before is None or int(one.memory.state.length_B[0]) > int(before[0])
+    assert one.now.session.tokens[: len(before)] == before
 
 
 def test_several_lines_are_one_message_between_fences(talk, run):
@@ -160,23 +162,57 @@ def test_an_answer_is_ended_by_an_interrupt_and_the_talk_goes_on(run):
             talk.answer("the cat")
         finally:
             signal.signal(signal.SIGINT, before)
-    assert talk.memory.drawn[0] <= 6 and signal.getsignal(signal.SIGINT) == handlers
+    assert talk.now.session.drawn <= 6 and signal.getsignal(signal.SIGINT) == handlers
 
 
-def test_a_template_that_trims_answers_is_read_again_from_the_start(run):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last or m.role == 'user' }}{% endfor %}",
+        "{{ messages | length }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+    ],
+    ids=["as it was", "trimmed", "left out", "another beginning"],
+)
+def test_each_answer_is_that_to_the_whole_conversation_as_the_template_writes_it_now(run, text):
+    """The memory has these ids and no others, and the bits of a text that was read in the same pieces."""
     model, tokenizer = perspectron.load(run)
-    trims = Template("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}", "trims")
-    talk = chat.Talk(model, tokenizer, chat.Chat(run, max_tokens=4), trims)
-    talk.now = chat.Point(messages=({"role": "user", "content": "a"}, {"role": "assistant", "content": " b\n"}),
-                     text="<user>a<assistant> b\n")  # fmt: skip
-    talk.now = talk.now._replace(memory=spoken(model, tokenizer, talk.now.text))
-    asked = talk._asked("c")
-    assert asked.text == "<user>a<assistant>b<user>c" and asked.memory is None
-    talk.answer("c")
-    greedy = generate(model, tokenizer, [asked.text], max_tokens=4, sampling=SamplingConfig())
-    assert talk.now.messages[-1] == {"role": "assistant", "content": greedy.texts[0]}
-    talk.answer("d")
-    assert [m["content"] for m in talk.now.messages if m["role"] == "user"] == ["a", "c", "d"]
+    template = Template(text, "writes")
+    talk = chat.Talk(model, tokenizer, chat.Chat(run, max_tokens=4), template)
+    for message in (" the cat\n", "the dog ", "a log"):
+        talk.answer(message)
+        asked = template.ids(talk.now.messages[:-1], tokenizer)
+        assert talk.now.session.tokens[: len(asked)] == asked
+        answer = tokenizer.decode(talk.now.session.tokens[len(asked) :])
+        assert talk.now.messages[-1] == {"role": "assistant", "content": answer}
+    assert [m["role"] for m in talk.now.messages] == ["user", "assistant"] * 3
+
+
+def test_a_conversation_that_the_template_extends_reads_nothing_again(run, monkeypatch):
+    model, tokenizer = perspectron.load(run)
+    template = Template.named("plain")
+    talk = chat.Talk(model, tokenizer, chat.Chat(run, max_tokens=4), template)
+
+    def says(session, _):
+        session.append(tokenizer.encode("on the mat"))
+        return False, "on the mat"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(talk, "_said", says)
+        talk.answer("the cat")
+    before, seen, read = talk.now.session.tokens, list[int](), Session.at
+
+    def at(self, token):
+        seen.append(token)
+        return read(self, token)
+
+    monkeypatch.setattr(Session, "at", at)
+    talk.answer("a")
+    assert seen == [len(before)]
+    ids = template.ids(talk.now.messages[:-1], tokenizer)
+    assert talk.now.session.tokens[: len(ids)] == ids
+    assert ids[: len(before)] == before
 
 
 def spoken(model, tokenizer, text):
@@ -191,7 +227,27 @@ def test_what_was_loaded_goes_on_with_and_without_a_message(run, tmp_path):
     talk = chat.Talk(model, tokenizer, chat.Chat(run, max_tokens=3), plain)
     talk.load(str(path))
     talk.answer("")  # the answer that was cut off goes on
-    assert talk.now.messages == () and talk.memory.drawn == [4]
+    assert talk.now.messages == () and talk.now.session.drawn == 3
     talk.answer("What is 3 and 4?")
     assert [m["role"] for m in talk.now.messages] == ["user", "assistant"]
-    assert talk.memory.drawn == [7]
+    assert talk.now.session.drawn == 6
+    talk.save(str(tmp_path / "again.state"))
+    again = chat.Talk(model, tokenizer, chat.Chat(run, max_tokens=3), plain)
+    again.load(str(tmp_path / "again.state"))
+    assert again.now.messages == (), "what stood before is not known, so that nothing there can be read again"
+    again.answer("And?")
+    assert len(again.now.messages) == 2
+
+
+def test_what_was_saved_goes_on_as_if_nothing_had_been(run, tmp_path):
+    model, tokenizer = perspectron.load(run)
+    path, plain = tmp_path / "talk.state", Template.named("plain")
+    talk = chat.Talk(model, tokenizer, chat.Chat(run, max_tokens=3), plain)
+    talk.answer("What is 1 and 2?")
+    talk.save(str(path))
+    again = chat.Talk(model, tokenizer, chat.Chat(run, max_tokens=3), plain)
+    again.load(str(path))
+    assert again.now.messages == talk.now.messages
+    for one in (talk, again):
+        one.answer("And?")
+    assert again.now.session.tokens == talk.now.session.tokens

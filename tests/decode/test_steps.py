@@ -210,6 +210,7 @@ ATTENTION = {
         rope_scaling=RopeScaling("yarn", 4.0, 16),
     ),
     "window": AttentionConfig(4, kv_heads=2, window=5, cap=2.0),
+    "brief cache": AttentionConfig(4, kv_heads=2, cache="bfloat16"),
 }
 
 
@@ -232,13 +233,16 @@ def test_attention_of_every_kind_is_recorded(name, rows, dtype):
     ids, before = tokens(rows, 60), read(model, rows, 9)
     found, after = go_on(recorded(model), model, ids, before.fork())
     wanted, modules = go_on(None, model, ids, before.fork())
+    brief = torch.bfloat16 if name == "brief cache" else dtype
     assert all(
-        x.dtype is dtype for x in pytree.tree_leaves(after) if torch.is_floating_point(torch.as_tensor(x))
+        x.dtype is brief for x in pytree.tree_leaves(after) if torch.is_floating_point(torch.as_tensor(x))
     )
     if dtype is torch.float32:
+        tolerance = 1e-2 if name == "brief cache" else 1e-5  # another last bit may round another way
         for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-        near(after, modules)
+            torch.testing.assert_close(one, other, rtol=10 * tolerance, atol=tolerance)
+        if name != "brief cache":
+            near(after, modules)
         return
     right, _ = go_on(None, attentive(name), ids, read(attentive(name), rows, 9))
     errors = [
@@ -275,6 +279,17 @@ def test_a_row_in_bfloat16_has_its_bits_in_any_batch(name):
     together, _ = go_on(recorded(model), model, ids, before.fork())
     alone, _ = go_on(recorded(model), model, ids[:, 1:2], before.take(1))
     assert all(torch.equal(x[1], y[0]) for x, y in zip(together, alone, strict=True))
+
+
+def test_a_deep_model_with_a_brief_cache_is_recorded():
+    """A last bit that rounds another way in one layer is seen in all above it."""
+    block = BlockConfig(AttentionConfig(4, kv_heads=2, cache="bfloat16"), SwiGLUConfig(160))
+    model = build(ModelConfig("deep", 300, 64, (block,) * 24, norm_eps=1e-5), 1).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "qkv" in name:
+                parameter.mul_(6)  # sharp attention
+    assert recorded(model).step(torch.tensor([[3]]), read(model, 1)) is not None
 
 
 def test_one_recording_takes_caches_of_all_lengths(monkeypatch):

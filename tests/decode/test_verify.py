@@ -17,6 +17,7 @@ from perspectron.data import Tokenizer
 from perspectron.decode import batch, verify
 from perspectron.ops import fused
 from tests.decode.conftest import make
+from tests.decode.test_steps import ATTENTION, attentive
 from tests.decode.test_store import small
 
 pytestmark = pytest.mark.cpu_only("the same bits alone and together are promised on a CPU")
@@ -26,6 +27,14 @@ pytestmark = pytest.mark.cpu_only("the same bits alone and together are promised
 def test_the_same_bits_alone_and_in_any_batch(design: str, tokenizer) -> None:
     found = verify.ways(small(design), tokenizer, batches=(1, 8, 19), pieces=(5,), threads=(1,))
     assert len(found) == 8 and all(way.promised for way in found)
+    for together in (False, True):
+        assert len({way.digest for way in found if way.together == together}) == 1, found
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_of_every_kind_has_the_same_bits_alone_and_in_any_batch(name: str, tokenizer) -> None:
+    found = verify.ways(attentive(name), tokenizer, batches=(1, 8, 19), pieces=(1, 5), threads=(1,))
+    assert all(way.promised for way in found)
     for together in (False, True):
         assert len({way.digest for way in found if way.together == together}) == 1, found
 

@@ -48,7 +48,7 @@ HEADS: dict[str, Any] = {
 class Ids:
     """A vocabulary without a text: fewer ids than the model has rows."""
 
-    vocab_size, specials, stops = IDS, Specials(), frozenset[int]()
+    vocab_size, specials = IDS, Specials()
 
     def encode(self, text: str) -> list[int]:
         return [3 + ord(character) % (IDS - 3) for character in text]

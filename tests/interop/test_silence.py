@@ -1,6 +1,7 @@
 """Keys that a config.json leaves out mean what they mean to transformers, and those of older files too."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,18 @@ def test_the_text_of_a_model_of_images_is_read(tmp_path):
     folder = families.save(theirs, tmp_path)
     assert any("vision_tower" in name for name in load_file(folder / "model.safetensors"))
     families.near(families.read(folder)(families.text()).logits, theirs(families.text()).logits)
+
+
+def test_the_guide_has_every_kind():
+    page = Path(__file__).parents[2] / "docs" / "guides" / "bring-a-model.md"
+    rows = [
+        line
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `") and "model_type" not in line
+    ]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(row.split("|")[1] for row in rows))) == sorted(
+        foreign.KINDS
+    )
 
 
 def test_a_key_that_nobody_knows_is_refused_by_name(tmp_path):

@@ -34,8 +34,9 @@ class AttentionConfig(MixerConfig):
     its first ones. rope_scaling: of the frequencies. bias: of queries, keys, values and the gate. out_bias: of the
     output; None is as `bias`. qk_norm: RMS norm of queries and keys with weights, before the rotation: of each head's
     K channels ("head") or of all heads' together ("all"). scale: of the scores; None is K^-½. cap: scores s become
-    cap · tanh(s / cap). gate: "sigmoid" multiplies what is attended to by a gate for each channel, of the same
-    input."""
+    cap · tanh(s / cap). gate: "sigmoid" multiplies what is attended to by a gate for each channel, of the same input.
+    cache: keys and values in the model's dtype, or rounded to bfloat16 where they are made, so that all readings of a
+    text see the same ones."""
 
     kind = "attention"
     heads: int
@@ -51,6 +52,7 @@ class AttentionConfig(MixerConfig):
     scale: float | None = None
     cap: float | None = None
     gate: Literal["none", "sigmoid"] = "none"
+    cache: Literal["full", "bfloat16"] = "full"
 
     def __post_init__(self) -> None:
         require(self.heads >= 1, "heads", self.heads, "≥ 1")
@@ -67,6 +69,7 @@ class AttentionConfig(MixerConfig):
             require(value is None or value > 0, name, value, "> 0")
         one_of(self.qk_norm, ("none", "head", "all"), "qk_norm")
         one_of(self.gate, ("none", "sigmoid"), "gate")
+        one_of(self.cache, ("full", "bfloat16"), "cache")
         turned = self.rope_base is not None
         require(
             turned or self.rope_scaling is None, "rope_scaling", self.rope_scaling, "null without rope_base"
@@ -118,6 +121,7 @@ class Attention(Mixer):
     ) -> Cache | Ring:
         """The empty cache, with room for `capacity` tokens, or the empty ring of a window."""
         G, K, window = self.options.groups, self.width, self.options.window
+        dtype = torch.bfloat16 if self.options.cache == "bfloat16" else dtype
         if window is None:
             return cache.empty(batch_size, G, K, K, device, dtype, capacity)
         return ring.empty(batch_size, G, K, window, device, dtype, capacity)
@@ -147,6 +151,8 @@ class Attention(Mixer):
             turned = int(self.width * config.rope_share)
             turn = rope.angles(at.position_BT, turned, config.rope_base, config.rope_scaling)
             q, k = (rope.turned(x, turn) for x in (q, k))
+        if config.cache == "bfloat16":
+            k, v = k.bfloat16(), v.bfloat16()
         drop = self.dropout if self.training else None
         over = cache.attend if config.window is None else partial(ring.attend, window=config.window)
         o, after = over(

@@ -175,6 +175,22 @@ def test_a_token_takes_two_widths_of_each_key_head_in_the_dtype_of_the_weights(d
     assert state.k_BHSK.nbytes + state.v_BHSV.nbytes == 9 * 2 * 2 * 10 * dtype.itemsize
 
 
+def test_a_brief_cache_gives_every_split_the_numbers_of_one_reading():
+    """Rounded once, where they are made; in float64 nothing else tells the two apart."""
+    for window in (None, 5):
+        module, x = build(AttentionConfig(H, kv_heads=2, window=window, cache="bfloat16")), tokens(2, 40)
+        full = build(AttentionConfig(H, kv_heads=2, window=window))
+        with torch.inference_mode():
+            whole = module(x, empty(module, 2))[0]
+            state, outputs = empty(module, 2), []
+            for part in x.split([1, 4, 17, 1, 17], 1):
+                y, state, _ = module(part, state, consume_state=True)
+                outputs.append(y)
+            apart = (whole - full(x, empty(full, 2))[0]).abs().max()
+        torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=1e-11, atol=1e-11)
+        assert 1e-5 < apart < 0.1
+
+
 SCALINGS = {
     "linear": {"factor": 3.0},
     "llama3": {
