@@ -227,3 +227,21 @@ def test_training_goes_on_in_windows_that_the_positions_hold(bpe, tmp_path, caps
     capsys.readouterr()
     assert main([*line, "--seq-len", "128", "--out", str(tmp_path / "other")]) == 2
     assert "seq_len = 128, must be ≤ positions = 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_brief_cache_is_half_the_state_and_near(kind, bpe, tmp_path):
+    saved(tmp_path / "hf", kind, bpe)
+    states, logits = [], []
+    for cache in ("full", "bfloat16"):
+        run = tmp_path / cache
+        assert main(["import", str(tmp_path / "hf"), "--out", str(run), "--cache", cache]) == 0
+        model, _ = perspectron.load(run)
+        with torch.inference_mode():
+            done = model(torch.arange(1, 31)[None], model.init_state(1))
+        states.append(done.state)
+        logits.append(done.logits)
+    sizes = [sum(x.nbytes for x in (s.layers[0].k_BHSK, s.layers[0].v_BHSV)) for s in states]
+    assert sizes[0] == 2 * sizes[1]
+    apart = float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
+    assert 0 < apart < 0.02

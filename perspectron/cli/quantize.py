@@ -42,18 +42,18 @@ class Quantize:
     calibrate: str | None = None
     """Text to calibrate rounding on (GPTQ): a file, a folder or "stdlib"; "none" rounds each weight to nearest
     (default: the run's training text; of an imported model "stdlib")."""
-    windows: int = 0
-    """Number of calibration windows, each as long as in training; 0: 128, of an imported model 32."""
+    windows: int | None = None
+    """Number of calibration windows, each as long as in training (default: 128, of an imported model 32)."""
     linear: Literal["2bit", "4bit", "int8", "4bit32", "8bit32"] | None = None
     """Format of the dense layers; 32: with a scale for each 32 columns (default: 2bit, of an imported model
-    4bit32)."""
+    and what was trained from one 4bit32)."""
     tokens: int = 0
     """Number of held-out tokens to measure the loss on; 0 is all."""
     json: bool = False
     """Print one JSON object."""
 
     def __call__(self) -> int:
-        require(self.windows >= 0, "windows", self.windows, "≥ 0")
+        require(self.windows is None or self.windows >= 1, "windows", self.windows, "≥ 1")
         require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
         require(not self.out.exists(), "out", str(self.out), "a new folder")
         folder = describe(self.run)
@@ -64,7 +64,7 @@ class Quantize:
         model, tokenizer = opened.model, opened.tokenizer
         imported = not config.train.data
         linear, windows = (
-            self.linear or ("4bit32" if imported else "2bit"),
+            self.linear or ("2bit" if tokenizer.specials.reset == 0 else "4bit32"),  # 0: of a tokenizer of ours
             self.windows or (32 if imported else 128),
         )
         with tempfile.TemporaryDirectory() as scratch:

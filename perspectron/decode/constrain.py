@@ -226,15 +226,26 @@ class _Spelled:
         self.special_token_ids = [id for id, data in enumerate(spelled) if not data]
         self.tokens = [data or f"<|{id}|>".encode() for id, data in enumerate(spelled)]
         self._encode, self._known = tokenizer.encode, lru_cache(4096)(self._spell)
+        self._ids = {data: id for id, data in reversed([*enumerate(spelled)]) if data}
+        self._longest = max(map(len, self._ids))
 
     def __call__(self, data: bytes) -> list[int]:
         return self._known(data)
 
     def _spell(self, data: bytes) -> list[int]:
-        """The tokens of a text that must come. An error becomes one of the matcher's."""
+        """The tokens of a text that must come: the tokenizer's, or, where it would begin with a space that is none of
+        it, the longest ones first. An error becomes one of the matcher's."""
         ids = self._encode(data.decode("utf-8", "replace"))
-        if b"".join(self.tokens[id] for id in ids) != data:
-            raise ValueError(UNSPELLED)
+        if b"".join(self.tokens[id] for id in ids) == data:
+            return ids
+        ids, at = [], 0
+        while at < len(data):
+            ends = range(min(at + self._longest, len(data)), at, -1)
+            end = next((end for end in ends if data[at:end] in self._ids), 0)
+            if not end:
+                raise ValueError(UNSPELLED)
+            ids.append(self._ids[data[at:end]])
+            at = end
         return ids
 
 

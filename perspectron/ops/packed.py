@@ -307,7 +307,8 @@ def _backend(x: Tensor, backend: str, *matrices: Packed) -> str:
             raise BackendError(f"backend = 'native' cannot run: {why}")
         return backend
     chosen = "native" if x.device.type == "cpu" and native.wanted() else "torch"
-    log_once("packed: auto runs %s on %s", chosen, x.device.type)
+    tiled = next((f" for {matrix.format}" for matrix in matrices if matrix.format in tiles.FORMATS), "")
+    log_once("packed: auto runs %s on %s%s", chosen, x.device.type, tiled if x.is_cuda else "")
     return chosen
 
 

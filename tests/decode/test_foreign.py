@@ -9,6 +9,7 @@ import torch
 import perspectron
 from perspectron import presets
 from perspectron.data import Tokenizer, encode, open_corpus
+from perspectron.decode.constrain import json_schema
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
@@ -90,6 +91,14 @@ def test_a_state_alone_is_of_a_text_whose_beginning_is_unknown(model, tokenizer,
     session.read(TEXT).save(tmp_path / "again")
     again = Session.load(tmp_path / "again", model, tokenizer)
     assert again.say(5, sampling=GREEDY) == session.say(5, sampling=GREEDY)
+
+
+def test_a_grammar_is_kept(model, tokenizer) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"fox": {"enum": ["quick", "brown"]}}, "required": ["fox"]}
+    grammar = json_schema(schema | {"additionalProperties": False}, tokenizer)
+    done = generate(model, tokenizer, ["The"], max_tokens=300, sampling=GREEDY, hooks=[grammar])
+    assert done.finished == ["stop"] and json.loads(done.texts[0])["fox"] in ("quick", "brown")
 
 
 @torch.no_grad()

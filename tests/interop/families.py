@@ -6,7 +6,7 @@ is lost would not be missed. Sizes are odd, keys are in groups, and the vocabula
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,6 @@ class Ids:
 
     def encode(self, text: str) -> list[int]:
         return [3 + ord(character) % (IDS - 3) for character in text]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return "".join(f"{id} " for id in ids)
 
     def token_bytes(self, id: int) -> bytes:
         return b"%d " % id

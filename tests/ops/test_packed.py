@@ -543,3 +543,9 @@ def test_fake_and_meta_tensors(mode):
     with mode():
         meta = whole._replace(codes=whole.codes.to("meta"), scales=whole.scales.to("meta"))
         assert linear(x.to("meta"), meta, backend="torch").shape == (3, 13)
+
+
+@pytest.mark.parametrize("format", tiles.FORMATS)
+def test_triton_has_no_kernels_for_tiles(format):
+    with pytest.raises(BackendError, match=format):
+        linear(tokens(2, 64), matrix(format, 16, 64), backend="triton")

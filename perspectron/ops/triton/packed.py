@@ -7,6 +7,7 @@ Shapes: T tokens, N rows, K columns, S columns stored, G groups of 128.
 import torch
 from torch import Tensor
 
+from perspectron.ops import tiles
 from perspectron.ops.packing import GROUP, LAYOUTS, Packed
 from perspectron.ops.triton import scan
 from perspectron.util.errors import BackendError
@@ -16,8 +17,11 @@ Tokens = tuple[Tensor, Tensor, Tensor]
 
 
 def wanted(backend: str, x_TK: Tensor, *matrices: Packed) -> bool:
-    """True if the kernels are to run, by the rules of `scan.chosen`. BackendError as there, or matrices elsewhere."""
-    if not scan.chosen(backend, "packed matrices", x_TK.device, lambda: scan.obstacle(1, x_TK)):
+    """True if the kernels are to run, by the rules of `scan.chosen`; there are none for tiles. BackendError as there,
+    or matrices elsewhere."""
+    tiled = next((matrix.format for matrix in matrices if matrix.format in tiles.FORMATS), None)
+    why = None if tiled is None else f"has no kernels for {tiled}"
+    if not scan.chosen(backend, "packed matrices", x_TK.device, lambda: why or scan.obstacle(1, x_TK)):
         return False
     if any(part.device != x_TK.device for matrix in matrices for part in matrix[:2]):
         raise BackendError(f"backend = {backend!r}: the matrix must be on {x_TK.device}, as its input")
