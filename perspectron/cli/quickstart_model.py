@@ -41,7 +41,7 @@ def show(model: Path, out: Path) -> int:
     with contextlib.redirect_stdout(io.StringIO()):
         for question in QUESTIONS:
             whole.answer(question)
-    same = (second.now.messages, _tokens(second)) == (whole.now.messages, _tokens(whole))
+    same = second.now.session.tokens == whole.now.session.tokens
     console.print(f"── same answer as without the stop: {'yes' if same else 'no'} ──", style="dim")
     console.print(f"\ndone in {time.perf_counter() - start:.0f} s; try one of these next:")
     console.print(f"  perspectron chat {run}     perspectron serve {run}", markup=False)
@@ -59,8 +59,3 @@ def _talk(run: Path, path: Path | None = None) -> Talk:
 def _ask(console: Console, talk: Talk, question: str) -> None:
     console.print(f"> {question}", markup=False, style="bold")
     talk.answer(question)
-
-
-def _tokens(talk: Talk) -> list[int]:
-    """All that was read and drawn."""
-    return talk.now.session.tokens
