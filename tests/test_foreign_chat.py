@@ -149,6 +149,14 @@ def test_a_template_is_found_where_transformers_keeps_it(hf, place):
     assert template.prompt(HELLO) == "<|begin|>hi<|eot|>"
 
 
+def test_a_training_reads_a_template_as_a_chat_does(hf):
+    opened = open_model(imported(hf))
+    template = opened.template()
+    assert template is not None
+    [(ids, first)] = opened.tokenizer.encode_items([(template.prompt(HELLO), "yes")], "uint16")
+    assert ids[:first].tolist() == template.ids(HELLO, opened.tokenizer)
+
+
 def test_a_model_that_learned_with_a_template_goes_on_with_it(hf):
     run = imported(hf)
     pairs = run.with_name("pairs.jsonl")

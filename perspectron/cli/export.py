@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from perspectron.cli.options import answer, needs, open_model
+from perspectron.cli.options import answer, needs, open_model, say
 from perspectron.cli.progress import Work
 from perspectron.util.config import require
 
@@ -41,13 +41,16 @@ class Export:
 
     def _hf(self, out: Path) -> int:
         needs("transformers", "hf")
+        from perspectron.data import origin
         from perspectron.interop.hf import export
 
         with Work(f"writing {out}"):
             opened = open_model(self.run)
-            export.export(opened, out)
+            why = export.export(opened, out)
+        if why and (self.run / origin.FOLDER).is_dir():
+            say(f"in a class of perspectron, not as it was imported: {why}")
         size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-        read = f'AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True)'
+        read = f'AutoModelForCausalLM.from_pretrained("{out}"{", trust_remote_code=True" if why else ""})'
         return answer(
             self.json,
             {"hf": str(out), "bytes": size},

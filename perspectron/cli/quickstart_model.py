@@ -11,6 +11,7 @@ from perspectron.cli.chat import Chat, Talk
 from perspectron.cli.console import Console
 from perspectron.cli.import_ import Import
 from perspectron.cli.kept import FILE, Kept
+from perspectron.decode.sampling import SamplingConfig
 from perspectron.opening import open_model
 from perspectron.util.files import remove
 
@@ -41,7 +42,7 @@ def show(model: Path, out: Path) -> int:
     with contextlib.redirect_stdout(io.StringIO()):
         for question in QUESTIONS:
             whole.answer(question)
-    same = (second.now.messages, _tokens(second)) == (whole.now.messages, _tokens(whole))
+    same = second.now.session.tokens == whole.now.session.tokens
     console.print(f"── same answer as without the stop: {'yes' if same else 'no'} ──", style="dim")
     console.print(f"\ndone in {time.perf_counter() - start:.0f} s; try one of these next:")
     console.print(f"  perspectron chat {run}     perspectron serve {run}", markup=False)
@@ -51,17 +52,12 @@ def show(model: Path, out: Path) -> int:
 def _talk(run: Path, path: Path | None = None) -> Talk:
     """A talk with the model of a run, which is loaded for it; kept in a file."""
     opened = open_model(run)
-    talk = Talk(opened.model, opened.tokenizer, Chat(run, max_tokens=TOKENS), opened.template())
-    talk.kept = None if path is None else Kept(path, opened.model)
+    options = Chat(run, max_tokens=TOKENS, sampling=SamplingConfig(temperature=0.0))
+    talk = Talk(opened.model, opened.tokenizer, options, opened.template())
+    talk.kept = None if path is None else Kept(path)
     return talk
 
 
 def _ask(console: Console, talk: Talk, question: str) -> None:
     console.print(f"> {question}", markup=False, style="bold")
     talk.answer(question)
-
-
-def _tokens(talk: Talk) -> tuple[list[int], list[list[int]], list[list[int]]]:
-    """How many tokens were drawn, the last of them, and the one that was not read yet."""
-    assert talk.memory is not None
-    return talk.memory.drawn, talk.memory.recent, talk.memory.pending

@@ -7,8 +7,10 @@ from perspectron.util.errors import DataError
 from perspectron.util.files import read_text, write_text
 
 FOLDER = "source"
+WEIGHTS = "weights.json"
+"""The dtype and shape of each tensor that the model was made of, by name."""
 NAMES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
-         "chat_template.jinja")  # fmt: skip
+         "chat_template.jinja", WEIGHTS)  # fmt: skip
 
 
 def files(folder: Path) -> dict[str, str]:

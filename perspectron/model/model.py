@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from perspectron.experts.router import Views
-from perspectron.model import heads
+from perspectron.model import heads, marks
 from perspectron.model.block import NORMS, Block
 from perspectron.model.config import ModelConfig
 from perspectron.model.ffn import TiedConfig
@@ -318,13 +318,13 @@ def init(model: LanguageModel, seed: int) -> None:
     nothing elsewhere. Raises ConfigError for a parameter or buffer that nothing filled, and for a module with
     `init_weights` of which only a part is present.
     """
-    whole = {name: module for name, module in model.named_modules() if not _is_meta(module)}
+    whole = {name: module for name, module in model.named_modules() if not marks.is_meta(module)}
     for name, module in model.named_modules():
         draws = hasattr(module, "init_weights") or next(module.parameters(recurse=False), None) is not None
-        if draws and name not in whole and not all(tensor.is_meta for tensor in _tensors(module)):
+        if draws and name not in whole and not all(tensor.is_meta for tensor in marks.tensors(module)):
             raise ConfigError(f"{name} is partly on the meta device: make all of it, or none")
     for module in whole.values():
-        _mark(module)
+        marks.mark(module)
     for name, module in whole.items():
         if isinstance(module, nn.Embedding):
             std = model.config.embedding_std if name == "embedding" else 0.02
@@ -348,42 +348,7 @@ def init(model: LanguageModel, seed: int) -> None:
         if name.endswith(("down_EDF", "down_DF")):
             weight.mul_((2 * len(model.blocks)) ** -0.5)
     for name, module in whole.items():
-        _refuse_marked(name, module)
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def _is_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in _tensors(module))
-
-
-MARK = 0xA5  # in every byte of what holds no floating-point numbers
-
-
-def _mark(module: nn.Module) -> None:
-    """Fill a module's own tensors with what no initialisation writes: NaN, or bytes of MARK."""
-    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-        if tensor.is_floating_point():
-            tensor.fill_(torch.nan)
-        else:
-            tensor.reshape(-1).view(torch.uint8).fill_(MARK)
-
-
-def _refuse_marked(prefix: str, module: nn.Module) -> None:
-    """Raise ConfigError for a tensor that still holds what `_mark` wrote, and say how to fill it."""
-    for name, tensor in [*module.named_parameters(prefix, False), *module.named_buffers(prefix, False)]:
-        if tensor.is_floating_point():
-            # A sum is NaN where a number is; it needs no memory, and the search that does is rarely made.
-            marked = bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
-        else:
-            marked = tensor.numel() > 0 and bool((tensor.reshape(-1).view(torch.uint8) == MARK).all())
-        if marked:
-            raise ConfigError(
-                f"{name} was not initialised: give {type(module).__name__} an init_weights(generator) "
-                "that fills all of it"
-            )
+        marks.refuse_marked(name, module)
 
 
 def build(config: ModelConfig, seed: int = 0) -> LanguageModel:

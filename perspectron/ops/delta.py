@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from perspectron.ops import dispatch, memory
-from perspectron.ops.fused import fits
+from perspectron.ops.fused import fits, plain
 from perspectron.ops.products import Saved, within, within_backward, within_tangent
 from perspectron.ops.tree import Recurrence
 from perspectron.ops.triton import delta_scan as on_gpu
@@ -54,8 +54,8 @@ def scan(
     Computes and returns in float32 or, if any input is, in float64; autocast does not reach inside. Differentiable once
     in every input, in reverse and in forward mode. `backend`: "naive" is the plain step loop, "torch" the chunks,
     "triton" the kernels for float32 on a GPU, for K ≤ 128 and in reverse mode alone; "auto" the chunks, those kernels
-    (once `perspectron selftest --device cuda` has passed there), the native kernel (`perspectron.ops.memory`) in
-    trainings on a CPU in float32, or, for one token where gradients are off, the step.
+    (once `perspectron selftest --device cuda` has passed there), the native kernel (`perspectron.ops.memory`) on a CPU
+    in float32, or, for one token where gradients are off, the step.
 
     `consume_state`: the caller gives `state_BHKV` up, and the step writes into it instead of into a copy; the numbers
     are the same. Only where gradients are off.
@@ -73,7 +73,7 @@ def scan(
         return naive(q, k, e, v, alpha, state)
     if _one(backend, v):
         return _step_(q, k, e, v, alpha, dispatch.owned(state, consume_state))
-    if backend == "auto" and fits(q, k, v, e, alpha, state):
+    if backend == "auto" and (fits(q, k, v, e, alpha, state) or plain(q, k, v, e, alpha, state)):
         return memory.scan(q, k, v, alpha * e, None, alpha, state)
     return _run(DECAY_FIRST, q, k, v, alpha * e, alpha, state)
 
@@ -105,7 +105,7 @@ def scan_rwkv7(
         return reference_rwkv7(q, k, v, a, b, alpha, state)
     if _one(backend, v):
         return _step_rwkv7_(q, k, v, a, b, alpha, dispatch.owned(state, consume_state))
-    if backend == "auto" and fits(q, k, v, a, b, alpha, state):
+    if backend == "auto" and (fits(q, k, v, a, b, alpha, state) or plain(q, k, v, a, b, alpha, state)):
         return memory.scan(q, k, v, -a, b, alpha, state)
     return _run(READ_FIRST, q, k, v, -a, b, alpha, state)
 
@@ -158,7 +158,7 @@ def _one(backend: str, v: Tensor) -> bool:
     """True if the step is to be taken."""
     if backend == "auto":
         dispatch.log_once(
-            "delta.scan: auto runs the torch chunks on %s, the step for one token, the native kernel in training",
+            "delta.scan: auto runs the torch chunks on %s, the step for one token, the native kernel in float32",
             v.device.type,
         )
     return backend == "auto" and v.shape[2] == 1 and dispatch.gradients_off()

@@ -43,6 +43,17 @@ def fits(*tensors: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -
     )
 
 
+def plain(*tensors: Tensor) -> bool:
+    """True if native kernels can compute these where nothing differentiates: float32 on a CPU, watched by nothing."""
+    return (
+        gradients_off()
+        and all(x.device.type == "cpu" and x.dtype is torch.float32 for x in tensors)
+        and not under_tracing(*tensors)
+        and tensors[0].numel() > 0
+        and native.wanted()
+    )
+
+
 def recorded(function: Callable[..., Any], inputs: tuple[Tensor, ...], *dy: Tensor) -> tuple[Tensor, ...]:
     """The gradients of a function's outputs by PyTorch, to be differentiated again."""
     with torch.enable_grad():

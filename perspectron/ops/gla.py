@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from perspectron.ops import dispatch, memory
-from perspectron.ops.fused import fits
+from perspectron.ops.fused import fits, plain
 from perspectron.ops.products import Saved, within, within_backward
 from perspectron.ops.tree import Recurrence
 from perspectron.ops.triton import scan as on_gpu
@@ -43,8 +43,8 @@ def scan(
     any input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse
     mode. `backend`: "naive" is the plain step loop, "torch" the tree, "triton" the kernels for float32 on a GPU,
     for V ≤ 256; "auto" the tree, those kernels (once `perspectron selftest --device cuda` has passed there), the
-    native kernel (`perspectron.ops.memory`) in trainings on a CPU in float32, or, for one token where gradients are
-    off, the step.
+    native kernel (`perspectron.ops.memory`) on a CPU in float32, or, for one token where gradients are off, the
+    step.
 
     `consume_state`: the caller gives `state_BHKV` up, and the step writes into it instead of into a copy; the numbers
     are the same. Only where gradients are off.
@@ -73,14 +73,14 @@ def scan(
         return on_gpu.gla(q.expand(B, H, T, K), k.expand(B, H, T, K), v, gate, owned)
     if backend == "auto":
         dispatch.log_once(
-            "gla.scan: auto runs the torch tree on %s, the step for one token, the native kernel in training",
+            "gla.scan: auto runs the torch tree on %s, the step for one token, the native kernel in float32",
             q.device.type,
         )
     if backend == "auto" and T == 1 and dispatch.gradients_off():
         return _step_(q, k, v, gate, dispatch.owned(state, consume_state))
     if 0 in (B, H, T):
         return v, state
-    if backend == "auto" and fits(q, k, v, gate, state):
+    if backend == "auto" and (fits(q, k, v, gate, state) or plain(q, k, v, gate, state)):
         return memory.scan(q, k, v, None, None, gate, state)
     if gate.shape[-1] == K:
         q, k = q.expand(B, H, T, K), k.expand(B, H, T, K)

@@ -5,6 +5,7 @@ writes it, or a GGUF.
 weights.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,8 +108,10 @@ def _read(source: Source, lens: bool) -> Imported:
             f"{source.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {made.config.vocab_size}"
         )
     load(source, made)
-    folder = source.folder
-    return Imported(made, tokenizer, Template.of(folder), origin.files(folder))
+    files = origin.files(source.folder)
+    if source.taken:
+        files[origin.WEIGHTS] = json.dumps(source.taken)
+    return Imported(made, tokenizer, Template.of(source.folder), files)
 
 
 def opened(folder: Path) -> Source:

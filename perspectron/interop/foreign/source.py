@@ -38,6 +38,8 @@ class Source:
         self.tensors: dict[str, Callable[[], Tensor]] = {}
         self.itemsize = 4
         """Bytes of a weight in memory."""
+        self.taken: dict[str, tuple[str, list[int]]] = {}
+        """Dtype and shape of each tensor that was used."""
         self._asked, self._inner = set[str](), list[Source]()
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -150,6 +152,7 @@ class Source:
             raise CheckpointError(
                 f"{self.folder}: weights {name} have shape {list(tensor.shape)}, must have {list(shape)}"
             )
+        self.taken.setdefault(name, (str(tensor.dtype).removeprefix("torch."), list(shape)))
         return tensor
 
     def has(self, name: str) -> bool:

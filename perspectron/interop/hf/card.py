@@ -13,13 +13,14 @@ from perspectron.util.errors import CheckpointError, escaped
 from perspectron.util.files import read_json
 
 
-def card(opened: Opened, name: str) -> str:
+def card(opened: Opened, name: str, *, remote: bool = True) -> str:
     """README.md of an exported run: what it is, what these weights were trained on and for how long, what was measured
-    of them, and how to use it. Nothing is in it that the run's files do not say."""
-    return "\n".join(_lines(opened, name)) + "\n"
+    of them, and how to use it; remote: with the code in the folder. Nothing is in it that the run's files do not
+    say."""
+    return "\n".join(_lines(opened, name, remote)) + "\n"
 
 
-def _lines(opened: Opened, name: str) -> Iterator[str]:
+def _lines(opened: Opened, name: str, remote: bool) -> Iterator[str]:
     config = opened.folder.of_run()
     model, train = config.model, config.train
     parameters = sum(parameter.numel() for parameter in opened.model.parameters())
@@ -59,15 +60,14 @@ def _lines(opened: Opened, name: str) -> Iterator[str]:
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
     )
-    yield f"tokenizer = AutoTokenizer.from_pretrained({quoted}, trust_remote_code=True)"
-    yield f"model = AutoModelForCausalLM.from_pretrained({quoted}, trust_remote_code=True)"
+    trust = ", trust_remote_code=True" if remote else ""
+    yield f"tokenizer = AutoTokenizer.from_pretrained({quoted}{trust})"
+    yield f"model = AutoModelForCausalLM.from_pretrained({quoted}{trust})"
     yield 'print(tokenizer.decode(model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=50)[0]))'
-    yield from (
-        "```",
-        "",
-        "`import perspectron.interop.hf` (`pip install 'perspectron[hf]'`) in the place of",
-    )
-    yield "`trust_remote_code=True` runs installed code, with native kernels, and none from this folder."
+    yield "```"
+    if remote:
+        yield from ("", "`import perspectron.interop.hf` (`pip install 'perspectron[hf]'`) in the place of")
+        yield "`trust_remote_code=True` runs installed code, with native kernels, and none from this folder."
 
 
 def _whole(run: Path, step: int) -> str:

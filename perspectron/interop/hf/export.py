@@ -4,8 +4,10 @@ from pathlib import Path
 
 from transformers import GenerationConfig
 
+from perspectron.data import origin
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.hf import card, remote
+from perspectron.interop.hf.back import put_back
 from perspectron.interop.hf.configuration import PerspectronConfig
 from perspectron.interop.hf.tokenizer import fast_tokenizer
 from perspectron.model.model import LanguageModel
@@ -16,18 +18,30 @@ from perspectron.util.tensors import save_tensors
 from perspectron.util.version import __version__
 
 
-def export(opened: Opened, out: Path) -> None:
-    """Write a run's model as a new folder that `from_pretrained` reads: weights, config, tokenizer, chat template
-    if it has one, code for those who have not installed us, and a card with the run's own numbers.
-    ConfigError for an artifact in few bits, and where `out` exists; StorageError where it cannot be written."""
+def export(opened: Opened, out: Path) -> str:
+    """Write a run's model as a new folder that `from_pretrained` reads, with a card of the run's own numbers: as the
+    family that it was imported from, all other files as they came; else, for the reason that is returned, in a class of
+    ours, with code for those who have not installed us. ConfigError for an artifact in few bits, and where `out`
+    exists; StorageError where it cannot be written."""
     opened.folder.of_run()
     require(not out.exists(), "hf", str(out), "a new folder")
     with atomic(out) as temporary:
         temporary.mkdir()
-        write(opened.model, opened.tokenizer, temporary)
+        came = opened.folder.path / origin.FOLDER
+        weights = put_back(opened.model, came)
+        if isinstance(weights, str):
+            write(opened.model, opened.tokenizer, temporary)
+        else:
+            save_tensors(temporary / "model.safetensors", weights, {"format": "pt"})
+            (temporary / "tokenizer.json").write_text(opened.tokenizer.to_str(), encoding="utf-8")
+            for name, text in origin.files(came).items():
+                if name != origin.WEIGHTS:
+                    (temporary / name).write_text(text, encoding="utf-8")
         if (template := opened.template()) is not None:
             template.save(temporary)
-        (temporary / "README.md").write_text(card.card(opened, out.name), encoding="utf-8")
+        text = card.card(opened, out.name, remote=isinstance(weights, str))
+        (temporary / "README.md").write_text(text, encoding="utf-8")
+    return weights if isinstance(weights, str) else ""
 
 
 def write(model: LanguageModel, tokenizer: Tokenizer, out: Path) -> None:

@@ -1,0 +1,50 @@
+"""Weights are put back under the names of the family that they came from."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from perspectron.data import origin
+from perspectron.interop import foreign
+from perspectron.interop.hf.back import put_back
+from tests.interop import families, test_families, test_hybrids
+
+CASES = [*test_families.CASES, *test_hybrids.CASES]
+
+
+@pytest.fixture(params=range(len(CASES)), ids=[str(family) for family in CASES])
+def case(request, tmp_path):
+    """The tensors of a folder, the model that was made of them, and the folder of what a run keeps."""
+    folder = families.save(families.made(CASES[request.param]), tmp_path / "hf")
+    source = foreign.opened(folder)
+    model = foreign.model(source)
+    files = origin.files(folder) | {origin.WEIGHTS: json.dumps(source.taken)}
+    origin.keep(files, tmp_path / "run")
+    return load_file(folder / "model.safetensors"), model, tmp_path / "run" / origin.FOLDER
+
+
+def test_they_are_those_that_came(case):
+    theirs, model, came = case
+    back = put_back(model, came)
+    assert not isinstance(back, str), back
+    assert back.keys() <= theirs.keys()
+    for name, tensor in back.items():
+        assert tensor.dtype == theirs[name].dtype
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_those_of_a_model_that_learned_give_the_model_again(case):
+    _, model, came = case
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_((torch.randn_like(parameter) * 16).round() / 64)
+    back = put_back(model, came)
+    assert not isinstance(back, str), back
+
+
+def test_where_it_cannot_be_the_reason_is_said(case):
+    _, model, came = case
+    (came / origin.WEIGHTS).unlink()
+    assert isinstance(put_back(model, came), str)
