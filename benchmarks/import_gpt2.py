@@ -35,13 +35,11 @@ def main() -> None:
         for config in (theirs.config, theirs.generation_config):  # the ends that this tokenizer has
             config.bos_token_id = config.eos_token_id = at
         theirs.save_pretrained(folder)
-        expected[..., [0, at]] = expected[..., [at, 0]]
-        swapped = torch.where(ids == at, 0, ids)
         for lens in (False, True):
             model, *_ = foreign.read(Path(folder), lens=lens)
             found[model.config.name] = {
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                "largest_difference": float((model(swapped).logits - expected).abs().max()),
+                "largest_difference": float((model(ids).logits - expected).abs().max()),
                 "largest_logit": float(expected.abs().max()),
             }
     report.table(

@@ -59,7 +59,7 @@ def logits(hidden: Tensor, rows_VD: Tensor) -> Tensor:
 
 def keep(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Have a model on the meta device take these tensors: matrices that are of 16 bits among them are so in the model,
-    too; all others are given its dtypes, in place."""
+    too; others of 16 bits are given its dtypes, in place."""
     for name, module in model.named_modules():
         for own, parameter in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             tensor = tensors.get(f"{name}.{own}" if name else own)
@@ -68,7 +68,7 @@ def keep(model: nn.Module, tensors: dict[str, Tensor]) -> None:
             if tensor.dtype in DTYPES and own == "weight" and type(module) in HALVES:
                 module.__class__ = HALVES[type(module)]
                 module.weight = nn.Parameter(parameter.to(tensor.dtype))
-            elif tensor.dtype != parameter.dtype:
+            elif tensor.dtype in DTYPES:
                 tensors[f"{name}.{own}" if name else own] = tensor.to(parameter.dtype)
 
 

@@ -35,7 +35,6 @@ from perspectron.interop.foreign import (
     smollm3,
 )
 from perspectron.interop.foreign.source import HARMLESS, Source
-from perspectron.model import half
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel, require_memory
 from perspectron.train.weights import fill
@@ -158,7 +157,8 @@ def load(source: Source, made: LanguageModel) -> None:
     source.done()
     if config != made.config:
         weights = _upcycle().weights_of_gpt2(weights, made.config)
-    half.keep(made, weights)
+    for name, tensor in weights.items():
+        weights[name] = tensor.float() if tensor.dtype == torch.float64 else tensor
     fill(made, weights, source.folder)
 
 
