@@ -1,5 +1,5 @@
-"""A matrix memory with gates of its key channels, token by token on the native kernel, for training on a CPU: what
-`gla` and `delta` compute there instead of their chunks.
+"""A matrix memory with gates of its key channels, token by token on the native kernel, for training and reading on a
+CPU: what `gla` and `delta` compute there instead of their chunks.
 
     u_t = z_t − S_{t-1}ᵀ e_t,  S_t = diag(α_t) S_{t-1} + w_t u_tᵀ [+ k_t v_tᵀ],  o_t = S_tᵀ q_t
 
