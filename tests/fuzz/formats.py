@@ -507,7 +507,7 @@ NAMES = {"run-config": "run_config", "packed-state": "packed_state", "tokenizer"
 FORMATS = (
     *("state", "session", "packed-state", "adapter", "polytope", "checkpoint", "run-config", "metrics"),
     *("tokenizer", "shards", "artifact", "experts", "trace", "results", "template"),
-    *("hf-perspectron", "hf-gpt2", "hf-llama", "hf-mamba2", "hf-bamba"),
+    *("hf-perspectron", "hf-gpt2", "hf-llama", "hf-mamba2", "hf-bamba", "hf-gguf"),
 )
 IMPORTED = "hf-"
 """What the names of folders of transformers begin with; tests.fuzz.imported makes them."""

@@ -19,7 +19,7 @@ MUTANTS = {
     10: ["results"],
     80: ["artifact"],
     90: ["template"],
-    100: ["hf-perspectron", "hf-gpt2", "hf-llama", "hf-mamba2", "hf-bamba"],
+    100: ["hf-perspectron", "hf-gpt2", "hf-llama", "hf-mamba2", "hf-bamba", "hf-gguf"],
     150: ["run-config", "checkpoint"],
     200: ["adapter", "polytope"],
     250: ["metrics", "trace", "experts", "packed-state", "state", "session", "shards", "tokenizer"],
