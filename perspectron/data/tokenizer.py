@@ -210,8 +210,10 @@ class Tokenizer:
             before = asked if whole else [*self.specials.prefix, *self.specials.bare(asked)]
             own = next(encoded) if text else []
             ids = [*before, *own]
-            if self.specials.end is not None and self.specials.stops.isdisjoint(own[-2:]):
-                ids.append(self.specials.end)
+            # A prompt without the prefix cannot end the document before it.
+            end = self.specials.prefix[0] if whole and not self.specials.ended else self.specials.end
+            if end is not None and self.specials.stops.isdisjoint(own[-2:]):
+                ids.append(end)
             if not ids:
                 raise DataError(f"text: {text[:40]!r} has no token in this tokenizer")
             yield np.array(ids, dtype), len(before)
