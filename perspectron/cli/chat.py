@@ -302,7 +302,7 @@ class Talk:
         else:
             shared = now.session.shared(ids, whole=True)
         session = now.session.at(shared) if shared else self._session()
-        session.append(rest[shared - now.start :], whole=True)
+        session.append(rest[shared - now.start :] if shared else ids, whole=True)
         return now._replace(
             session=session, messages=messages, gone=now.gone + now.session.drawn - session.drawn
         )
