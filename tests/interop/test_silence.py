@@ -142,3 +142,35 @@ def test_a_key_that_nobody_knows_is_refused_by_name(tmp_path):
         with pytest.raises(CheckpointError, match=words):
             families.read(folder)
         families.change(folder, **dict.fromkeys(values, ...))
+
+
+HYBRID = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_state": 16}
+LINEAR = {
+    f"linear_{name}": 4 for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+}
+PUBLISHED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}),
+    ("smollm3", {"max_window_layers": 28, "no_rope_layers": [1, 1, 1, 0], "sliding_window": None}),
+    ("granitemoehybrid", HYBRID | {"normalization_function": "rmsnorm", "init_method": "mup", "num_local_experts": 0,
+                                   "layer_types": ["mamba", "mamba", "mamba", "attention"]}),
+    ("lfm2", {"theta": 1e6, "rope_theta": 1e6, "layer_types": ["conv", "conv", "conv", "full_attention"]}),
+    ("mamba2", {"num_heads": 4, "head_dim": 16, "n_groups": 1, "norm_before_gate": True}),
+    ("qwen3_5", {"language_model_only": False, "text_config": SMALL | LINEAR | {"head_dim": 8}}),
+]  # fmt: skip
+"""Keys that files of published models have, and transformers does not read."""
+
+
+@pytest.mark.parametrize(("kind", "values"), PUBLISHED, ids=[kind for kind, _ in PUBLISHED])
+def test_keys_of_published_files_that_transformers_does_not_read_are_no_obstacle(kind, values, tmp_path):
+    bare = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 4}
+    outer = {} if "text_config" in values else bare if kind == "mamba2" else SMALL
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **outer, **values}))
+    assert len(config_of(tmp_path).blocks) == 4
+
+
+def test_positions_of_pairs_side_by_side_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", **SMALL, "rope_interleaved": True})
+    )
+    with pytest.raises(CheckpointError, match="rope_interleaved"):
+        config_of(tmp_path)

@@ -19,7 +19,8 @@ HARMLESS = frozenset(
         "auto_map", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype", "eos_token_id",
         "id2label", "initializer_range", "label2id", "model_type", "output_attentions", "output_hidden_states",
         "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "task_specific_params", "tokenizer_class",
-        "torch_dtype", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+        "torch_dtype", "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
+        "use_cache",
     }
 )  # fmt: skip
 """Keys of a config.json that say nothing about the function that a model computes."""
