@@ -174,3 +174,25 @@ def test_positions_of_pairs_side_by_side_are_refused(tmp_path):
     )
     with pytest.raises(CheckpointError, match="rope_interleaved"):
         config_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "word"),
+    [
+        ("llama", {"rope_scaling": LLAMA3 | {"factor": 1e308}}, "factor"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ("gemma3_text", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar"),
+        ("granitemoehybrid", HYBRID | {"num_local_experts": 0, "logits_scaling": 0}, "logits_scaling"),
+    ],
+)  # fmt: skip
+def test_numbers_of_which_no_model_can_be_made_are_named(kind, values, word, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **SMALL, **values}))
+    with pytest.raises(CheckpointError, match=word):
+        config_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "x\0.safetensors", "\ud800.safetensors", None])
+def test_an_index_names_files_beside_it_alone(name, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        foreign.Source(tmp_path, {}).open_weights()

@@ -35,7 +35,7 @@ def config(source: Source) -> ModelConfig:
         SwiGLUConfig(source.number("shared_intermediate_size", 1024)),
         residual=SequentialConfig(factor=source.real("residual_multiplier", 1.0)), longest=2048,
         embedding_factor=source.real("embedding_multiplier", 1.0),
-        logits_factor=1 / source.real("logits_scaling", 1.0),
+        logits_factor=1 / source.positive("logits_scaling", 1.0),
     )  # fmt: skip
 
 

@@ -63,6 +63,13 @@ class Source:
             raise self.error(f"{name} is {value!r}, must be a finite number")
         return float(value)
 
+    def positive(self, name: str, default: float) -> float:
+        """A finite number above 0 of config.json. CheckpointError for anything else."""
+        value = self.real(name, default)
+        if value <= 0:
+            raise self.error(f"{name} is {value!r}, must be > 0")
+        return value
+
     def items(self, name: str) -> list[Any]:
         """A list of config.json, empty where there is none. CheckpointError for anything else."""
         value = self.get(name, [])
@@ -132,7 +139,8 @@ class Source:
             if not isinstance(places, dict) or not places:
                 raise CheckpointError(f"{index}: weight_map is {places!r}, must name a file for each tensor")
             for name in places.values():
-                if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                plain = isinstance(name, str) and name.isprintable() and Path(name).name == name
+                if not plain or not name.endswith(".safetensors"):
                     raise CheckpointError(
                         f"{index}: {name!r}, must be the name of a .safetensors file beside it"
                     )
