@@ -129,7 +129,7 @@ def test_a_run_that_was_imported_knows_no_text(bpe, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     (tmp_path / "letter.txt").write_text("the fox " * 50)
     assert main(["import", "hf", "--out", "run"]) == 0
-    for line in ("eval run", "quantize run --out q", "train --init run --steps 2 --out tuned"):
+    for line in ("eval run", "train --init run --steps 2 --out tuned"):
         assert main(line.split()) == 2, line
         said = capsys.readouterr().err
         assert "--data" in said or "the run's text is not available" in said

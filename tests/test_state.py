@@ -199,6 +199,29 @@ def test_rows_that_wait_count_no_slots(name):
     assert all(leaf <= 24 for leaf in leaves(state) if not torch.is_tensor(leaf))
 
 
+@every_mixer
+def test_a_row_waits_at_a_full_cache_while_another_begins_anew(name):
+    model, text = perspectron.build(SINGLE[name]), ids(3, seed=7)
+    with torch.inference_mode():
+        state = model(ids(20)).state
+        expected = [model(text[:1], state.take(0)).logits, model(text[1:]).logits]
+        pad, reset = torch.tensor([[True], [False]]), torch.tensor([[False], [True]])
+        begun = model(text[:, :1], state, pad_BT=pad, reset_BT=reset)
+        torch.testing.assert_close(begun.logits[1], expected[1][0, :1])
+        waited, after = begun.state.take(0), begun.state.take(1)
+        torch.testing.assert_close(model(text[:1], waited).logits, expected[0])
+        torch.testing.assert_close(model(text[1:, 1:], after).logits, expected[1][:, 1:])
+
+
+def test_matrices_of_16_bits_count_as_in_float32_and_packed_ones_as_they_are():
+    config = ModelConfig("m", 11, 16, (BlockConfig(AttentionConfig(2), None),))
+    half = torch.tensor([0.5, -1.25], dtype=torch.bfloat16)
+    weights = [{"a.weight": x} for x in (half, half.float())]
+    scales = [{"a.scales": x} for x in (half.half(), half.float())]
+    assert len({state_module.fingerprint(config, own) for own in weights}) == 1
+    assert len({state_module.fingerprint(config, own) for own in scales}) == 2, "as in files of packed models"
+
+
 def test_what_is_selected_is_a_copy(model, state):
     kept = state.fork()
     with torch.inference_mode():

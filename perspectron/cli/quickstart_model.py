@@ -11,6 +11,7 @@ from perspectron.cli.chat import Chat, Talk
 from perspectron.cli.console import Console
 from perspectron.cli.import_ import Import
 from perspectron.cli.kept import FILE, Kept
+from perspectron.decode.sampling import SamplingConfig
 from perspectron.opening import open_model
 from perspectron.util.files import remove
 
@@ -51,7 +52,8 @@ def show(model: Path, out: Path) -> int:
 def _talk(run: Path, path: Path | None = None) -> Talk:
     """A talk with the model of a run, which is loaded for it; kept in a file."""
     opened = open_model(run)
-    talk = Talk(opened.model, opened.tokenizer, Chat(run, max_tokens=TOKENS), opened.template())
+    options = Chat(run, max_tokens=TOKENS, sampling=SamplingConfig(temperature=0.0))
+    talk = Talk(opened.model, opened.tokenizer, options, opened.template())
     talk.kept = None if path is None else Kept(path)
     return talk
 

@@ -26,6 +26,8 @@ _PIECE = 2**16
 _RUN = 2**22
 _BORDER = re.compile(r"\n(?=[^\W_])|[^\W_](?= )")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_STOP = "<|stop|>"
+"""What tokens that end texts begin with in files that an earlier version imported."""
 _NEAR = "a"
 """Text beside which a token is decoded, where its text depends on where it stands."""
 __all__ = ["END_OF_TEXT", "MOST_TOKENS", "Tokenizer", "blank", "byte_letters"]
@@ -119,6 +121,10 @@ class Tokenizer:
         """A tokenizer of what `to_str` gives, with its special ids, or those of the files beside `path`, as `load`.
         DataError, naming `path`."""
         file = bpe.parse(text, path)
+        if file.ours and any(token.startswith(_STOP) for token in file.value["model"]["vocab"]):
+            raise DataError(
+                f"{path}: an earlier version imported it, with ids of its own; import the model again"
+            )
         made, kept = cls(text, file, path), path.with_name(specials.FILE)
         if special is not None:
             made.specials = special
@@ -202,9 +208,12 @@ class Tokenizer:
             asked = next(encoded) if prompt else []
             whole = bool(asked) and self.specials.lacks(asked)
             before = asked if whole else [*self.specials.prefix, *self.specials.bare(asked)]
-            ids = [*before, *(next(encoded) if text else ())]
-            if self.specials.end is not None and self.specials.stops.isdisjoint(ids[-2:]):
-                ids.append(self.specials.end)
+            own = next(encoded) if text else []
+            ids = [*before, *own]
+            # A prompt without the prefix cannot end the document before it.
+            end = self.specials.prefix[0] if whole and not self.specials.ended else self.specials.end
+            if end is not None and self.specials.stops.isdisjoint(own[-2:]):
+                ids.append(end)
             if not ids:
                 raise DataError(f"text: {text[:40]!r} has no token in this tokenizer")
             yield np.array(ids, dtype), len(before)

@@ -229,9 +229,7 @@ def _stack(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 @records("repeat_interleave")
 def _repeated(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    x, times, dim = filled(args, 1, kwargs.get("repeats"), kwargs.get("dim"))
-    if isinstance(times, Tensor) or dim is None:
-        raise Unrecordable("repeat_interleave by a tensor, or of all dimensions")
+    x, times, dim = args
     parts = out.unflatten(dim, (-1, times))
     tape.each(to, "copy", parts, x.unsqueeze(dim % x.ndim + 1).expand(parts.shape))
 
@@ -305,10 +303,8 @@ def _reduction(code: str, *names: str) -> None:
         tape.reduced(to, code, out, x, dims)
 
 
-_reduction("sum", "sum")
-_reduction("most", "amax")
-_reduction("fewest", "amin")
-_reduction("any", "any")
+for _code, _name in (("sum", "sum"), ("most", "amax"), ("fewest", "amin"), ("any", "any")):
+    _reduction(_code, _name)
 
 
 @records("mean")

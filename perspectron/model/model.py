@@ -83,6 +83,8 @@ class LanguageModel(nn.Module):
         self.norm = NORMS[config.norm](config.d_model, config.norm_eps)
         if config.head is not None:
             self.lm_head = heads.build(config.d_model, config.vocab_size, config.head)
+        factor = torch.tensor(config.embedding_factor, dtype=torch.float64, device="cpu")
+        self._factors = {dtype: factor.to(dtype).item() for dtype in (torch.bfloat16, torch.float16)}
         self.dropout = Dropout(config.dropout) if config.dropout else None
         self._drops = list[Dropout]()
         for name, module in self.named_modules():
@@ -257,10 +259,7 @@ class LanguageModel(nn.Module):
         if self.config.embedding_norm:
             x_BTD = F.rms_norm(x_BTD, x_BTD.shape[-1:], eps=self.config.norm_eps)
         if self.config.embedding_factor != 1:
-            factor = self.config.embedding_factor
-            if x_BTD.dtype.itemsize < 4:  # the product rounds it to the others
-                factor = torch.tensor(factor, dtype=x_BTD.dtype).item()
-            x_BTD = x_BTD * factor
+            x_BTD = x_BTD * self._factors.get(x_BTD.dtype, self.config.embedding_factor)
         if length_B is None:
             return x_BTD, None
         P, at = self.config.positions, places(length_B, x_BTD.shape[1], reset_BT, pad_BT)

@@ -408,11 +408,13 @@ def digest_of(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
 
 def fingerprint(config: ModelConfig, weights: dict[str, Tensor]) -> str:
     """Hex digest of a model: a checksum of its weights (independent of device and order) and of its config, fields at
-    their defaults left out, so that a new field changes no digest. Numbers of 16 bits count as in float32."""
+    their defaults left out, so that a new field changes no digest. Matrices of 16 bits count as in float32, scales of
+    packed ones as they are."""
     digest = hashlib.sha256(json.dumps(dump(config, defaults=False), sort_keys=True).encode())
     for name in sorted(weights):
         digest.update(name.encode())
         weight = weights[name].detach().cpu()
-        weight = weight.float() if weight.dtype in (torch.bfloat16, torch.float16) else weight
+        wide = name.endswith("weight") and weight.dtype in (torch.bfloat16, torch.float16)
+        weight = weight.float() if wide else weight
         digest.update(weight.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

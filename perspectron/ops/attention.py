@@ -85,7 +85,8 @@ def write(
     S = ring_BGSK.shape[2]
     chunk_BGTK = chunk_BGTK.to(ring_BGSK.dtype)
     if gradients_off() and (T == 1 or not (at.resets or at.padded or T > S)):
-        slot_BT = at.position_BT % S if wraps else at.position_BT
+        # Padding after a full cache stands past its slots.
+        slot_BT = at.position_BT % S if wraps or at.padded else at.position_BT
         slot_BGTK = slot_BT.view(B, 1, T, 1).expand(B, G, T, K)
         if at.padded:
             keep_B111 = ~at.valid_BT.view(B, 1, 1, 1)

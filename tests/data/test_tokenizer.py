@@ -303,3 +303,11 @@ def test_a_run_that_no_border_cuts_is_refused_where_it_would_take_gigabytes() ->
     with pytest.raises(DataError, match=r"text: 4,194,305 characters without a place where it can be cut"):
         TOKENIZER.encode('"' * (2**22 + 1))
     assert len(TOKENIZER.encode('"' * 2**16)) > 0
+
+
+def test_what_an_earlier_version_imported_is_refused_as_its_ends_would_be_text(tmp_path: Path) -> None:
+    vocab = {token: id for id, token in enumerate([END_OF_TEXT, *bpe.byte_letters(), "<|stop|><|eot|>"])}
+    (tmp_path / "tokenizer.json").write_text(bpe.to_json(vocab, []))
+    with pytest.raises(DataError) as error:
+        Tokenizer.load(tmp_path / "tokenizer.json")
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)

@@ -281,6 +281,12 @@ def test_a_row_in_bfloat16_has_its_bits_in_any_batch(name):
     assert all(torch.equal(x[1], y[0]) for x, y in zip(together, alone, strict=True))
 
 
+def test_a_model_in_bfloat16_that_multiplies_its_embedding_is_recorded():
+    config = dataclasses.replace(attentive("groups").config, embedding_factor=3.3)
+    model = build(config, 1).bfloat16().eval()
+    assert recorded(model).step(torch.tensor([[3]]), read(model, 1)) is not None
+
+
 def test_a_deep_model_with_a_brief_cache_is_recorded():
     """A last bit that rounds another way in one layer is seen in all above it."""
     block = BlockConfig(AttentionConfig(4, kv_heads=2, cache="bfloat16"), SwiGLUConfig(160))

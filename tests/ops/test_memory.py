@@ -1,4 +1,4 @@
-"""The native scan in training behind `gla` and `delta`, against their loops in float64."""
+"""The native scan behind `gla` and `delta`, in training and in reading, against their loops in float64."""
 
 import pytest
 import torch
@@ -90,3 +90,23 @@ def test_a_second_derivative_is_refused():
     (first, *_) = torch.autograd.grad(delta.scan(*xs)[0].sum(), xs, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         first.sum().backward()
+
+
+@pytest.mark.parametrize(("name", "heads", "gates"), CASES)
+def test_reading_has_the_bits_of_any_pieces_and_rows(name, heads, gates):
+    """Where nothing differentiates; tokens one at a time take the step, which rounds another way."""
+    *given, state = inputs(name, heads, gates)
+    scan = SCANS[name]
+    with torch.inference_mode():
+        whole, end = scan(*given, state)
+        wanted, last = scan(*(x.double() for x in (*given, state)), backend="naive")
+        torch.testing.assert_close(whole.double(), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(end.double(), last, rtol=1e-5, atol=1e-5)
+        parts, now = [], state
+        for part in (slice(0, 2), slice(2, 19), slice(19, T)):
+            o, now = scan(*(x[:, :, part] for x in given), now)
+            parts.append(o)
+        assert torch.equal(torch.cat(parts, 2), whole) and torch.equal(now, end)
+        for row in range(B):
+            alone, after = scan(*(x[row : row + 1] for x in given), state[row : row + 1])
+            assert torch.equal(alone[0], whole[row]) and torch.equal(after[0], end[row])

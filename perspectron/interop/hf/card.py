@@ -13,7 +13,7 @@ from perspectron.util.errors import CheckpointError, escaped
 from perspectron.util.files import read_json
 
 
-def card(opened: Opened, name: str, *, remote: bool) -> str:
+def card(opened: Opened, name: str, *, remote: bool = True) -> str:
     """README.md of an exported run: what it is, what these weights were trained on and for how long, what was measured
     of them, and how to use it; remote: with the code in the folder. Nothing is in it that the run's files do not
     say."""
