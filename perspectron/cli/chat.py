@@ -222,7 +222,7 @@ class Talk:
     def answer(self, message: str) -> None:
         """Read a message and print what the model makes of it, as it comes."""
         if self.kept is not None:
-            self.kept.ask(self.now.session, message)
+            self.kept.ask(self.now.session, self.now.gone, message)
         try:
             self._answer(message)
         except PerspectronError:
