@@ -11,9 +11,10 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
 import perspectron
+from perspectron.cli import chat
 from perspectron.cli.main import main
 from perspectron.cli.serve import Serve
-from perspectron.data.template import FILE
+from perspectron.data.template import FILE, Template
 from perspectron.data.tokenizer import END_OF_TEXT
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
@@ -122,6 +123,21 @@ def test_a_template_is_the_models_without_being_told_and_its_tokens_are_ids(hf, 
     template = small.template()
     assert template is not None
     assert template.ids(HELLO, small.tokenizer) == wanted
+
+
+@pytest.mark.parametrize("begins", ["{{ bos_token }}", ""])
+def test_a_chat_reads_all_that_its_template_writes_and_nothing_else(hf, begins):
+    first = {"add_bos_token": True, "bos_token": "<|begin|>"}
+    (hf / "tokenizer_config.json").write_text(json.dumps(first))
+    run = imported(hf)
+    opened = open_model(run)
+    template = Template(TEMPLATE.replace("{{ bos_token }}", begins), "of a test", {"bos_token": "<|begin|>"})
+    talk = chat.Talk(opened.model, opened.tokenizer, chat.Chat(run, max_tokens=3), template)
+    for message in ("hi", "so"):
+        talk.answer(message)
+        asked = template.ids(talk.now.messages[:-1], opened.tokenizer)
+        assert talk.now.session._ids[: len(asked)] == asked
+        assert (asked[:1] == [*opened.tokenizer.specials.prefix]) == bool(begins)
 
 
 def test_a_server_takes_messages_and_prompts(hf, tmp_path):

@@ -151,6 +151,10 @@ def test_what_is_no_gguf_of_a_known_kind_is_named(llama, tmp_path):
         ({"tokenizer__ggml__eos_token_id": 300}, "tokenizer.ggml.eos_token_id is 300"),
         ({"tokenizer__ggml__add_eos_token": True}, "tokenizer.ggml.add_eos_token is true"),
         ({"split__count": 3}, "split.count"),
+        ({"split__count": [3]}, "split.count is [3]"),
+        ({"nextn_predict_layers": [1, 2]}, "llama.nextn_predict_layers is [1, 2]"),
+        ({"nextn_predict_layers": "one"}, "llama.nextn_predict_layers is 'one'"),
+        ({"tokenizer__ggml__pre": [1]}, "tokenizer.ggml.pre is [1]"),
     ],
 )
 def test_metadata_that_no_model_of_ours_has_is_named(values, word, llama, tmp_path):

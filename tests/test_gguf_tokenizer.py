@@ -177,3 +177,11 @@ def test_ids_of_a_published_model_are_those_of_llama_cpp(tmp_path):
     assert len(text.encode()) > 100_000
     assert ours.encode(text) == ids_of_llama_cpp(path, text)
     assert ours.specials.stops == {0, 2} and ours.specials.prefix == ()
+
+
+def test_a_token_too_long_to_be_merged_of_others_is_refused_at_once(tmp_path):
+    tokens = ["<unk>", "<s>", "</s>", "a" * 1_000_000]
+    kinds = [2, 3, 3, 1]
+    file = written(tmp_path / "long.gguf", model="llama", tokens=tokens, token_type=kinds, scores=[0.0] * 4)
+    with pytest.raises(DataError, match=r"tokenizer.ggml.tokens is one of 1,000,000 characters"):
+        tokenizer.files(file)

@@ -222,7 +222,7 @@ class Talk:
     def answer(self, message: str) -> None:
         """Read a message and print what the model makes of it, as it comes."""
         if self.kept is not None:
-            self.kept.ask(self.now.session, message)
+            self.kept.ask(self.now.session, self.now.gone, message)
         try:
             self._answer(message)
         except PerspectronError:
@@ -302,7 +302,7 @@ class Talk:
         else:
             shared = now.session.shared(ids, whole=True)
         session = now.session.at(shared) if shared else self._session()
-        session.append(rest[shared - now.start :], whole=True)
+        session.append(rest[shared - now.start :] if shared else ids, whole=True)
         return now._replace(
             session=session, messages=messages, gone=now.gone + now.session.drawn - session.drawn
         )

@@ -8,6 +8,8 @@ import tyro
 from perspectron.cli.options import answer, needs, open_model, say
 from perspectron.cli.progress import Work
 from perspectron.util.config import require
+from perspectron.util.errors import CheckpointError
+from perspectron.util.files import read_json
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class Export:
             why = export.export(opened, out)
         if why and (self.run / origin.FOLDER).is_dir():
             say(f"in a class of perspectron, not as it was imported: {why}")
+        if not why and "vision_config" in read_json(out / "config.json", CheckpointError, infinite=True):
+            say(
+                "text alone: an import leaves out the weights of images, which transformers now draws at random"
+            )
         size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
         read = f'AutoModelForCausalLM.from_pretrained("{out}"{", trust_remote_code=True" if why else ""})'
         return answer(

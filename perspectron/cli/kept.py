@@ -29,7 +29,8 @@ class Said(Struct, forbid_unknown_fields=True):
 
 
 class _Asked(Struct, forbid_unknown_fields=True):
-    """A message, and how many tokens were drawn before it."""
+    """A message, and how many tokens were drawn before it, those that stand there no more included: each answer makes
+    them more."""
 
     message: str
     drawn: int
@@ -60,11 +61,12 @@ class Kept:
         asked = checked(
             read_json(self._asking, StateError), _Asked, StateError, f"{self._asking}: not a message"
         )
-        return session, said, asked.message if asked.drawn == _drawn(session) else None
+        return session, said, asked.message if asked.drawn == _drawn(session, said.gone) else None
 
-    def ask(self, session: Session, message: str) -> None:
-        """Keep a message that is read after this memory. StorageError if it cannot be."""
-        write_json(self._asking, {"message": message, "drawn": _drawn(session)})
+    def ask(self, session: Session, gone: int, message: str) -> None:
+        """Keep a message that is read after this memory. gone: as a point of a talk has it. StorageError if it cannot
+        be."""
+        write_json(self._asking, {"message": message, "drawn": _drawn(session, gone)})
 
     def answered(self, save: Callable[[Path], None]) -> None:
         """Keep the talk after an answer. StorageError if it cannot be; what was kept before is there then."""
@@ -84,5 +86,5 @@ def said_in(session: Session, path: Path) -> Said:
     return checked(session.extra.get("said", {}), Said, StateError, f"{path}: not a talk")
 
 
-def _drawn(session: Session | None) -> int:
-    return -1 if session is None or not session.tokens else session.drawn
+def _drawn(session: Session | None, gone: int) -> int:
+    return -1 if session is None or not session.tokens else session.drawn + gone

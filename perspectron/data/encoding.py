@@ -96,6 +96,7 @@ def _encode_one(corpus: Corpus, tokenizer: Tokenizer, out: Path, shard_tokens: i
         corpus=corpus.fingerprint,
         shard_tokens=shard_tokens,
         completions=corpus.completions,
+        ended=tokenizer.specials.ended,
         splits=Records(train=[], dev=[] if "dev" in corpus.splits else None, heldout=[]),
     )
     out.mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,8 @@ class Manifest(
     tag_field="format", tag="perspectron-shards",
 ):  # fmt: skip
     """A folder of shards, complete or, as a journal, begun: what they depend on, and the shards. All but these equal
-    means byte-identical shards. completions: each document has a prompt, which is not learned."""
+    means byte-identical shards. completions: each document has a prompt, which is not learned. ended: nor is the id
+    with which the next one begins, which does not end it (`Specials.ended`)."""
 
     version: Version
     dtype: Literal["<u2", "<u4"]
@@ -66,6 +67,7 @@ class Manifest(
     corpus: str
     shard_tokens: Positive
     completions: bool = False
+    ended: bool = False
     splits: Records
 
 

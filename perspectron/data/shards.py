@@ -52,7 +52,8 @@ class Split:
 
     `tokens` counts all ids; `text_bytes` the UTF-8 bytes of the text they stand for; `starts` (documents,) are the
     positions where documents start. `learned` (documents,) are the positions from which a document is learned,
-    where prompts stand before that; None where all of it is. `sources`: texts that make it up.
+    where prompts stand before that; None where all of it is. `ended`: the id that begins the next one is then not
+    learned. `sources`: texts that make it up.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Split:
         self.documents = len(starts)
         self.starts = starts
         self.learned: NDArray[np.int64] | None = None
+        self.ended = False
         self._shards = shards
         self._offsets: NDArray[np.int64] = np.cumsum([0, *map(len, shards)], dtype=np.int64)
         self.tokens = int(self._offsets[-1])
@@ -83,6 +85,7 @@ class Split:
 
         split = cls(name, shards, positions("starts"), sum(record.text_bytes for record in records))
         split.learned = positions("learned") if manifest.completions else None
+        split.ended = manifest.ended
         return split
 
     @classmethod
@@ -96,6 +99,7 @@ class Split:
         learned = [split.learned for split in splits if split.learned is not None]
         if learned:
             whole.learned = np.concatenate([its + at for its, at in zip(learned, offsets, strict=False)])
+        whole.ended = splits[0].ended  # of one tokenizer
         whole.sources = tuple(Source(name, weight, split.tokens) for name, weight, split in parts)
         return whole
 
@@ -134,7 +138,8 @@ class Split:
         if self.learned is None:
             return np.ones(len(at), dtype=np.bool_)
         document = np.searchsorted(self.starts, at, side="left") - 1
-        return (document >= 0) & (at >= self.learned[document])
+        learned = (document >= 0) & (at >= self.learned[document])
+        return learned & ~self.begins(start, stop) if self.ended else learned
 
 
 class Shards:

@@ -38,6 +38,11 @@ class Specials(Struct, frozen=True, forbid_unknown_fields=True):
         """What a text without a token is drawn after: the prefix, or the end of the text before."""
         return self.prefix or (() if self.end is None else (self.end,))
 
+    @property
+    def ended(self) -> bool:
+        """False where a document ends with the id that begins the next one."""
+        return self.end is not None or self.stops.isdisjoint(self.prefix[:1])
+
     def bare(self, ids: Sequence[int]) -> list[int]:
         """The ids of a text without the prefix with which they may begin, as those of a chat template do."""
         n = len(self.prefix)

@@ -208,9 +208,12 @@ class Tokenizer:
             asked = next(encoded) if prompt else []
             whole = bool(asked) and self.specials.lacks(asked)
             before = asked if whole else [*self.specials.prefix, *self.specials.bare(asked)]
-            ids = [*before, *(next(encoded) if text else ())]
-            if self.specials.end is not None and self.specials.stops.isdisjoint(ids[-2:]):
-                ids.append(self.specials.end)
+            own = next(encoded) if text else []
+            ids = [*before, *own]
+            # A prompt without the prefix cannot end the document before it.
+            end = self.specials.prefix[0] if whole and not self.specials.ended else self.specials.end
+            if end is not None and self.specials.stops.isdisjoint(own[-2:]):
+                ids.append(end)
             if not ids:
                 raise DataError(f"text: {text[:40]!r} has no token in this tokenizer")
             yield np.array(ids, dtype), len(before)

@@ -136,8 +136,9 @@ class Session:
         require(not isinstance(text, bytes), "text", text, "a text or its ids")
         ids = tokenizer.encode(text) if isinstance(text, str) else list(text)
         if self.whole and len(self._ids) == self._before:
-            if whole and tokenizer.specials.lacks(ids):
-                self._ids, self._drawn, self._before = Log([]), Log([]), 0
+            if not self._calls:
+                prefix = [] if whole and tokenizer.specials.lacks(ids) else [*tokenizer.specials.prefix]
+                self._ids, self._drawn, self._before = Log(prefix), Log([False] * len(prefix)), len(prefix)
             ids = tokenizer.specials.bare(ids)
         if ids:
             check_ids(ids, tokenizer.vocab_size, 0)

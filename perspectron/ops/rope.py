@@ -16,6 +16,8 @@ from perspectron.ops.dispatch import under_tracing
 from perspectron.ops.fused import fits
 from perspectron.util.config import one_of, require
 
+MOST = 1_000_000
+"""The greatest factor of a longer context."""
 Turn = tuple[Tensor, Tensor]
 """Cosine and sine of angles [B,T,F]."""
 
@@ -44,7 +46,7 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         one_of(self.kind, ("linear", "llama3", "yarn"), "kind")
-        require(self.factor > 0, "factor", self.factor, "> 0")
+        require(0 < self.factor <= MOST, "factor", self.factor, f"> 0 and ≤ {MOST:,}")
         original = self.original_max_position_embeddings
         if self.kind != "linear":
             require(original >= 1, "original_max_position_embeddings", original, "≥ 1")

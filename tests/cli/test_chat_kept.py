@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from perspectron.cli import kept
 from perspectron.cli.main import main
 from perspectron.data.template import Template
 from tests.cli.small import PLAIN
@@ -36,11 +38,11 @@ def run(request, tmp_path_factory):
 def talk(run, capsys, monkeypatch):
     """Say some lines; (exit code, answers, what was said beside them)."""
 
-    def talk(*lines: str, options: tuple[str, ...] = ()):
+    def talk(*lines: str, options: tuple[str, ...] = (), folder: Path = run):
         capsys.readouterr()
         text = "".join(f"{line}\n" for line in lines).encode()
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
-        code = main(["chat", str(run), "--max-tokens", "8", "--temperature", "1", *options])
+        code = main(["chat", str(folder), "--max-tokens", "8", "--temperature", "1", *options])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -105,6 +107,23 @@ def test_what_was_being_answered_before_something_else_was_said_is_not_answered(
     talk("the cat", options=keep)
     (tmp_path / "talk.state.asked").write_text('{"message": "the dog", "drawn": 3}')
     assert talk(options=keep)[:2] == (0, "")
+
+
+def test_a_kill_right_after_an_answer_was_kept_does_not_answer_again(run, talk, tmp_path, monkeypatch):
+    """Also where the template leaves out what was said before, so that no more tokens stand there than before."""
+    if not (run / "chat_template.jinja").exists():
+        pytest.skip("of templates")
+    own = tmp_path / "run"
+    shutil.copytree(run, own)
+    Template("{% for m in messages %}[{{ m.role }}]{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}[a]",
+             "short").save(own)  # fmt: skip
+    keep, asked = ("--keep", str(tmp_path / "talk.state")), tmp_path / "talk.state.asked"
+    talk("the cat", options=keep, folder=own)
+    with monkeypatch.context() as still:
+        still.setattr(kept, "remove", lambda path: None)  # killed before it
+        talk("the dog", options=keep, folder=own)
+    assert asked.exists()
+    assert talk(options=keep, folder=own)[:2] == (0, "")
 
 
 def test_new_begins_another_talk(talk, tmp_path):

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from perspectron.data import Tokenizer, encode, open_corpus, open_shards, windows
 from perspectron.data.specials import FILE, OURS, Specials
+from perspectron.data.template import Template
 from perspectron.decode.row import TextStream
 from perspectron.interop.foreign.gguf.container import read
 from perspectron.interop.foreign.gguf.tokenizer import files
@@ -169,6 +170,33 @@ def test_documents_are_told_apart_by_what_the_tokenizer_has(tmp_path, kind, stop
         for start in batch.starts_BT.flatten().tolist()
     ]
     assert [i for i, start in enumerate(starts) if start] == [*split.starts]
+
+
+@pytest.mark.parametrize(("kind", "stops"), [("llama2", [2]), ("llama2", [1]), ("qwen2", [2]), ("qwen2", [])])
+def test_a_prompt_is_no_target_and_what_ends_an_answer_is(tmp_path, kind, stops) -> None:
+    KINDS[kind]().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": stops}))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    pairs = "".join(json.dumps({"prompt": "Qq", "completion": f"fox {i}"}) + "\n" for i in range(60))
+    (tmp_path / "pairs.jsonl").write_text(pairs)
+    corpus = open_corpus(str(tmp_path / "pairs.jsonl"), template=Template.named("plain"))
+    encode(corpus, tokenizer, tmp_path / "out", shard_tokens=100)
+    split = open_shards(tmp_path / "out").split("train")
+    chosen = split.is_learned(0, split.tokens)
+    assert bool(chosen[split.starts[1:]].all()) == (stops == [1]) == bool(chosen[split.starts[1:]].any())
+    targets = split.read(0, split.tokens)[chosen].tolist()
+    assert all(targets.count(stop) >= split.documents - 1 for stop in stops)
+    assert tokenizer.decode(targets).replace(" ", "").startswith("fox") and "Q" not in tokenizer.decode(
+        targets
+    )
+
+
+def test_an_answer_of_one_token_ends_also_where_its_prompt_ends_with_a_stop(tmp_path) -> None:
+    KINDS["qwen2"]().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    ((ids, first),) = tokenizer.encode_items([("ab</s>", "5")], "uint16")
+    assert ids.tolist() == [*tokenizer.encode("ab"), 2, *tokenizer.encode("5"), 2] and first == len(ids) - 2
 
 
 def test_the_vocabulary_of_smollm2_is_that_of_transformers(tmp_path) -> None:

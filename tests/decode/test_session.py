@@ -1,5 +1,6 @@
 """A session's text is a function of its calls: pieces, forks, files and ways back change no bit of it."""
 
+import copy
 import dataclasses
 import gc
 import random
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from perspectron import presets
+from perspectron.data.specials import Specials
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.marks import Marks, _Mark
@@ -88,6 +90,18 @@ def test_a_session_begins_at_what_is_stored(perspective, tokenizer) -> None:
     assert store.counters.calls_saved == 12
     assert first.say(9, sampling=GREEDY) == second.say(9, sampling=GREEDY)
     equal(first._state, second._state)
+
+
+def test_a_text_that_begins_again_has_the_prefix_that_it_is_to_have(model, tokenizer) -> None:
+    foreign = copy.copy(tokenizer)
+    foreign.specials = Specials((1,), frozenset({2}), end=2)
+    session = session_of(model, foreign)
+    session.append([20, 21], whole=True)
+    assert session._ids[:] == [20, 21]
+    session.say(3, sampling=GREEDY)
+    again = session.at(0).read([30, 31])
+    assert again._ids[:] == [1, 30, 31] and again.tokens == [30, 31]
+    assert again.say(3, sampling=GREEDY) == session_of(model, foreign).read([30, 31]).say(3, sampling=GREEDY)
 
 
 def test_a_file_never_becomes_a_prefix_that_others_begin_with(perspective, tokenizer, tmp_path) -> None:

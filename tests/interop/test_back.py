@@ -5,10 +5,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForImageTextToText
 
+from perspectron.cli.main import main
 from perspectron.data import origin
 from perspectron.interop import foreign
 from perspectron.interop.hf.back import put_back
+from tests.foreign_models import tokenizer
 from tests.interop import families, test_families, test_hybrids
 
 CASES = [*test_families.CASES, *test_hybrids.CASES]
@@ -48,3 +51,20 @@ def test_where_it_cannot_be_the_reason_is_said(case):
     _, model, came = case
     (came / origin.WEIGHTS).unlink()
     assert isinstance(put_back(model, came), str)
+
+
+def test_a_model_of_images_is_exported_with_a_word_that_it_has_text_alone(tmp_path, capsys):
+    text = test_families.SMALL | {"vocab_size": 300, "sliding_window": 5, "model_type": "gemma3_text"}
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    folder = families.save(AutoModelForImageTextToText.from_config(config), tmp_path / "hf")
+    tokenizer().save(str(folder / "tokenizer.json"))
+    assert main(["import", str(folder), "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "run"), "--hf", str(tmp_path / "out")]) == 0
+    assert "weights of images" in capsys.readouterr().err
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert names and not any("vision" in name for name in names)

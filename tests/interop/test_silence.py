@@ -142,3 +142,57 @@ def test_a_key_that_nobody_knows_is_refused_by_name(tmp_path):
         with pytest.raises(CheckpointError, match=words):
             families.read(folder)
         families.change(folder, **dict.fromkeys(values, ...))
+
+
+HYBRID = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_state": 16}
+LINEAR = {
+    f"linear_{name}": 4 for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+}
+PUBLISHED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}),
+    ("smollm3", {"max_window_layers": 28, "no_rope_layers": [1, 1, 1, 0], "sliding_window": None}),
+    ("granitemoehybrid", HYBRID | {"normalization_function": "rmsnorm", "init_method": "mup", "num_local_experts": 0,
+                                   "layer_types": ["mamba", "mamba", "mamba", "attention"]}),
+    ("lfm2", {"theta": 1e6, "rope_theta": 1e6, "layer_types": ["conv", "conv", "conv", "full_attention"]}),
+    ("mamba2", {"num_heads": 4, "head_dim": 16, "n_groups": 1, "norm_before_gate": True}),
+    ("qwen3_5", {"language_model_only": False, "text_config": SMALL | LINEAR | {"head_dim": 8}}),
+]  # fmt: skip
+"""Keys that files of published models have, and transformers does not read."""
+
+
+@pytest.mark.parametrize(("kind", "values"), PUBLISHED, ids=[kind for kind, _ in PUBLISHED])
+def test_keys_of_published_files_that_transformers_does_not_read_are_no_obstacle(kind, values, tmp_path):
+    bare = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 4}
+    outer = {} if "text_config" in values else bare if kind == "mamba2" else SMALL
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **outer, **values}))
+    assert len(config_of(tmp_path).blocks) == 4
+
+
+def test_positions_of_pairs_side_by_side_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", **SMALL, "rope_interleaved": True})
+    )
+    with pytest.raises(CheckpointError, match="rope_interleaved"):
+        config_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "word"),
+    [
+        ("llama", {"rope_scaling": LLAMA3 | {"factor": 1e308}}, "factor"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ("gemma3_text", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar"),
+        ("granitemoehybrid", HYBRID | {"num_local_experts": 0, "logits_scaling": 0}, "logits_scaling"),
+    ],
+)  # fmt: skip
+def test_numbers_of_which_no_model_can_be_made_are_named(kind, values, word, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **SMALL, **values}))
+    with pytest.raises(CheckpointError, match=word):
+        config_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "x\0.safetensors", "\ud800.safetensors", None])
+def test_an_index_names_files_beside_it_alone(name, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        foreign.Source(tmp_path, {}).open_weights()

@@ -56,11 +56,11 @@ class Kind(NamedTuple):
 KINDS: dict[str, Kind] = {
     "perspectron": Kind(own.config, own.weights, None),
     "gpt2": Kind(gpt2.config, gpt2.weights, gpt2.HARMLESS),
-    "llama": Kind(llama.config, decoder.weights),
+    "llama": Kind(llama.config, decoder.weights, llama.HARMLESS),
     "mistral": Kind(mistral.config, decoder.weights),
     "qwen2": Kind(qwen2.config, decoder.weights),
     "qwen3": Kind(qwen3.config, decoder.weights),
-    "smollm3": Kind(smollm3.config, decoder.weights),
+    "smollm3": Kind(smollm3.config, decoder.weights, smollm3.HARMLESS),
     "gemma3_text": Kind(gemma3.config, gemma3.weights, gemma3.HARMLESS),
     "gemma3": Kind(gemma3.config_within, gemma3.weights, gemma3.HARMLESS),
     "olmo2": Kind(olmo2.config, olmo2.weights),

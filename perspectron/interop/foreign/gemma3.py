@@ -40,7 +40,7 @@ def _text(source: Source, ties: Source) -> ModelConfig:
     )
     bias, scale = (
         decoder.flag(source, "attention_bias", False),
-        source.real("query_pre_attn_scalar", 256.0) ** -0.5,
+        source.positive("query_pre_attn_scalar", 256.0) ** -0.5,
     )
     mixers = [
         decoder.attention(

@@ -13,12 +13,14 @@ from perspectron.model.config import ModelConfig, SequentialConfig
 from perspectron.model.ffn import SwiGLUConfig
 
 HARMLESS = (
-    "intermediate_size", "mamba_chunk_size", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
+    "init_method", "intermediate_size", "mamba_chunk_size", "num_experts_per_tok", "output_router_logits",
+    "router_aux_loss_coef",
 )  # fmt: skip
 
 
 def config(source: Source) -> ModelConfig:
     source.must("num_local_experts", (0,), 8)
+    source.must("normalization_function", ("rmsnorm",), "rmsnorm")
     kinds = decoder.kinds(source, [LINEAR] * decoder.layers(source), (LINEAR, GLOBAL))
     positions = decoder.rope(source)
     turned = source.must("position_embedding_type", (None, "rope", "nope")) == "rope"
@@ -33,7 +35,7 @@ def config(source: Source) -> ModelConfig:
         SwiGLUConfig(source.number("shared_intermediate_size", 1024)),
         residual=SequentialConfig(factor=source.real("residual_multiplier", 1.0)), longest=2048,
         embedding_factor=source.real("embedding_multiplier", 1.0),
-        logits_factor=1 / source.real("logits_scaling", 1.0),
+        logits_factor=1 / source.positive("logits_scaling", 1.0),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ CONV = "conv"
 NORMS = {"mixer_norm": "operator_norm", "ffn_norm": "ffn_norm"}
 HARMLESS = (
     "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu",
-    "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "use_pos_enc",
+    "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "theta", "use_pos_enc",
 )  # fmt: skip
 """Keys of published files that transformers does not read."""
 

@@ -4,8 +4,12 @@ from perspectron.interop.foreign import decoder
 from perspectron.interop.foreign.source import Source
 from perspectron.model.config import ModelConfig
 
+HARMLESS = ("is_llama_config",)
+"""Of SmolLM2's files."""
+
 
 def config(source: Source) -> ModelConfig:
+    source.must("rope_interleaved", (False,), False)
     mixer = decoder.attention(
         source, decoder.rope(source), bias=decoder.flag(source, "attention_bias", False)
     )

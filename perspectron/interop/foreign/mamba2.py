@@ -14,8 +14,8 @@ from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.mixer import config_of
 
 HARMLESS = (
-    "chunk_size", "rescale_prenorm_residual", "residual_in_fp32", "rms_norm", "time_step_floor", "time_step_max",
-    "time_step_min", "time_step_rank",
+    "chunk_size", "norm_before_gate", "rescale_prenorm_residual", "residual_in_fp32", "rms_norm", "time_step_floor",
+    "time_step_max", "time_step_min", "time_step_rank",
 )  # fmt: skip
 
 

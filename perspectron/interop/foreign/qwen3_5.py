@@ -19,8 +19,9 @@ from perspectron.model.mixer import config_of
 LEFT = ("mtp.", "model.visual.", "visual.")
 """What the weights of other parts begin with: a head that guesses several tokens, and images."""
 HARMLESS = (
-    "image_token_id", "mamba_ssm_dtype", "mrope_interleaved", "mrope_section", "mtp_num_hidden_layers",
-    "mtp_use_dedicated_embeddings", "video_token_id", "vision_config", "vision_end_token_id", "vision_start_token_id",
+    "image_token_id", "language_model_only", "mamba_ssm_dtype", "mrope_interleaved", "mrope_section",
+    "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "video_token_id", "vision_config", "vision_end_token_id",
+    "vision_start_token_id",
 )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ from perspectron.interop.foreign.source import Source
 from perspectron.model.config import ModelConfig
 
 THETA = 2_000_000.0
+HARMLESS = ("max_window_layers",)
+"""Keys of published files that transformers does not read."""
 
 
 def config(source: Source) -> ModelConfig:

@@ -19,7 +19,8 @@ HARMLESS = frozenset(
         "auto_map", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype", "eos_token_id",
         "id2label", "initializer_range", "label2id", "model_type", "output_attentions", "output_hidden_states",
         "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "task_specific_params", "tokenizer_class",
-        "torch_dtype", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+        "torch_dtype", "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
+        "use_cache",
     }
 )  # fmt: skip
 """Keys of a config.json that say nothing about the function that a model computes."""
@@ -61,6 +62,13 @@ class Source:
         if type(value) not in (int, float) or not math.isfinite(value):
             raise self.error(f"{name} is {value!r}, must be a finite number")
         return float(value)
+
+    def positive(self, name: str, default: float) -> float:
+        """A finite number above 0 of config.json. CheckpointError for anything else."""
+        value = self.real(name, default)
+        if value <= 0:
+            raise self.error(f"{name} is {value!r}, must be > 0")
+        return value
 
     def items(self, name: str) -> list[Any]:
         """A list of config.json, empty where there is none. CheckpointError for anything else."""
@@ -131,7 +139,8 @@ class Source:
             if not isinstance(places, dict) or not places:
                 raise CheckpointError(f"{index}: weight_map is {places!r}, must name a file for each tensor")
             for name in places.values():
-                if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                plain = isinstance(name, str) and name.isprintable() and Path(name).name == name
+                if not plain or not name.endswith(".safetensors"):
                     raise CheckpointError(
                         f"{index}: {name!r}, must be the name of a .safetensors file beside it"
                     )

@@ -34,7 +34,7 @@ def unpacked(path: Path) -> Iterator[Source]:
     whole = container.read(path)
     arch = whole.metadata.get("general.architecture")
     kind = whole.metadata.get("general.type", "model")
-    if kind != "model" or arch not in FAMILIES:
+    if kind != "model" or not isinstance(arch, str) or arch not in FAMILIES:
         what = f"general.type is {kind!r}" if kind != "model" else f"general.architecture is {arch!r}"
         raise whole.error(f"{what}, which cannot be read; {', '.join(FAMILIES)} can")
     if "token_embd.weight" not in whole.tensors:

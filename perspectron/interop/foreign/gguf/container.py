@@ -92,6 +92,8 @@ def read(path: Path) -> Container:
     if count in (0, 1):
         return container
     place = _PART.search(path.name)
+    if type(count) is not int:
+        raise container.error(f"split.count is {count!r}, must be a whole number")
     if place is None or int(place[2]) != count or int(place[1]) != 1:
         raise container.error(f"split.count is {count}, must be of NAME-00001-of-{count:05}.gguf, the first")
     for number in range(2, count + 1):

@@ -105,7 +105,9 @@ class Family(NamedTuple):
 
 def shared(fields: Fields) -> Values:
     """The values that all families have."""
-    layers = fields.number("block_count") - int(fields.get("nextn_predict_layers", 0))
+    layers = fields.number("block_count")
+    if fields.get("nextn_predict_layers"):
+        layers -= fields.number("nextn_predict_layers")
     D, H = fields.number("embedding_length"), fields.number("attention.head_count")
     K = fields.number("attention.key_length", D // H)
     if fields.get("attention.value_length", K) != K:

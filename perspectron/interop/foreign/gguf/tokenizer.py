@@ -43,6 +43,8 @@ ENDS = (
 )  # fmt: skip
 """Control tokens that end a text, as llama.cpp knows them, beside those that the metadata names."""
 
+LONGEST = 1024
+"""Characters of a token of SentencePiece, whose every cut is tried."""
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -88,11 +90,11 @@ def files(container: Container) -> dict[str, dict[str, Any]]:
     split text, that is not known."""
     data = _Metadata(container)
     kind, pre = data.get("model"), data.get("pre")
-    if kind not in ("gpt2", "llama"):
+    if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
         raise data.error("model", repr(kind), "'gpt2' or 'llama' to be read")
     if not data.tokens:
         raise data.error("tokens", "missing", "a list")
-    if kind == "gpt2" and pre not in SPLITS:
+    if kind == "gpt2" and (not isinstance(pre, str) or pre not in SPLITS):
         raise data.error("pre", repr(pre), f"one of {', '.join(SPLITS)} to be read")
     if data.get("add_eos_token"):
         raise data.error("add_eos_token", "true", "false to be read")
@@ -162,6 +164,8 @@ def _spm(data: _Metadata, unknown: int | None) -> dict[str, Any]:
     first does."""
     scores = data.list("scores", float)
     known = {token for token, kind in zip(data.tokens, data.kinds, strict=True) if kind == NORMAL}
+    if (longest := max(map(len, known), default=0)) > LONGEST:
+        raise data.error("tokens", f"one of {longest:,} characters", f"≤ {LONGEST:,} long")
     merges = list[tuple[float, int, list[str]]]()
     for token in known:
         id = data.ids[token]
