@@ -11,6 +11,7 @@ from perspectron.util.errors import DataError
 from perspectron.util.files import read_json, write_text
 from perspectron.util.schema import checked
 
+MOST_PREFIX = 16
 FILE = "specials.json"
 """Beside the tokenizer.json of a run or an artifact whose tokenizer is not of this library."""
 
@@ -72,7 +73,9 @@ class Specials(Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
     def check(self, where: object, vocab_size: int) -> None:
-        """DataError for an id that is none of `vocab_size`."""
+        """DataError for an id that is none of `vocab_size`, or a long prefix."""
+        if len(self.prefix) > MOST_PREFIX:
+            raise DataError(f"{where}: a prefix of {len(self.prefix)} ids, must be ≤ {MOST_PREFIX}")
         for id in sorted(self.silent):
             if not 0 <= id < vocab_size:
                 raise DataError(f"{where}: special id {id}, must be ≥ 0 and < {vocab_size}")

@@ -216,3 +216,9 @@ def test_the_vocabulary_of_smollm2_is_that_of_transformers(tmp_path) -> None:
     turn = "<|im_start|>user\nHi<|im_end|>\n"
     assert tokenizer.encode(tokenizer.marked(turn)) == theirs.encode(turn)
     assert not {1, 2} & {*tokenizer.encode(turn)} and tokenizer.decode(tokenizer.encode(turn)) == turn
+
+
+def test_a_long_prefix_is_refused() -> None:
+    Specials((1,) * 16).check("specials.json", 2)
+    with pytest.raises(DataError, match="specials.json"):
+        Specials((1,) * 17).check("specials.json", 2)
