@@ -220,5 +220,5 @@ def test_the_vocabulary_of_smollm2_is_that_of_transformers(tmp_path) -> None:
 
 def test_a_long_prefix_is_refused() -> None:
     Specials((1,) * 16).check("specials.json", 2)
-    with pytest.raises(DataError, match="specials.json"):
+    with pytest.raises(DataError, match=r"specials\.json"):
         Specials((1,) * 17).check("specials.json", 2)
