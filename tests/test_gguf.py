@@ -125,6 +125,7 @@ def test_what_is_no_gguf_of_a_known_kind_is_named(llama, tmp_path):
     whole, file = llama[1].read_bytes(), tmp_path / "model.gguf"
     tensor = whole.index(b"output_norm.weight") + len("output_norm.weight")
     kind = tensor + 4 + 8  # after the number of axes and the only one
+    rows = whole.index(b"blk.1.attn_q.weight") + len("blk.1.attn_q.weight") + 4 + 8
     for changed, words in (
         (b"GGML" + whole[4:], ["GGUF"]),
         (whole[:4] + struct.pack(">I", 3) + whole[8:], ["version"]),
@@ -132,6 +133,7 @@ def test_what_is_no_gguf_of_a_known_kind_is_named(llama, tmp_path):
         (whole.replace(b"general.architecture", b"general.architectura"), ["None", "qwen35", "lfm2"]),
         (whole[:kind] + struct.pack("<I", 99) + whole[kind + 4 :], ["output_norm.weight", "type 99"]),
         (whole[:kind] + struct.pack("<I", 15) + whole[kind + 4 :], ["output_norm.weight", "Q8_K"]),
+        (whole[:rows] + struct.pack("<Q", 39) + whole[rows + 8 :], ["blk.1.attn_q.weight", "[39, 32]"]),
         (whole.replace(b"blk.1.attn_q", b"blk.1.attn_x"), ["model.layers.1.self_attn.q_proj"]),
     ):
         file.write_bytes(changed)

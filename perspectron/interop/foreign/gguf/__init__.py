@@ -73,9 +73,14 @@ class _Parts(NamedTuple):
     fix: Fix
 
     def load(self) -> Tensor:
-        """The one of the folder."""
-        loaded = [self.fix(each.load()) for each in self.stored]
-        return loaded[0] if len(loaded) == 1 else torch.cat(loaded)
+        """The one of the folder. CheckpointError: shapes from which it cannot be made."""
+        try:
+            loaded = [self.fix(each.load()) for each in self.stored]
+            return loaded[0] if len(loaded) == 1 else torch.cat(loaded)
+        except (RuntimeError, IndexError):
+            shapes = ", ".join(f"{each.name} {list(each.shape)}" for each in self.stored)
+            path = self.stored[0].path
+            raise CheckpointError(f"{path}: shapes that the config does not allow: {shapes}") from None
 
 
 def _tensors(whole: Container, family: Family, config: dict[str, Any]) -> dict[str, Callable[[], Tensor]]:
