@@ -156,7 +156,7 @@ def config_for(design: str, task: Task, d_model: int = 64, layers: int = 2) -> M
 
 def _within(block: BlockConfig, window: int) -> BlockConfig:
     mixer: Any = block.mixer
-    return replace(block, mixer=replace(mixer, window=window)) if hasattr(mixer, "window") else block
+    return replace(block, mixer=replace(mixer, window=window)) if getattr(mixer, "window", None) else block
 
 
 def solve_task(

@@ -47,8 +47,7 @@ LINES = [
     ),
     (
         "import bert --out run",
-        "bert/config.json: model_type is 'bert', which cannot be read; perspectron, gpt2, llama, mistral, mamba2, "
-        "bamba can",
+        "bert/config.json: model_type is 'bert', which cannot be read; perspectron, gpt2, llama, mistral, ",
     ),
     (
         "train --out run --data chats.parquet",

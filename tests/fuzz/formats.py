@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from safetensors import safe_open
 from xxhash import xxh3_64
@@ -270,10 +271,12 @@ class Samples:
     def polytope(self, folder: Path) -> Format:
         folder.mkdir(parents=True)
         path, draw = folder / "set.safe", torch.Generator().manual_seed(0)
-        rows_HD = torch.randn(6, SIZES["d_model"], generator=draw)
+        rows_HD = F.normalize(torch.randn(6, SIZES["d_model"], generator=draw))
         inside_D = torch.zeros(SIZES["d_model"], dtype=torch.float64)
-        made = safety.given(rows_HD, torch.ones(6), inside_D, self.model)
-        dataclasses.replace(made, labels=("token:5", *made.labels[1:])).save(path)
+        labels = ("token:5", *(["given"] * 5))
+        safety.Polytope(
+            rows_HD, torch.ones(6).double(), inside_D, labels, 0.0, 0.0, self.model.fingerprint()
+        ).save(path)
 
         def read(path: Path) -> str:
             found = safety.Polytope.load(path, self.model)
