@@ -1,6 +1,8 @@
 """Presets by name, and designs at any size: parameters match, for every design, over three orders of magnitude."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +31,15 @@ def test_parameters_match_within_two_percent(design, params, vocab_size, seq_len
     assert config.name == design == presets.design_of(config)
     assert config.vocab_size == vocab_size
     assert config.positions in (0, seq_len)
+
+
+def test_designs_have_the_sizes_that_results_were_measured_with():
+    """Layers, parameters and bytes of state at 2 M: an option that a mixer gets later must change none of them."""
+    found = {}
+    for design in DESIGNS:
+        config = presets.solve(design, 2_000_000, vocab_size=2048, seq_len=512)
+        found[design] = [len(config.blocks), active_parameters(config), fit.state_bytes(config, 512)]
+    assert found == json.loads((Path(__file__).parent / "goldens" / "sizes.json").read_text())
 
 
 def test_layers_share_width_and_depth():

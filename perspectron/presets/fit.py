@@ -85,7 +85,7 @@ def _shape(params: int, vocab_size: int, seq_len: int) -> Shape:
 
 
 def _shared(design: Design, shape: Shape) -> dict[str, int]:
-    """The sizes that follow from the shape, of those that the design has: a quarter as many heads for keys and values,
+    """The sizes that follow from the shape, of those that the design says (None is unsaid): a quarter as many heads for keys and values,
     and a window that text goes past (docs/designs/perspective.md#stack)."""
     vocab_size, seq_len, d_model, layers = shape
     heads = d_model // HEAD_WIDTH
@@ -94,7 +94,8 @@ def _shared(design: Design, shape: Shape) -> dict[str, int]:
         "kv_heads": max(k for k in range(1, heads + 1) if heads % k == 0 and (k == 1 or 4 * k <= heads)),
         "head_dim": HEAD_WIDTH, "window": max(1, min(512, seq_len // 2)), "rank": max(32, d_model // 48 * 8),
     }  # fmt: skip
-    return {key: value for key, value in follow.items() if key in sizes_of(design.make)}
+    has = {key for key, size in sizes_of(design.make).items() if size.default is not None}
+    return {key: value for key, value in follow.items() if key in has}
 
 
 def _fit(name: str, shape: Shape, params: int, more: Sizes = MappingProxyType({})) -> tuple[ModelConfig, int]:

@@ -205,7 +205,12 @@ def sizes_of(make: Make) -> dict[str, Size]:
         if is_dataclass(part.default):
             for key, size in _fields(part.default, (part.name,)):
                 known = found.setdefault(key, size)
-                if known.hint == size.hint and len(known.paths[0]) > 1 and size is not known:
+                part_of = len(known.paths[0]) > 1
+                if (
+                    part_of and known.default is None and size.default is not None
+                ):  # a part that says it comes first
+                    found[key], found[".".join(known.paths[0])] = size, known
+                elif known.hint == size.hint and len(known.paths[0]) > 1 and size is not known:
                     found[key] = known._replace(paths=(*known.paths, *size.paths))
                     for one in (known, size):
                         found.setdefault(".".join(one.paths[0]), one._replace(paths=one.paths[:1]))
