@@ -85,8 +85,8 @@ def _shape(params: int, vocab_size: int, seq_len: int) -> Shape:
 
 
 def _shared(design: Design, shape: Shape) -> dict[str, int]:
-    """The sizes that follow from the shape, of those that the design says (None is unsaid): a quarter as many heads for keys and values,
-    and a window that text goes past (docs/designs/perspective.md#stack)."""
+    """The sizes that follow from the shape, of those that the design says (None is unsaid): a quarter as many heads for
+    keys and values, and a window that text goes past (docs/designs/perspective.md#stack)."""
     vocab_size, seq_len, d_model, layers = shape
     heads = d_model // HEAD_WIDTH
     follow = {
