@@ -141,7 +141,7 @@ class Answers:
         begun = None
         if body.state is not None:
             begun = await asyncio.to_thread(served.states.load, body.state, engine.session())
-        read = [await served.ids(prompt) for prompt in prompts]
+        asked = read = [await served.ids(prompt) for prompt in prompts]
         whole = isinstance(body, schema.Chat) and served.tokenizer.specials.lacks(read[0])
         if begun is not None and isinstance(body, schema.Chat):
             begun, read = await self._agreed(begun, read[0], body, request)
@@ -151,7 +151,7 @@ class Answers:
             [], body.n, body.n * len(prompts), 0, asyncio.Queue(), [], body.save, body.state or "", slot
         )
         if isinstance(body, schema.Completion) and body.echo and logprobs is not None:
-            run.echoed = await self._echoed(read, body.n, logprobs, begun, request)
+            run.echoed = await self._echoed(asked, body.n, logprobs, begun, request)
         sampling = sampling_of(body)
         for ids in read:
             session = self._begun(ids, slot, whole) if begun is None else begun.fork()
@@ -174,7 +174,7 @@ class Answers:
     async def _echoed(
         self, read: Sequence[list[int]], n: int, count: int, begun: Session | None, request: Request
     ) -> list[list[Mark]]:
-        """Log-probabilities of the tokens of prompts. The first of a text has none, as clients expect."""
+        """Log-probabilities of the tokens of prompts. The first of a text, or its prefix, has none, as clients expect."""
         entries = n * sum(map(len, read)) * (count + 1)
         bound = f"left out for more than {ENTRIES:,} of them at once; these prompts have {entries:,}"
         require(entries <= ENTRIES, "logprobs", count, bound)
@@ -183,7 +183,8 @@ class Answers:
             session = self.served.engine.session() if begun is None else begun
             task = self.served.engine.run(session.likely(ids, count))
             pairs = await heard(request, asyncio.wrap_future(task))
-            first = [Mark(id, None, ()) for id in ids[:1] if begun is None]
+            prefix = len(ids) - len(self.served.tokenizer.specials.bare(ids))
+            first = [Mark(id, None, ()) for id in ids[: max(1, prefix)] if begun is None]
             rest = ids[len(first) :]
             found.append(
                 [*first, *(Mark(id, *pair) for id, pair in zip(rest, pairs[-len(rest) :], strict=False))]
