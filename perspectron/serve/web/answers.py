@@ -174,7 +174,7 @@ class Answers:
     async def _echoed(
         self, read: Sequence[list[int]], n: int, count: int, begun: Session | None, request: Request
     ) -> list[list[Mark]]:
-        """Log-probabilities of the tokens of prompts. The first of a text, or its prefix, has none, as clients expect."""
+        """Log-probabilities of the tokens of prompts. The first of a text, or its prefix, has none, as clients want."""
         entries = n * sum(map(len, read)) * (count + 1)
         bound = f"left out for more than {ENTRIES:,} of them at once; these prompts have {entries:,}"
         require(entries <= ENTRIES, "logprobs", count, bound)
