@@ -41,7 +41,7 @@ def test_the_base_row_has_the_bits_of_the_modules(folder):
     model, _ = load_artifact(folder)
     ids = [[0, 7, 80, 41, 7, 9]] * 4
     with torch.inference_mode():
-        plain, _ = read(model, ids[:1], model.init_state(1), fresh=[True])
+        plain, _ = read(model, ids[:1], model.init_state(1), fresh=[True], reset=0)
         views = Views(("nearest", "second", "antipode", "random"), (3,) * 4, torch.empty(0))
         seen, _ = read(model, ids, model.init_state(4), fresh=[True] * 4, views=views)
         one = [
@@ -68,7 +68,7 @@ def test_a_look_asks_for_at_most_three_more_experts_a_routed_layer(folder):
     state = model.init_state(1)
     before = model.cache.counters.hits
     with torch.inference_mode():
-        looked.others([[5]], looked.copies(state), fresh=[True])
+        looked.others([[5]], looked.copies(state), fresh=[True], reset=0)
     assert len(asked) == len(model.routed) and max(asked) <= 3
     assert model.cache.counters.hits - before == sum(asked)
 
