@@ -43,10 +43,15 @@ def test_the_base_row_has_the_bits_of_the_modules(folder):
     with torch.inference_mode():
         plain, _ = read(model, ids[:1], model.init_state(1), fresh=[True], reset=0)
         views = Views(("nearest", "second", "antipode", "random"), (3,) * 4, torch.empty(0))
-        seen, _ = read(model, ids, model.init_state(4), fresh=[True] * 4, views=views)
+        seen, _ = read(model, ids, model.init_state(4), fresh=[True] * 4, reset=0, views=views)
         one = [
             read(
-                model, ids[:1], model.init_state(1), fresh=[True], views=Views((view,), (3,), torch.empty(0))
+                model,
+                ids[:1],
+                model.init_state(1),
+                fresh=[True],
+                reset=0,
+                views=Views((view,), (3,), torch.empty(0)),
             )[0]
             for view in views.view_B
         ]
