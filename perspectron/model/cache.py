@@ -12,6 +12,7 @@ from torch import Tensor
 
 from perspectron.model.state import Ragged, cat, register
 from perspectron.ops import attention
+from perspectron.ops.dispatch import recorder
 from perspectron.util.errors import StateError
 
 LEAST_SLOTS = 64
@@ -171,8 +172,11 @@ def _remember(
         return Cache(k, v, at.length_B, used)
     grows = used > S
     ring = cache.with_slots(room_for(used)) if grows else cache
+    # A program for one size of the cache, as ONNX has it, goes on in its first slots when it is full; a recording is
+    # for all sizes.
+    wraps = used >= S and recorder() is None
     k, v = (
-        attention.write(old, new, cache.length_B, at, consume_state=consume_state or grows, wraps=False)
+        attention.write(old, new, cache.length_B, at, consume_state=consume_state or grows, wraps=wraps)
         for old, new in zip((ring.k_BHSK, ring.v_BHSV), (k, v), strict=True)
     )
     return Cache(k, v, at.length_B, used)
