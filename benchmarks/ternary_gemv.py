@@ -41,15 +41,15 @@ class Weights:
 
     def __init__(self, format: str, N: int, K: int, total: float) -> None:
         self.format, self.N, self.K = format, N, K
-        R, S = native.ROWS[format], native.padded(K)
+        R, S, line = native.ROWS[format], native.padded(K), native.line_of(format, K)
         blocks = -(-N // R)
-        sizes = {"ternary": 4 * N, "int8": 4 * N}
+        sizes = dict.fromkeys(("ternary", "int8", *native.TILES), 4 * N)
         scales = sizes.get(format, 4 * R * blocks * -(-S // 128))
         draw = torch.Generator().manual_seed(0)
         self.buffers, self.pairs, self.turn = [], [], 0
-        for _ in range(max(2, -(-int(total) // (blocks * S + scales)))):
-            buffer = torch.randint(0, 243, (blocks * S + scales,), generator=draw, dtype=torch.uint8)
-            codes, rest = buffer[: blocks * S].view(blocks, S), buffer[blocks * S :]
+        for _ in range(max(2, -(-int(total) // (blocks * line + scales)))):
+            buffer = torch.randint(0, 243, (blocks * line + scales,), generator=draw, dtype=torch.uint8)
+            codes, rest = buffer[: blocks * line].view(blocks, line), buffer[blocks * line :]
             if format in sizes:
                 self.pairs.append((codes, rest.view(torch.float32).fill_(0.02)))
             else:

@@ -249,6 +249,12 @@ def _check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = N
         raise ValueError(f"got {found}, must be {dtype} {shape or ''} on cpu, contiguous")
 
 
+def line_of(format: str, K: int) -> int:
+    """Bytes of the codes of a block of rows; of tiles whole lines of scales come first."""
+    S = padded(K)
+    return {"4bit32": S + 8 * S, "8bit32": padded(S // 2) + 16 * S}.get(format, S)
+
+
 def check_matrix(codes: Tensor, scales: Tensor, format: str, N: int, K: int) -> None:
     """ValueError unless these are the codes and scales of such a matrix."""
     if format not in FORMATS:
@@ -256,10 +262,8 @@ def check_matrix(codes: Tensor, scales: Tensor, format: str, N: int, K: int) -> 
     if not 0 < K <= MOST_COLUMNS:
         raise ValueError(f"K = {K}, must be in 1 … {MOST_COLUMNS}")
     R, S = ROWS[format], padded(K)
-    blocks, line = -(-N // R), S
-    if format in TILES:  # whole lines of scales, then the codes
-        line = S + 8 * S if format == "4bit32" else padded(S // 2) + 16 * S
-    _check(codes, torch.uint8, (blocks, line))
+    blocks = -(-N // R)
+    _check(codes, torch.uint8, (blocks, line_of(format, K)))
     if format in ("ternary", "int8", *TILES):
         _check(scales, torch.float32, (N,))
     else:
