@@ -413,7 +413,7 @@ def test_quantised(results):
 def test_ternary_gemv(results, outcomes):
     found = results("ternary_gemv")
     formats = {run["format"] for run in found["runs"]}
-    assert formats == {"ternary", "2bit", "4bit", "int8"}
+    assert formats == {"ternary", "2bit", "4bit", "int8", "4bit32", "8bit32"}
     for run in found["runs"]:
         assert 0 < run["share"]["low"] <= run["share"]["median"] <= run["share"]["high"]
     line = json.loads(outcomes["ternary_gemv"][1].splitlines()[-1])
