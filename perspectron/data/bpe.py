@@ -48,6 +48,7 @@ class _Model(Struct):
     vocab: dict[str, int] | list[tuple[str, float]]
     type: str = "BPE"
     dropout: float | None = None
+    unk_token: str | None = None
 
 
 class _File(Struct):

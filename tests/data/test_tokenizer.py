@@ -136,6 +136,7 @@ DAMAGED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda v: v["model"]["vocab"].update({"!": True}), r"model.vocab\[...\]: expected `int`, got `bool`"),
     (lambda v: v["model"]["vocab"].update({"!": "1"}), r"model.vocab\[...\]: expected `int`, got `str`"),
     (lambda v: v["model"].update(vocab=5), "model.vocab: expected"),
+    (lambda v: v["model"].update(unk_token={}), "model.unk_token: expected"),
     (lambda v: v["model"].update(dropout=0.5), "model.dropout is 0.5, must be null"),
     (lambda v: v.update(added_tokens=[{}]), r"added_tokens\[0\]: object missing required field `content`"),
     (lambda v: v.pop("model"), "missing required field `model`"),
