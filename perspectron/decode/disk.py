@@ -8,13 +8,14 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path as File
 
 import msgspec
 import torch
 from msgspec import Struct
 from torch import Tensor
 
+from perspectron.decode.places import Path
 from perspectron.model.state import LMState, Stateful, read_state, write_state
 from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError, StateError, StorageError
@@ -22,25 +23,28 @@ from perspectron.util.files import locked, remove, sweep, temporary_beside
 from perspectron.util.schema import checked
 
 INDEX = "index.sqlite"
+AT_ONCE = 500  # cells of one query
 PATIENCE = 30.0  # seconds to wait for another process that writes
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # of what a head reads
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
   key TEXT PRIMARY KEY, parent TEXT NOT NULL, bytes INTEGER NOT NULL, seconds REAL NOT NULL,
-  clock REAL NOT NULL, worth REAL NOT NULL
+  clock REAL NOT NULL, worth REAL NOT NULL, cell TEXT NOT NULL, length INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_worth ON entries (worth);
 CREATE INDEX IF NOT EXISTS by_parent ON entries (parent);
+CREATE INDEX IF NOT EXISTS by_cell ON entries (cell);
 CREATE TABLE IF NOT EXISTS clock (time REAL NOT NULL);
 """
+VERSION = 2  # of the schema; an index of another is begun anew
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """A stored state, as a copy of one row. calls: how many made it. last_1D: what the head reads after them. seconds:
-    what they took."""
+    """A stored state, as a copy of one row. tokens: how many were read. last_1D: what the head reads after them.
+    seconds: what reading them took."""
 
-    calls: int
+    tokens: int
     state: LMState
     last_1D: Tensor
     seconds: float
@@ -50,7 +54,7 @@ class _Extra(Struct, frozen=True, forbid_unknown_fields=True):
     """What a file holds beside the state. last: `Prefix.last_1D` in float64, and its dtype."""
 
     key: str
-    calls: int
+    tokens: int
     seconds: float
     last: list[float]
     dtype: str
@@ -58,12 +62,12 @@ class _Extra(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass
 class Counters:
-    """hits, misses: of `find`. calls_saved: not made again. evicted: entries that made room. damaged: files that were
+    """hits, misses: of `find`. tokens_saved: not read again. evicted: entries that made room. damaged: files that were
     not what they should be, and were dropped. failed: writes and reads that the disk or the index refused."""
 
     hits: int = 0
     misses: int = 0
-    calls_saved: int = 0
+    tokens_saved: int = 0
     evicted: int = 0
     damaged: int = 0
     failed: int = 0
@@ -74,7 +78,7 @@ class Disk:
     which there is one at a time among all processes: a file without a row is what a killed one left, and is deleted by
     whoever opens the folder next."""
 
-    def __init__(self, folder: Path, budget: int, model: Stateful, counters: Counters) -> None:
+    def __init__(self, folder: File, budget: int, model: Stateful, counters: Counters) -> None:
         require(budget >= 1, "disk_bytes", budget, "≥ 1")
         self.folder, self.budget, self.model, self.counters = folder, budget, model, counters
         self._lock = threading.Lock()
@@ -108,6 +112,8 @@ class Disk:
         try:
             index.execute("PRAGMA journal_mode = WAL")
             index.execute("PRAGMA synchronous = NORMAL")
+            if index.execute("PRAGMA user_version").fetchone()[0] != VERSION:
+                index.executescript(f"DROP TABLE IF EXISTS entries; PRAGMA user_version = {VERSION};")
             index.executescript(SCHEMA)
             index.execute("BEGIN IMMEDIATE")
             known = {f"{key}.state" for (key,) in index.execute("SELECT key FROM entries")}
@@ -143,24 +149,29 @@ class Disk:
                 )
         return prefix
 
-    def put(self, keys: list[str], prefix: Prefix) -> None:
-        """Write an entry, whose key is the last of its chain, and make room for it."""
-        key, path = keys[-1], self._path(keys[-1])
-        evicted = list[str]()
+    def lengths(self, path: Path) -> dict[bytes, list[int]]:
+        """By cell of a text, the tokens of it after which states are kept, of whichever text."""
+        with self._transaction() as index:
+            return {} if index is None else _lengths(index, path)
+
+    def put(self, path: Path, prefix: Prefix) -> None:
+        """Write an entry, of a place in a text, and make room for it."""
+        key = path.key(prefix.tokens).hex()
+        evicted, (cell, length), file = list[str](), path.place(prefix.tokens), self._file(key)
         with self._transaction(write=True) as index:
             if index is None or index.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone():
                 return
-            parent, before = self._nearest(index, keys[:-1])
+            parent, before = self._nearest(index, path, prefix.tokens)
             try:
-                size = self._write(path, key, prefix)
+                size = self._write(file, key, prefix)
             except (OSError, PerspectronError):
                 self.counters.failed += 1
                 return
             clock = self._now(index)
             worth = clock + saved(prefix.seconds, before) / size
             index.execute(
-                "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?)",
-                (key, parent, size, prefix.seconds, clock, worth),
+                "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (key, parent, size, prefix.seconds, clock, worth, cell.hex(), length),
             )
             used = index.execute("SELECT total(bytes) FROM entries").fetchone()[0]
             while used > self.budget:
@@ -174,15 +185,15 @@ class Disk:
                 used -= size
         for gone in evicted:
             self.counters.evicted += 1
-            remove(self._path(gone))
+            remove(self._file(gone))
 
-    def _path(self, key: str) -> Path:
+    def _file(self, key: str) -> File:
         return self.folder / f"{key}.state"
 
-    def _write(self, path: Path, key: str, prefix: Prefix) -> int:
+    def _write(self, path: File, key: str, prefix: Prefix) -> int:
         """Write a file without waiting for the disk: a loss of power may damage it, which its digest shows."""
         last_1D = prefix.last_1D
-        extra = _Extra(key, prefix.calls, prefix.seconds, last_1D.double()[0].tolist(), str(last_1D.dtype))
+        extra = _Extra(key, prefix.tokens, prefix.seconds, last_1D.double()[0].tolist(), str(last_1D.dtype))
         temporary = temporary_beside(path)
         try:
             write_state(temporary, prefix.state, self.model, extra=msgspec.to_builtins(extra))
@@ -193,7 +204,7 @@ class Disk:
         return path.stat().st_size
 
     def _read(self, key: str) -> Prefix | None:
-        path = self._path(key)
+        path = self._file(key)
         try:
             return self._prefix(path, key)
         except PerspectronError:
@@ -202,7 +213,7 @@ class Disk:
                 remove(path)
             return None
 
-    def _prefix(self, path: Path, key: str) -> Prefix:
+    def _prefix(self, path: File, key: str) -> Prefix:
         """The prefix that a file holds. StateError: damaged, or not one row of this key."""
         state, values = read_state(path, self.model)
         extra = checked(values, _Extra, StateError, path)
@@ -215,14 +226,18 @@ class Disk:
         ):
             raise StateError(f"{path}: not a prefix of this key")
         last_1D = torch.tensor([extra.last], dtype=torch.float64).to(dtype)
-        return Prefix(extra.calls, state, last_1D, max(extra.seconds, 0.0))
+        return Prefix(extra.tokens, state, last_1D, max(extra.seconds, 0.0))
 
-    def _nearest(self, index: sqlite3.Connection, keys: list[str]) -> tuple[str, float]:
-        """The longest entry before the last of a chain, and its seconds."""
-        for key in reversed(keys):
-            row = index.execute("SELECT seconds FROM entries WHERE key = ?", (key,)).fetchone()
-            if row is not None:
-                return key, row[0]
+    def _nearest(self, index: sqlite3.Connection, path: Path, tokens: int) -> tuple[str, float]:
+        """The longest entry before a place of a text, and its seconds."""
+        there = _lengths(index, path)
+        for number in range((tokens - 1) // path.chunk, -1, -1):
+            for length in sorted(there.get(path.cells[number], ()), reverse=True):
+                if (at := number * path.chunk + length) < tokens:
+                    key = path.key(at).hex()
+                    row = index.execute("SELECT seconds FROM entries WHERE key = ?", (key,)).fetchone()
+                    if row is not None:
+                        return key, row[0]
         return "", 0.0
 
     def _forget(self, index: sqlite3.Connection, key: str) -> None:
@@ -260,6 +275,17 @@ class Disk:
             finally:
                 if self._index.in_transaction:
                     self._index.execute("ROLLBACK")
+
+
+def _lengths(index: sqlite3.Connection, path: Path) -> dict[bytes, list[int]]:
+    found = dict[bytes, list[int]]()
+    for start in range(0, len(path.cells), AT_ONCE):
+        cells = [cell.hex() for cell in path.cells[start : start + AT_ONCE]]
+        marks = ", ".join("?" * len(cells))
+        rows = index.execute(f"SELECT DISTINCT cell, length FROM entries WHERE cell IN ({marks})", cells)
+        for cell, length in rows:
+            found.setdefault(bytes.fromhex(cell), []).append(int(length))
+    return found
 
 
 def saved(seconds: float, before: float) -> float:

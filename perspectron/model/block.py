@@ -127,6 +127,13 @@ class Block(nn.Module):
         if dropout and config.mixer is not None and self.mixer.drops:
             self.mixer.dropout = Dropout(dropout)
 
+    @property
+    def exact_cells(self) -> int:
+        """That of its mixer; 0 where its network promises nothing of the kind."""
+        parts = [getattr(self, part) for part in ("mixer", "ffn") if hasattr(self, part)]
+        promised = [getattr(part, "exact_cells", 0) for part in parts]
+        return max(promised, default=1) if all(promised) else 0
+
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> "DataclassInstance":
