@@ -145,11 +145,11 @@ class Fetching:
 
 
 class PackedMixture(Mixed, Fetching):
-    """A mixture whose experts are packed, for inference alone."""
+    """A mixture whose experts are packed, for inference alone. format: of their matrices."""
 
-    def __init__(self, d_model: int, config: MixtureConfig, layer: int) -> None:
+    def __init__(self, d_model: int, config: MixtureConfig, layer: int, format: str) -> None:
         super().__init__(d_model, config)
-        self.layer, self.following = layer, ()
+        self.layer, self.following, self.format = layer, (), format
 
     def guess(self, x_ND: Tensor) -> Tensor:
         """[N,K]."""

@@ -120,7 +120,7 @@ def packed_mixture(ffn: Mixture, format: str, layer: int) -> PackedMixture:
     """The layer with packed experts in memory, each weight rounded to nearest. The experts' matrices are given up one
     by one."""
     with torch.device("meta"):
-        made = PackedMixture(ffn.route_proj.in_features, ffn.config, layer)
+        made = PackedMixture(ffn.route_proj.in_features, ffn.config, layer, format)
     packed = dict[str, list[Packed]]()
     for name, weight in ffn.matrices().items():
         packed[name] = [quantise(weight_NK, format) for weight_NK in weight]

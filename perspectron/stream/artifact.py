@@ -188,9 +188,8 @@ def save_artifact(
     """
     require(converted(model), "experts", "half converted", "float or ternary as a whole")
     quant = {n: m.format for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)}
-    mixtures = [module for module in model.modules() if isinstance(module, PackedMixture)]
-    packed = {shard.up.format for mixture in mixtures for shard in cast(Held, mixture.source).shards}
-    files = expert_files(model.config, linear=packed.pop() if packed else CODES)
+    formats = [module.format for module in model.modules() if isinstance(module, PackedMixture)]
+    files = expert_files(model.config, linear=formats[0] if formats else CODES)
     header = Header(FORMAT, model.config, tokenizer.fingerprint, quant, files, trained, about)
     shared = {
         name: tensors.spec(tensor)
@@ -207,7 +206,7 @@ def _save_layer(path: Path, *, layer: int, module: RoutedSwiGLU | PackedMixture)
     experts, D = range(module.config.count), module.route_proj.in_features
     if isinstance(module, PackedMixture):
         shards = cast(Held, module.source).shards
-        layout = ExpertLayout.of(D, module.config, shards[0].up.format)
+        layout = ExpertLayout.of(D, module.config, module.format)
         write_layer(path, layer, layout, experts, shards)
         return
     layout = ExpertLayout.of(D, module.config)

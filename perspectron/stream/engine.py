@@ -22,7 +22,7 @@ from perspectron.stream import artifact, tensors
 from perspectron.stream.artifact import SHARED, TOKENIZER, Header, Manifest
 from perspectron.stream.cache import ShardCache, needed
 from perspectron.stream.device import DeviceExperts
-from perspectron.stream.expert_file import ExpertLayout
+from perspectron.stream.expert_file import CODES, ExpertLayout
 from perspectron.stream.experts import PackedExperts
 from perspectron.stream.reader import Method, ShardFile
 from perspectron.stream.speed import METHODS, Disk, probe
@@ -46,11 +46,12 @@ class StreamedModel(LanguageModel):
         super().__init__(header.model)
         self.header = header
         self._copies: DeviceExperts | None = None
+        format = CODES if header.experts is None else header.experts.format
         self.routed: list[PackedExperts | PackedMixture] = []
         for layer, block in enumerate(cast("list[Block]", self.blocks)):
             ffn = block.config.ffn
             if isinstance(ffn, MixtureConfig):
-                self.routed.append(PackedMixture(header.model.d_model, ffn, layer))
+                self.routed.append(PackedMixture(header.model.d_model, ffn, layer, format))
             elif isinstance(ffn, RoutedConfig):
                 self.routed.append(PackedExperts(header.model.d_model, ffn, layer))
             else:
