@@ -33,10 +33,10 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.designs.perspective import safety
 from perspectron.designs.perspective.adapt.adapter import Adapter, AdapterConfig
+from perspectron.model.appended import sealed
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import mixers
-from perspectron.model.state import digest_of as state_digest
 from perspectron.model.state import load_extra, load_state, save_state
 from perspectron.quant.convert import convert
 from perspectron.serve.states import States
@@ -215,9 +215,8 @@ class Samples:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 header = file.metadata()
-            header.pop("digest", None)
             fields, rest = header_of(path.read_bytes())
-            fields["__metadata__"] = header | {"digest": state_digest(header, tensors)}
+            fields["__metadata__"] = sealed(header, tensors)
             path.write_bytes(with_header(fields, rest))
 
         return Format("state", folder, folder / "s.state", {"s.state": "safetensors"}, True, read, reseal)
@@ -263,10 +262,12 @@ class Samples:
                 model(torch.ones(1, 3, dtype=torch.int64), found.attach(model.init_state(1), traces=True))
             return kept
 
-        base = self.state(folder.parent / "unused")
-        return Format(
-            "adapter", folder, folder / "a.adapter", {"a.adapter": "session"}, True, read, base.reseal
-        )
+        def reseal(path: Path) -> None:
+            header, tensors, rest = parts_of(path)
+            header.pop("digest", None)
+            rewrite(path, header | {"digest": digest_of(header, tensors)})
+
+        return Format("adapter", folder, folder / "a.adapter", {"a.adapter": "session"}, True, read, reseal)
 
     def polytope(self, folder: Path) -> Format:
         folder.mkdir(parents=True)
