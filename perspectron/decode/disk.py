@@ -216,8 +216,8 @@ class Disk:
 
     def _write(self, index: sqlite3.Connection, key: str, last: str, prefix: Prefix) -> tuple[int, str, int]:
         """Write an entry's file and its pages, those that are not there yet: (bytes of the file, the last page, bytes
-        of these pages). last: page of a state that this one may go on from. Without waiting for the disk: a loss of power
-        may damage them, which their digests show."""
+        of these pages). last: page of a state that this one may go on from. Without waiting for the disk: a loss of
+        power may damage them, which their digests show."""
         last_1D, path = prefix.last_1D, self._path(key)
         extra = _Extra(key, prefix.calls, prefix.seconds, last_1D.double()[0].tolist(), str(last_1D.dtype))
         contents = packed(path, prefix.state, self.model, msgspec.to_builtins(extra))
