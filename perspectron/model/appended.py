@@ -146,9 +146,9 @@ class _Part:
 
 
 def write(path: Path, contents: Contents, name: Path, start: int = 0) -> None:
-    """Write a whole file, or a part of its own from a slot on, not atomically by itself. OSError when it cannot be
-    written; StateError, which names `name`: its header would be over the bound."""
-    with open(path, "xb") as file:
+    """Write a whole file, or a part of its own from a slot on, for its owner alone and not atomically by itself. OSError
+    when it cannot be written; StateError, which names `name`: its header would be over the bound."""
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         head, bodies = _part(contents, start, whole=True)
         check_size(name, len(head) - 8, StateError)
         end = len(head) + sum(size for size, _ in bodies)

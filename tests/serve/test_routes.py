@@ -459,6 +459,7 @@ def test_what_was_drawn_is_answered_also_where_its_state_cannot_be_saved(
     assert (
         answer.status_code == (507 if wrong == "disk" else 400) and words in answer.json()["error"]["message"]
     )
+    monkeypatch.undo()
     assert [state["id"] for state in client.get("/v1/states").json()["data"]] == ["b"]
 
 
