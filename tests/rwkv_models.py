@@ -13,7 +13,6 @@ from torch import Tensor
 from perspectron.data import world
 
 D, K, HIDDEN, LAYERS, V, EPS = 24, 6, 50, 3, 300, 1e-5
-H = D // K
 RANKS = {"w": 5, "a": 3, "v": 2, "g": 7}
 PIECES = ["the", " the", " th", "  ", "    ", "\n\n", "naïve", "汉", "汉字", "字", "it's", '"', "\\n", " quick brown"]
 BYTES = [b"\xc3\xa9 ", b"\xe6\xb1", b" \xe6\xb1", b"\xff\xfe"]
@@ -45,8 +44,9 @@ def vocabulary_file(folder: Path) -> Path:
     return path
 
 
-def weights(seed: int = 0) -> dict[str, Tensor]:
+def weights(seed: int = 0, D: int = D, K: int = K) -> dict[str, Tensor]:
     """Of a model by the author's names, every number drawn, in numbers that bfloat16 has."""
+    H = D // K
     shapes: dict[str, tuple[int, ...]] = {"emb.weight": (V, D), "head.weight": (V, D)}
     shapes |= {f"{name}.{part}": (D,) for name in ("blocks.0.ln0", "ln_out") for part in ("weight", "bias")}
     for i in range(LAYERS):
@@ -79,11 +79,13 @@ class Reference:
     ) -> None:  # fmt: skip
         self.z = {name: x.double() for name, x in weights.items()}
         self.unit_eps, self.group_eps, self.first = unit_eps, group_eps, first
+        self.H, self.K = weights["blocks.0.att.r_k"].shape
+        D, H, K = self.H * self.K, self.H, self.K
         self.states = [torch.zeros(H, K, K, dtype=torch.float64) for _ in range(LAYERS)]
         self.last = torch.zeros(2 * LAYERS, D, dtype=torch.float64)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, (D,), self.z[f"{name}.weight"], self.z[f"{name}.bias"], EPS)
+        return F.layer_norm(x, x.shape, self.z[f"{name}.weight"], self.z[f"{name}.bias"], EPS)
 
     def step(self, id: int) -> Tensor:
         x, v_first = self.z["emb.weight"][id], torch.empty(0)
@@ -99,6 +101,7 @@ class Reference:
         return self.z["head.weight"] @ self.norm(x, "ln_out")
 
     def time(self, i: int, h: Tensor, before: Tensor, v_first: Tensor) -> tuple[Tensor, Tensor]:
+        H, K, D = self.H, self.K, len(h)
         p = {n.removeprefix(f"blocks.{i}.att."): x for n, x in self.z.items() if f"blocks.{i}.att." in n}
         xr, xw, xk, xv, xa, xg = (h + (before - h) * p[f"x_{n}"].flatten() for n in "rwkvag")
         r, k, v = p["receptance.weight"] @ xr, p["key.weight"] @ xk, p["value.weight"] @ xv
@@ -177,3 +180,47 @@ def fla_folder(folder: Path, weights: dict[str, Tensor], *, shards: bool = False
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def gguf_file(path: Path, weights: dict[str, Tensor], kind: Any = None, **more: Any) -> Path:
+    """A GGUF as llama.cpp's converter writes it, of tensors of a type. more: further values."""
+    import gguf
+
+    from tests.gguf_models import KINDS, Writer
+
+    writer, (H, K) = Writer(path, "rwkv7"), weights["blocks.0.att.r_k"].shape
+    writer.values(
+        block_count=LAYERS, context_length=1_048_576, embedding_length=H * K, feed_forward_length=HIDDEN,
+        attention__layer_norm_epsilon=EPS, attention__head_count=0, wkv__head_size=K,
+        attention__decay_lora_rank=RANKS["w"], attention__iclr_lora_rank=RANKS["a"],
+        attention__value_residual_mix_lora_rank=RANKS["v"], attention__gate_lora_rank=RANKS["g"],
+    )  # fmt: skip
+    tokens = {0: "<s>"} | {id: repr(token)[2:-1] for token, id in vocabulary().items()}
+    pads = {id: f"[PAD{id}]" for id in range(len(tokens), V)}
+    writer.values(**{
+        "tokenizer__ggml__model": "rwkv", "tokenizer__ggml__tokens": [*tokens.values(), *pads.values()],
+        "tokenizer__ggml__token_type": [3] + [1] * (len(tokens) - 1) + [5] * len(pads),
+        "tokenizer__ggml__bos_token_id": 0, "tokenizer__ggml__eos_token_id": 0,
+        "tokenizer__ggml__eot_token_id": vocabulary()[b"\n\n"], "tokenizer__chat_template": "rwkv-world", **more,
+    })  # fmt: skip
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.RWKV7, LAYERS)
+    for i in range(LAYERS):
+        mixes = torch.stack([weights[f"blocks.{i}.att.x_{name}"] for name in "rwkvag"])
+        writer.tensor(f"blk.{i}.time_mix_lerp_fused.weight", mixes)
+    for name, x in weights.items():
+        if ".att.x_" in name:
+            continue
+        if name.startswith("blocks.0.att.v") and name[-1] in "012":
+            x = weights[name.replace(".att.v", ".att.a")]
+        low = name[-2] in "wavg" and name[-1] in "12"
+        x = (x.T if low else x).squeeze()
+        x = x.flatten() if name.endswith("r_k") else x
+        there = name.replace("blocks", "model.layers").replace(".att.", ".attention.").replace(".ffn.", ".feed_forward.")
+        there = there.replace("layers.0.ln0", "layers.0.pre_norm").replace("emb.", "model.embeddings.")
+        there = there.replace("head.", "lm_head.").replace("ln_out.", "model.norm.")
+        found = names.get_name(there, try_suffixes=(".weight", ".bias"))
+        assert found is not None, there
+        found += "" if found.endswith((".weight", ".bias")) else ".weight"
+        writer.tensor(found, x, (kind or KINDS.F32) if x.ndim == 2 else KINDS.F32)
+    writer.done()
+    return path

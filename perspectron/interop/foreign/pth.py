@@ -31,13 +31,14 @@ _NORMS = {"ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm", "att.ln_x": 
 _MATRICES = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 _ONE = ("k_k", "k_a", "r_k", *(f"x_{name}" for name in "rwkvag"))
 _LOW = re.compile(r"att\.([wavg])([012])")
+_FIRST = ("emb.weight", "head.weight", *(f"{n}.{part}" for n in ("ln_out", "blocks.0.ln0") for part in ("weight", "bias")))
 _NAMES = (
     *(f"{name}.{part}" for name in ("ln1", "ln2", "att.ln_x") for part in ("weight", "bias")),
     *(f"att.{name}" for name in _ONE), *(f"att.{name}.weight" for name in _MATRICES),
     *(f"att.{name}{i}" for name in "wav" for i in "012"), "att.g1", "att.g2",
     "ffn.x_k", "ffn.key.weight", "ffn.value.weight",
 )  # fmt: skip
-"""Those of a layer."""
+"""Those outside of layers, and of a layer."""
 
 
 @contextlib.contextmanager
@@ -74,17 +75,15 @@ class _Unpacked(Source):
         super().__init__(folder, values)
         self.path = path
         layers = [f"blocks.{i}.{name}" for i in range(values["num_hidden_layers"]) for name in _NAMES]
-        places = {name: _place(name) for name in ("blocks.0.ln0.weight", "blocks.0.ln0.bias", *layers)}
-        self.names = {place[0]: name for name, place in places.items() if place is not None}
+        self.names = {_place(name)[0]: name for name in (*_FIRST, *layers)}
         """The author's names by fla's."""
 
     def open_weights(self) -> None:
         held = _tensors(self.path, "cpu")
         sizes = {tensor.dtype.itemsize for tensor in held.values()}
         for name, tensor in held.items():
-            if (place := _place(name)) is not None:
-                there, change = place
-                self.tensors[there] = partial(change, tensor)
+            there, change = _place(name)
+            self.tensors[there] = partial(change, tensor)
         self.itemsize = 2 if sizes == {2} else 4
 
     def take(self, name: str, *shape: int) -> Tensor:
@@ -145,9 +144,8 @@ def _config(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _place(name: str) -> tuple[str, Callable[[Tensor], Tensor]] | None:
-    """The name of a tensor in a folder of fla's, and what it is made to there; None for what no model uses, and its own
-    name for one that is not known."""
+def _place(name: str) -> tuple[str, Callable[[Tensor], Tensor]]:
+    """The name of a tensor in a folder of fla's, and what it is made to there; one that is not known keeps its name."""
     stem, _, part = name.rpartition(".")
     if name in _OUTER:
         return _OUTER[name], _same
@@ -161,8 +159,6 @@ def _place(name: str) -> tuple[str, Callable[[Tensor], Tensor]] | None:
     if stem in _NORMS:
         return f"{there}.{_NORMS[stem]}.{part}", _same
     if low := _LOW.fullmatch(rest):
-        if layer[1] == "0" and low[1] == "v":
-            return None
         if low[2] == "0":
             return f"{there}.attn.{low[1]}_lora.lora.2.bias", torch.flatten
         return f"{there}.attn.{low[1]}_lora.lora.{0 if low[2] == '1' else 2}.weight", _turned

@@ -70,6 +70,7 @@ def _hidden(source: Source, D: int) -> int:
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     D = config.d_model
     taken = decoder.outer(source, "model.embeddings.weight", config)
+    source.drop_all("model.layers.0.attn.v_lora.")  # of first values, of which the first layer has none before it
     norms = {"norm": "model.norm"} | ({"first_norm": "model.layers.0.pre_norm"} if config.first_norm else {})
     for i in range(0, len(config.blocks), 2):
         there = f"model.layers.{i // 2}"
