@@ -1,5 +1,5 @@
-"""RWKV-7 as a short loop of its formulas, small models of it with random weights under the author's names and fla's, and
-a small World vocabulary."""
+"""RWKV-7 as a short loop of its formulas, small models of it with random weights under the names of its author and of
+fla, and a small World vocabulary."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,22 @@ from perspectron.data import world
 
 D, K, HIDDEN, LAYERS, V, EPS = 24, 6, 50, 3, 300, 1e-5
 RANKS = {"w": 5, "a": 3, "v": 2, "g": 7}
-PIECES = ["the", " the", " th", "  ", "    ", "\n\n", "naïve", "汉", "汉字", "字", "it's", '"', "\\n", " quick brown"]
+PIECES = [
+    "the",
+    " the",
+    " th",
+    "  ",
+    "    ",
+    "\n\n",
+    "naïve",
+    "汉",
+    "汉字",
+    "字",
+    "it's",
+    '"',
+    "\\n",
+    " quick brown",
+]
 BYTES = [b"\xc3\xa9 ", b"\xe6\xb1", b" \xe6\xb1", b"\xff\xfe"]
 FLA: dict[str, Any] = {
     "model_type": "rwkv7", "hidden_size": D, "num_hidden_layers": LAYERS, "head_dim": K, "vocab_size": V,
@@ -215,7 +230,11 @@ def gguf_file(path: Path, weights: dict[str, Tensor], kind: Any = None, **more: 
         low = name[-2] in "wavg" and name[-1] in "12"
         x = (x.T if low else x).squeeze()
         x = x.flatten() if name.endswith("r_k") else x
-        there = name.replace("blocks", "model.layers").replace(".att.", ".attention.").replace(".ffn.", ".feed_forward.")
+        there = (
+            name.replace("blocks", "model.layers")
+            .replace(".att.", ".attention.")
+            .replace(".ffn.", ".feed_forward.")
+        )
         there = there.replace("layers.0.ln0", "layers.0.pre_norm").replace("emb.", "model.embeddings.")
         there = there.replace("head.", "lm_head.").replace("ln_out.", "model.norm.")
         found = names.get_name(there, try_suffixes=(".weight", ".bias"))

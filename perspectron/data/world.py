@@ -124,9 +124,7 @@ class Longest:
         for token in self._ids:
             lengths.setdefault(token[:2], set()).add(len(token))
         # A token of one byte is where none of those that begin with the next two is.
-        self._lengths = {
-            head: sorted(of, reverse=True) for head, of in lengths.items() if len(head) == 2
-        }
+        self._lengths = {head: sorted(of, reverse=True) for head, of in lengths.items() if len(head) == 2}
         self._added = added
         spellings = [re.escape(token) for token in sorted(added, key=len, reverse=True)]
         self._marks = re.compile(f"({'|'.join(spellings)})") if spellings else None

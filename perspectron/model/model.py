@@ -256,8 +256,8 @@ class LanguageModel(nn.Module):
         pad_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The input of the first block from token embeddings [B,T,·], and the length of each document after them.
-        Embeddings are normed to a mean square of 1, or by a norm with weights, and multiplied if the config says so, and
-        learned positions are added if there are any."""
+        Embeddings are normed, to a mean square of 1 or with weights, and multiplied if the config says so, and learned
+        positions are added if there are any."""
         if self.config.embedding_norm:
             x_BTD = F.rms_norm(x_BTD, x_BTD.shape[-1:], eps=self.config.norm_eps)
         if self.config.first_norm:

@@ -169,8 +169,8 @@ def low_rank(
     bias: bool = True,
     rank: int | None = None,
 ) -> nn.Sequential:
-    """W₂ f(W₁ x) + b of a rank, or else of one near `size`: the nearest multiple of 32 above 0. channels: of the output;
-    D where they are not given."""
+    """W₂ f(W₁ x) + b of a rank, or else of one near `size`: the nearest multiple of 32 above 0. channels: of the
+    output; D where they are not given."""
     rank = rank or max(32, round(size / 32) * 32)
     return nn.Sequential(
         nn.Linear(d_model, rank, bias=False), activation, nn.Linear(rank, channels or d_model, bias=bias)

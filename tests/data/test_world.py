@@ -1,4 +1,4 @@
-"""RWKV's World vocabulary: the longest token each time, in the author's file and as a file of the tokenizers library."""
+"""RWKV's World vocabulary: the longest token each time, in the author's file and in one of the tokenizers library."""
 
 import codecs
 import random

@@ -28,11 +28,13 @@ from perspectron.interop.foreign import (
     mamba2,
     mistral,
     olmo2,
+    olmoe,
     own,
     pth,
     qwen2,
     qwen3,
     qwen3_5,
+    qwen3_moe,
     rwkv7,
     smollm3,
 )
@@ -67,6 +69,8 @@ KINDS: dict[str, Kind] = {
     "gemma3": Kind(gemma3.config_within, gemma3.weights, gemma3.HARMLESS),
     "olmo2": Kind(olmo2.config, olmo2.weights),
     "olmo3": Kind(olmo2.config3, olmo2.weights),
+    "olmoe": Kind(olmoe.config, olmoe.weights, olmoe.HARMLESS),
+    "qwen3_moe": Kind(qwen3_moe.config, qwen3_moe.weights, qwen3_moe.HARMLESS),
     "mamba2": Kind(mamba2.config, mamba2.weights, mamba2.HARMLESS),
     "granitemoehybrid": Kind(granite.config, granite.weights, granite.HARMLESS),
     "lfm2": Kind(lfm2.config, lfm2.weights, lfm2.HARMLESS),
@@ -88,8 +92,8 @@ class Imported(NamedTuple):
 
 
 def read(folder: Path, *, lens: bool = False) -> Imported:
-    """The model, tokenizer and chat template in a folder of transformers, in a GGUF, or in a .pth. lens: of a GPT-2, with the
-    parts of the lens design beside its own, at rest. Matrices of 16 bits stay so (`model.half`).
+    """The model, tokenizer and chat template in a folder of transformers, in a GGUF, or in a .pth. lens: of a GPT-2, with
+    the parts of the lens design beside its own, at rest. Matrices of 16 bits stay so (`model.half`).
 
     DataError for a tokenizer that the tokenizers library cannot read, ConfigError for a template that is none, and for
     a model that does not fit into memory. CheckpointError: no such folder, a kind that is not known, an option that no

@@ -31,7 +31,11 @@ _NORMS = {"ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm", "att.ln_x": 
 _MATRICES = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 _ONE = ("k_k", "k_a", "r_k", *(f"x_{name}" for name in "rwkvag"))
 _LOW = re.compile(r"att\.([wavg])([012])")
-_FIRST = ("emb.weight", "head.weight", *(f"{n}.{part}" for n in ("ln_out", "blocks.0.ln0") for part in ("weight", "bias")))
+_FIRST = (
+    "emb.weight",
+    "head.weight",
+    *(f"{n}.{part}" for n in ("ln_out", "blocks.0.ln0") for part in ("weight", "bias")),
+)
 _NAMES = (
     *(f"{name}.{part}" for name in ("ln1", "ln2", "att.ln_x") for part in ("weight", "bias")),
     *(f"att.{name}" for name in _ONE), *(f"att.{name}.weight" for name in _MATRICES),
@@ -103,7 +107,16 @@ def _tensors(path: Path, device: str) -> dict[str, Tensor]:
         other = re.search(r"(?:GLOBAL|global|function|class) `?([\w.]+)`?", str(error))
         what = f"{other[1]}, must hold tensors only" if other else "what torch does not read as tensors"
         raise CheckpointError(f"{path}: it holds {what}") from None
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (
+        RuntimeError,
+        OSError,
+        EOFError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+    ) as error:
         why = " ".join(str(error).split())[:120]
         raise CheckpointError(f"{path}: not a file of tensors ({why})") from None
     if not isinstance(found, dict):

@@ -70,11 +70,16 @@ def _hidden(source: Source, D: int) -> int:
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     D = config.d_model
     taken = decoder.outer(source, "model.embeddings.weight", config)
-    source.drop_all("model.layers.0.attn.v_lora.")  # of first values, of which the first layer has none before it
+    source.drop_all(
+        "model.layers.0.attn.v_lora."
+    )  # of first values, of which the first layer has none before it
     norms = {"norm": "model.norm"} | ({"first_norm": "model.layers.0.pre_norm"} if config.first_norm else {})
     for i in range(0, len(config.blocks), 2):
         there = f"model.layers.{i // 2}"
-        norms |= {f"blocks.{i}.mixer_norm": f"{there}.attn_norm", f"blocks.{i + 1}.mixer_norm": f"{there}.ffn_norm"}
+        norms |= {
+            f"blocks.{i}.mixer_norm": f"{there}.attn_norm",
+            f"blocks.{i + 1}.mixer_norm": f"{there}.ffn_norm",
+        }
         taken |= _time(source, f"{there}.attn", f"blocks.{i}.mixer", D, config.blocks[i].mixer)
         taken |= _channel(source, f"{there}.ffn", f"blocks.{i + 1}.mixer", D, config.blocks[i + 1].mixer)
     for here, name in norms.items():

@@ -144,7 +144,11 @@ def _world(data: _Metadata, roles: dict[str, int | None], ends: Any) -> dict[str
         raise data.error("token_type", "of token 0 not a control token", "one: it parts texts")
 
     def raw(match: re.Match[str]) -> str:
-        return chr(int(match[1][1:], 16)) if match[1][0] == "x" and match[1][1:] else _ESCAPED.get(match[1], match[1])
+        return (
+            chr(int(match[1][1:], 16))
+            if match[1][0] == "x" and match[1][1:]
+            else _ESCAPED.get(match[1], match[1])
+        )
 
     ids = dict[bytes, int]()
     for id, (token, token_kind) in enumerate(zip(data.tokens, data.kinds, strict=True)):
@@ -155,13 +159,18 @@ def _world(data: _Metadata, roles: dict[str, int | None], ends: Any) -> dict[str
         except UnicodeEncodeError:
             raise data.error("tokens", repr(token[:40]), "bytes as Python spells them") from None
         if token_kind != NORMAL or not spelled or ids.setdefault(spelled, id) != id:
-            raise data.error("tokens", f"{token[:40]!r}, token {id}", "an ordinary one, of which there is no other")
+            raise data.error(
+                "tokens", f"{token[:40]!r}, token {id}", "an ordinary one, of which there is no other"
+            )
     text = world.to_json(world.complete(ids, f"{data.container.path}: tokenizer.ggml.tokens"))
     template = data.values.get("tokenizer.chat_template")
     template = _WORLD_CHAT if template == "rwkv-world" else template
     return {
         "tokenizer.json": json.loads(text),
-        "tokenizer_config.json": {"add_bos_token": False, **({"chat_template": template} if template else {})},
+        "tokenizer_config.json": {
+            "add_bos_token": False,
+            **({"chat_template": template} if template else {}),
+        },
         "generation_config.json": dict(zip(ROLES, (roles["bos"], ends, roles["padding"]), strict=True)),
     }
 

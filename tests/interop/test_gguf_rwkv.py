@@ -7,14 +7,14 @@ import torch
 
 pytest.importorskip("gguf", reason="pip install 'perspectron[gguf]'")
 
-from perspectron.data import world  # noqa: E402
-from perspectron.interop import foreign  # noqa: E402
-from perspectron.util.errors import CheckpointError, DataError  # noqa: E402
-from tests.gguf_models import KINDS  # noqa: E402
-from tests.interop import families  # noqa: E402
-from tests.rwkv_models import gguf_file, logits, vocabulary, vocabulary_file, weights  # noqa: E402
+from perspectron.data import world
+from perspectron.interop import foreign
+from perspectron.util.errors import CheckpointError, DataError
+from tests.gguf_models import KINDS
+from tests.interop import families
+from tests.rwkv_models import gguf_file, logits, vocabulary, vocabulary_file, weights
 
-TEXT = "the  quick brown fox's \\n \"naïve\" 汉字 ✓\n\n\n\t{} é ½"
+TEXT = 'the  quick brown fox\'s \\n "naïve" 汉字 ✓\n\n\n\t{} é ½'
 
 
 @torch.no_grad()
@@ -76,7 +76,14 @@ def test_its_tokens_and_logits_are_those_of_llama_cpp(tmp_path):
     path = gguf_file(tmp_path / "model.gguf", weights(D=128, K=64))  # it has no heads of other widths
     imported = foreign.read(path)
     ids = imported.tokenizer.encode(TEXT)
-    options = {"n_ctx": 128, "n_threads": 1, "verbose": False, "logits_all": True, "n_batch": 1, "n_ubatch": 1}
+    options = {
+        "n_ctx": 128,
+        "n_threads": 1,
+        "verbose": False,
+        "logits_all": True,
+        "n_batch": 1,
+        "n_ubatch": 1,
+    }
     model = llama_cpp.Llama(str(path), **options)
     with contextlib.closing(model):
         assert model.tokenize(TEXT.encode(), add_bos=False, special=False) == ids
