@@ -121,8 +121,8 @@ class Longest:
                     raise DataError(f"{place}: model.vocab has {token!r}, must be letters of bytes") from None
         complete(self._ids, place)
         lengths = dict[bytes, set[int]]()
-        for token in self._ids:
-            lengths.setdefault(token[:2], set()).add(len(token))
+        for data in self._ids:
+            lengths.setdefault(data[:2], set()).add(len(data))
         # A token of one byte is where none of those that begin with the next two is.
         self._lengths = {head: sorted(of, reverse=True) for head, of in lengths.items() if len(head) == 2}
         self._added = added

@@ -101,9 +101,9 @@ class ModelConfig:
 
     head: None uses the transposed embedding. embedding_std: standard deviation of the embedding at initialisation.
     embedding_norm: divide the embedding by its root mean square before the first block, so that it is comparable in
-    size to what the mixers add. first_norm: a norm with weights between the embedding and the first block, as RWKV has it.
-    embedding_factor: multiply it, by the nearest number of its dtype. logits_factor, logits_cap: of what the head gives, l, logits are factor · l, or cap · tanh(factor · l / cap) where the cap is not
-    0. positions: length of a learned position table, which bounds the length of a document; 0 for none. norm: "rms", or
+    size to what the mixers add. first_norm: a norm with weights after the embedding, as in RWKV. embedding_factor:
+    multiply it, by the nearest number of its dtype. logits_factor, logits_cap: of what the head gives, l, logits are
+    factor · l, or cap · tanh(factor · l / cap) where the cap is not 0. positions: length of a learned position table, which bounds the length of a document; 0 for none. norm: "rms", or
     "layer" with biases. dropout: share of the numbers that are zeroed in training, in the embedding, in what mixers and
     networks add, and in the weights of attention. shift: mixers and networks read a learned mix of each token and the
     one before (docs/designs/baselines.md#two-parts-for-every-design). first_values: values of mixers lean on those of

@@ -92,7 +92,7 @@ class Imported(NamedTuple):
 
 
 def read(folder: Path, *, lens: bool = False) -> Imported:
-    """The model, tokenizer and chat template in a folder of transformers, in a GGUF, or in a .pth. lens: of a GPT-2, with
+    """The model, tokenizer and chat template in a folder of transformers, in a GGUF or a .pth. lens: of a GPT-2, with
     the parts of the lens design beside its own, at rest. Matrices of 16 bits stay so (`model.half`).
 
     DataError for a tokenizer that the tokenizers library cannot read, ConfigError for a template that is none, and for
