@@ -30,6 +30,7 @@ class Cache(Ragged):
     v_BHSV: Tensor
     length_B: Tensor
     used: int
+    grown = ("k_BHSK", "v_BHSV")
 
     @property
     def slots(self) -> int:
@@ -44,6 +45,10 @@ class Cache(Ragged):
     def ring(self) -> tuple[Tensor, Tensor]:
         """The slots that may be filled."""
         return self.k_BHSK[:, :, : self.used], self.v_BHSV[:, :, : self.used]
+
+    def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys [B,H,stop − start,K] and values of these slots, all of them used."""
+        return self.k_BHSK[:, :, start:stop], self.v_BHSV[:, :, start:stop]
 
     def filled(self) -> "Cache":
         k, v = self.ring()

@@ -48,7 +48,9 @@ def config(source: Source) -> ModelConfig:
 def _factors(source: Source) -> dict[str, tuple[float, ...]]:
     """Those of each part: one, or as many as the config has in a list."""
     names = ("ssm_in", "ssm_out", "attention_in", "attention_out", "key")
-    factors: dict[str, tuple[float, ...]] = {name: (source.real(f"{name}_multiplier", 1.0),) for name in names}
+    factors: dict[str, tuple[float, ...]] = {
+        name: (source.real(f"{name}_multiplier", 1.0),) for name in names
+    }
     for name, count in (("ssm", 5), ("mlp", 2)):
         found = source.items(f"{name}_multipliers") or [1.0] * count
         if len(found) != count or any(type(x) not in (int, float) for x in found):

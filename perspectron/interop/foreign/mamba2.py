@@ -73,9 +73,9 @@ def mixer(
         raise source.error(f"{heads} heads of {width} are {heads * width} wide, must be {bound}{inner}")
     least, most = _limit(source)
     return config_of(
-        "ssd", head_dim=width, state=source.number(keys.state, state), conv=source.number(keys.conv, 4), groups=source.number(keys.groups, groups),
-        bias=decoder.flag(source, keys.bias, False), conv_bias=decoder.flag(source, keys.conv_bias, True),
-        **sized | {"dt_min": least, "dt_max": most} | more,
+        "ssd", head_dim=width, state=source.number(keys.state, state), conv=source.number(keys.conv, 4),
+        groups=source.number(keys.groups, groups), bias=decoder.flag(source, keys.bias, False),
+        conv_bias=decoder.flag(source, keys.conv_bias, True), **sized | {"dt_min": least, "dt_max": most} | more,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Nemotron-H: one part in each layer, Mamba-2, attention without positions, or a network of relu².
+"""Nemotron-H: one part in each layer, Mamba-2, attention without positions, a network of relu², or a mixture of such.
 
 Shapes: D model width, F width of a network.
 """
@@ -7,21 +7,24 @@ from typing import Any
 
 from torch import Tensor
 
-from perspectron.interop.foreign import decoder, mamba2
+from perspectron.experts.mixture import MixtureConfig
+from perspectron.interop.foreign import decoder, mamba2, mixture
 from perspectron.interop.foreign.decoder import GLOBAL, LINEAR
 from perspectron.interop.foreign.source import LAYER_TYPES, Source
 from perspectron.model.config import MOST_BLOCKS, BlockConfig, ModelConfig
 from perspectron.model.ffn import MLPConfig
+from perspectron.util.config import FFNConfig
 
 HARMLESS = (
-    "hidden_dropout", "mamba_ssm_cache_dtype", "max_position_embeddings", "mtp_hybrid_override_pattern",
-    "mtp_layers_block_type", "n_group", "n_routed_experts", "n_shared_experts", "moe_intermediate_size",
-    "moe_latent_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "norm_topk_prob",
-    "num_experts_per_tok", "num_logits_to_keep", "num_nextn_predict_layers", "num_query_groups", "output_router_logits",
-    "rescale_prenorm_residual", "residual_in_fp32", "routed_scaling_factor", "time_step_limit", "topk_group",
-    "use_mamba_kernels",
+    "chunk_size", "hidden_dropout", "mamba_chunk_size", "mamba_dt_init_floor", "mamba_dt_limit", "mamba_dt_max",
+    "mamba_ssm_cache_dtype", "max_position_embeddings", "moe_intermediate_size", "moe_latent_size",
+    "moe_shared_expert_intermediate_size", "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_group",
+    "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_logits_to_keep",
+    "num_nextn_predict_layers", "num_query_groups", "rescale_prenorm_residual", "residual_in_fp32",
+    "routed_scaling_factor", "time_step_floor", "time_step_limit", "time_step_max", "topk_group", "use_mamba_kernels",
+    *mixture.HARMLESS,
 )  # fmt: skip
-"""Experts are of layers of their own; `time_step_limit` is ignored there."""
+"""transformers ignores the limit of steps; experts are read where a layer has them."""
 NETWORK, EXPERTS = "mlp", "moe"
 PATTERN = {"M": LINEAR, "*": GLOBAL, "-": NETWORK, "E": EXPERTS}
 OLDER = {
@@ -29,8 +32,6 @@ OLDER = {
     "mamba_dt_min": "time_step_min", "mamba_conv_bias": "use_conv_bias",
 }  # fmt: skip
 """Names of options in older files, which come before today's."""
-UNREAD = ("chunk_size", "time_step_max", "time_step_floor", "mamba_chunk_size", "mamba_dt_max", "mamba_dt_limit",
-          "mamba_dt_init_floor")  # fmt: skip
 KEYS = mamba2.Keys(
     "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "expand", "use_bias",
     "use_conv_bias",
@@ -40,11 +41,11 @@ KEYS = mamba2.Keys(
 def config(source: Source) -> ModelConfig:
     source = _renamed(source)
     kinds = _kinds(source)
-    parts = {LINEAR: _mamba, GLOBAL: _attention, NETWORK: _network}
-    made: dict[str, Any] = {kind: parts[kind](source) for kind in parts}
-    blocks = tuple(
-        BlockConfig(None, made[kind]) if kind == NETWORK else BlockConfig(made[kind], None) for kind in kinds
-    )
+    mixers = {LINEAR: _mamba(source), GLOBAL: _attention(source)}
+    networks: dict[str, FFNConfig] = {NETWORK: _network(source)}
+    if EXPERTS in kinds:
+        networks[EXPERTS] = mixture.nemotron(source)
+    blocks = tuple(BlockConfig(mixers.get(kind), networks.get(kind)) for kind in kinds)
     source.must("tie_word_embeddings", (False,), False)  # transformers reads it and ties nothing
     return ModelConfig(
         "nemotron_h", source.number("vocab_size"), source.number("hidden_size"), blocks, decoder.head(source, False),
@@ -56,8 +57,6 @@ def _renamed(source: Source) -> Source:
     for older, name in OLDER.items():
         if source.get(older) is not None:
             source.values[name] = source.values[older]
-    for name in UNREAD:
-        source.get(name)
     return source
 
 
@@ -78,7 +77,7 @@ def _kinds(source: Source) -> list[str]:
             f"layers_block_type is {str(kinds)[:80]}, must be a list of 1 to {MOST_BLOCKS} names"
         )
     kinds = [LAYER_TYPES.get(str(kind), str(kind)) for kind in kinds]
-    known = (LINEAR, GLOBAL, NETWORK)
+    known = (LINEAR, GLOBAL, NETWORK, EXPERTS)
     if other := set(kinds) - set(known):
         raise source.error(
             f"layers_block_type has {min(other)!r}, must be {' or '.join(map(repr, known))} to be read"
@@ -122,7 +121,6 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
         ours = "ffn" if mixer is None else "mixer"
         taken[f"{here}.{ours}_norm.weight"] = source.take(f"{there}.norm.weight", D)
         if mixer is None:
-            assert isinstance(block.ffn, MLPConfig)
             taken |= _network_weights(source, f"{there}.mixer", f"{here}.ffn", D, block.ffn)
         elif mixer.kind == "attention":
             taken |= decoder.attention_weights(source, f"{there}.mixer", f"{here}.mixer", D, mixer)
@@ -131,7 +129,9 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     return taken
 
 
-def _network_weights(source: Source, there: str, here: str, D: int, ffn: MLPConfig) -> dict[str, Tensor]:
+def _network_weights(source: Source, there: str, here: str, D: int, ffn: Any) -> dict[str, Tensor]:
+    if isinstance(ffn, MixtureConfig):
+        return mixture.weights(source, there, here, D, ffn, shared="shared_experts")
     taken = {}
     for name, shape in (("up_proj", (ffn.hidden, D)), ("down_proj", (D, ffn.hidden))):
         taken[f"{here}.{name}.weight"] = source.take(f"{there}.{name}.weight", *shape)

@@ -1,4 +1,5 @@
-"""Qwen3-Next: the mixers of Qwen3.5, with queries, keys, values and gates of each key head in turn.
+"""Qwen3-Next: the mixers of Qwen3.5, with queries, keys, values and gates of each key head in turn, and a mixture of
+experts in its layers, or in some of them.
 
 Shapes: D model width, H heads of values, G heads of keys, r = H/G, K and V head widths.
 """
@@ -8,19 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perspectron.interop.foreign import decoder, qwen3_5
+from perspectron.interop.foreign import decoder, mixture, qwen3_5
 from perspectron.interop.foreign.source import Source
 from perspectron.model.config import ModelConfig
 
-HARMLESS = ("moe_intermediate_size", "norm_topk_prob", "num_experts_per_tok", "output_router_logits",
-            "router_aux_loss_coef", "shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers",
-            "mtp_num_hidden_layers")  # fmt: skip
+HARMLESS = (*mixture.HARMLESS, "mtp_num_hidden_layers")
 
 
 def config(source: Source) -> ModelConfig:
-    source.must("num_experts", (0,), 512)
     mixers = qwen3_5.mixers(source, key_heads=2)
-    return decoder.model(source, "qwen3_next", mixers, decoder.network(source), longest=32_768)
+    networks = mixture.networks(
+        source,
+        len(mixers),
+        lambda: decoder.network(source),
+        normed=True,
+        experts=512,
+        used=10,
+        hidden=512,
+        shared=512,
+    )
+    return decoder.model(source, "qwen3_next", mixers, networks, longest=32_768)
 
 
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
