@@ -18,9 +18,11 @@ from perspectron.model.census import census
 from perspectron.model.model import LanguageModel, build
 from perspectron.quant.convert import convert
 from perspectron.train.lora import LoraConfig, adapt
-from tests.interop import families
-from tests.interop.test_hybrids import CASES
+from tests.interop import families, test_hybrids, test_later_hybrids
 
+CASES = test_hybrids.CASES + test_later_hybrids.CASES
+FIRST = len(test_hybrids.CASES)
+"""The place of the first of the later ones."""
 every_case = pytest.mark.parametrize("index", range(len(CASES)), ids=[str(family) for family in CASES])
 KIND = {"qwen3.5-0.8b": "qwen3_5_text", "granite-4.0-h-350m": "granitemoehybrid", "lfm2-350m": "lfm2"}
 GRANITE_ATTENTION = (10, 13, 17, 27)
@@ -104,9 +106,20 @@ def test_their_steps_in_onnx_draw_the_same_tokens(tmp_path):
     """Of one model with a layer of each kind."""
     pytest.importorskip("onnxruntime")
     tokenizer = Tokenizer.train(["the quick brown fox jumps over the lazy dog. " * 9], 280)
-    qwen, granite, lfm2 = (model_of(index, vocab_size=280).config for index in (0, 2, 4))
-    blocks = (qwen.blocks[0], granite.blocks[0], lfm2.blocks[0], qwen.blocks[2])
-    model = build(replace(qwen, blocks=blocks)).eval()
+    kinds = (
+        (0, 0),
+        (2, 0),
+        (4, 0),
+        (0, 2),
+        (FIRST, 0),
+        (FIRST + 2, 0),
+        (FIRST + 2, 1),
+        (FIRST + 4, 0),
+        (FIRST + 4, 1),
+    )
+    whole = model_of(0, vocab_size=280).config
+    blocks = tuple(model_of(case).config.blocks[layer] for case, layer in kinds)
+    model = build(replace(whole, blocks=blocks)).eval()
     families.redraw(model, 3)
     assert onnx.export(model, tokenizer, tmp_path / "model.onnx", context=24).tokens == 23
 

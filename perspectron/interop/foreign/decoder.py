@@ -198,8 +198,8 @@ def model(
 ) -> ModelConfig:
     """The config of a model with these mixers, each before a network. residual: of all layers, or of each. beside: a
     second mixer of every layer. eps, tied, longest: where the config is silent: of the norms, whether the head is the
-    embedding, and `max_position_embeddings`; None for longest where positions have no bound. ties: where the config says whether the head is the embedding, if elsewhere. options: of
-    `ModelConfig`."""
+    embedding, and `max_position_embeddings`; None for longest where positions have no bound. ties: where the config
+    says whether the head is the embedding, if elsewhere. options: of `ModelConfig`."""
     shared = (networks,) * len(mixers) if isinstance(networks, FFNConfig) else networks
     around = (residual,) * len(mixers) if isinstance(residual, SequentialConfig) else residual
     blocks = tuple(BlockConfig(*parts, beside) for parts in zip(mixers, shared, around, strict=True))

@@ -111,7 +111,7 @@ def _network(source: Source) -> MLPConfig:
 
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     source.drop_all("mtp.")
-    top = "backbone." if source.has("backbone.norm_f.weight") else "model."
+    top = "backbone." if any(name.startswith("backbone.") for name in source.tensors) else "model."
     D = config.d_model
     taken = decoder.outer(source, f"{top}embeddings.weight", config)
     taken["norm.weight"] = source.take(f"{top}norm_f.weight", D)

@@ -29,7 +29,7 @@ def config(source: Source) -> ModelConfig:
     silent = [LINEAR if (i + 1) % 4 else GLOBAL for i in range(count)]
     kinds = decoder.kinds(source, silent if count >= 4 else [*silent[1:], GLOBAL], (LINEAR, GLOBAL))
     bias = decoder.flag(source, "attention_bias", False)
-    attention = decoder.attention(source, _rope(source), qk_norm="all", bias=bias)
+    attention = decoder.attention(source, _rope(source), heads=30, qk_norm="all", bias=bias)
     mixers = [_linear(source) if kind == LINEAR else attention for kind in kinds]
     around = [SequentialConfig("pre" if kind == LINEAR else "post") for kind in kinds]
     network = decoder.network(source)
@@ -70,9 +70,8 @@ def _norms(source: Source, there: str, block: BlockConfig) -> dict[str, str]:
     """By the names that the files have."""
     assert isinstance(block.residual, SequentialConfig)
     names = decoder.PRE if block.residual.norm == "pre" else decoder.POST
-    renamed = {ours: RENAMED.get(theirs, theirs) for ours, theirs in names.items()}
     return {
-        ours: renamed[ours] if source.has(f"{there}.{renamed[ours]}.weight") else theirs
+        ours: theirs if source.has(f"{there}.{theirs}.weight") else RENAMED.get(theirs, theirs)
         for ours, theirs in names.items()
     }
 

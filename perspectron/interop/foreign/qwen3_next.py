@@ -13,7 +13,11 @@ from perspectron.interop.foreign import decoder, mixture, qwen3_5
 from perspectron.interop.foreign.source import Source
 from perspectron.model.config import ModelConfig
 
-HARMLESS = (*mixture.HARMLESS, "mtp_num_hidden_layers")
+HARMLESS = (
+    "moe_intermediate_size", "mtp_num_hidden_layers", "norm_topk_prob", "num_experts_per_tok",
+    "shared_expert_intermediate_size", *mixture.HARMLESS,
+)  # fmt: skip
+"""Experts are read where there are some."""
 
 
 def config(source: Source) -> ModelConfig:
