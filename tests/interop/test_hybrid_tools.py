@@ -24,7 +24,10 @@ CASES = test_hybrids.CASES + test_later_hybrids.CASES
 FIRST = len(test_hybrids.CASES)
 """The place of the first of the later ones."""
 every_case = pytest.mark.parametrize("index", range(len(CASES)), ids=[str(family) for family in CASES])
-KIND = {"qwen3.5-0.8b": "qwen3_5_text", "granite-4.0-h-350m": "granitemoehybrid", "lfm2-350m": "lfm2"}
+KIND = {
+    "qwen3.5-0.8b": "qwen3_5_text", "granite-4.0-h-350m": "granitemoehybrid", "lfm2-350m": "lfm2",
+    "falcon-h1-0.5b": "falcon_h1",
+}  # fmt: skip
 GRANITE_ATTENTION = (10, 13, 17, 27)
 PUBLISHED = {
     "qwen3.5-0.8b": {
@@ -42,8 +45,16 @@ PUBLISHED = {
         "vocab_size": 65_536, "hidden_size": 1024, "num_hidden_layers": 16, "block_ff_dim": 6656,
         "num_attention_heads": 16, "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
     },
+    "falcon-h1-0.5b": {
+        "vocab_size": 32_784, "hidden_size": 1024, "num_hidden_layers": 36, "intermediate_size": 2048,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 1536, "mamba_n_heads": 24,
+        "mamba_d_head": 64, "mamba_d_state": 128,
+    },
 }  # fmt: skip
-BYTES = {"qwen3.5-0.8b": (20e6, 12_288), "granite-4.0-h-350m": (23e6, 4096), "lfm2-350m": (82e3, 12_288)}
+BYTES = {
+    "qwen3.5-0.8b": (20e6, 12_288), "granite-4.0-h-350m": (23e6, 4096), "lfm2-350m": (82e3, 12_288),
+    "falcon-h1-0.5b": (29e6, 18_432),
+}  # fmt: skip
 """Bytes that stay as they are, and bytes for each token with a cache in 16 bits (families.md)."""
 
 
