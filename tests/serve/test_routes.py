@@ -62,6 +62,17 @@ def test_a_completion_is_what_generate_says(client, tiny) -> None:
     assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": read}
 
 
+def test_a_prompt_is_read_from_its_first_token_without_its_cache(client, tiny) -> None:
+    """Nothing that was read before is used, of the store or of a slot, and nothing is stored."""
+    answers = [complete(client, cache_prompt=False, id_slot=1, logprobs=3) for _ in range(2)]
+    assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers] == [0, 0]
+    first = complete(client, logprobs=3)
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    cached = complete(client, logprobs=3)
+    assert cached["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert all(answer["choices"] == cached["choices"] for answer in (*answers, first))
+
+
 def test_perspectives_say_what_they_say_of_each_token(tmp_path, tokenizer) -> None:
     """As `generate` has them, whole and streamed, in both routes; without them, no such field."""
     looks = PerspectivesConfig(trigger_p=0, trigger_entropy=99, every=2, threshold=0.02)
@@ -378,7 +389,7 @@ def test_a_full_disk_is_said_and_the_server_goes_on(client, monkeypatch) -> None
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("perspectron.model.state.save_tensors", full)
+        patch.setattr("perspectron.model.appended.write", full)
         answer = client.post("/v1/states", json={"id": "a", "prompt": "The cat"})
         assert answer.status_code == 507 and "No space left" in answer.json()["error"]["message"]
     complete(client)
@@ -396,7 +407,7 @@ def test_no_answer_shows_where_files_are(client, tiny, monkeypatch) -> None:
         client.put("/v1/states/theirs", content=b"junk"),
     ]
     with monkeypatch.context() as patch:
-        patch.setattr("perspectron.model.state.save_tensors", full)
+        patch.setattr("perspectron.model.appended.write", full)
         answers.append(client.post("/v1/states", json={"id": "a", "prompt": "The cat"}))
     assert [answer.status_code for answer in answers] == [400, 400, 400, 507]
     for answer, name in zip(answers, ("mine.state", "mine.state", "theirs", "a.state"), strict=True):
@@ -443,7 +454,7 @@ def test_what_was_drawn_is_answered_also_where_its_state_cannot_be_saved(
         raise OSError(28, "No space left on device")
 
     if wrong == "disk":
-        monkeypatch.setattr("perspectron.model.state.save_tensors", full)
+        monkeypatch.setattr("perspectron.model.appended.write", full)
     else:
         monkeypatch.setattr("perspectron.util.tensors.MAX_JSON", 300)
         monkeypatch.setattr("perspectron.util.tensors.read_header", functools.partial(read_header, most=300))
@@ -459,6 +470,7 @@ def test_what_was_drawn_is_answered_also_where_its_state_cannot_be_saved(
     assert (
         answer.status_code == (507 if wrong == "disk" else 400) and words in answer.json()["error"]["message"]
     )
+    monkeypatch.undo()
     assert [state["id"] for state in client.get("/v1/states").json()["data"]] == ["b"]
 
 
