@@ -533,8 +533,12 @@ def _joined(file: BufferedReader, parts: list[_Part]) -> dict[str, Tensor]:
 
 def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An empty tensor. numpy asks for large pages of memory, of which new ones are had several times faster."""
-    room = torch.from_numpy(np.empty(math.prod(shape) * dtype.itemsize, np.uint8))
-    return room.view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    return (
+        torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)
+        if size
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 def _read_slots(file: BufferedReader, part: _Part, at: int, into_BHSK: Tensor) -> None:
