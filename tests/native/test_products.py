@@ -19,6 +19,7 @@ from tests.native.packing import (
     scales_of,
     weights,
 )
+from tests.refusals import refused
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
 ISAS = ("avx512", "avx2", "scalar")
@@ -216,7 +217,7 @@ def test_what_does_not_fit_is_refused():
         lambda: native.linear(torch.zeros(1, 65537), packed, scales, "ternary", 10),
         lambda: native.linear(x, packed, scales, "1bit", 10),
     ):
-        with pytest.raises(ValueError, match="must be"):
+        with refused(ValueError):
             call()
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from perspectron import native
 from perspectron.native import training
+from tests.refusals import refused
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
 ISAS = ("avx512", "avx2", "scalar")
@@ -66,7 +67,7 @@ def test_the_loss_of_far_logits():
 
 
 def test_a_target_beyond_the_vocabulary_is_refused():
-    with pytest.raises(ValueError, match="target = 7,"):
+    with refused(ValueError, "target", 7):
         training.entropy(draw(2, 7), torch.tensor([0, 7]))
 
 
@@ -389,7 +390,7 @@ def test_what_does_not_fit_is_refused():
         lambda: training.convolve(draw(1, 5, 3), draw(4, 2), draw(3), None),
         lambda: training.memory(*memory_inputs("sum", 2, 3, 4, 5, 3)),
     ):
-        with pytest.raises(ValueError, match="must be"):
+        with refused(ValueError):
             call()
-    with pytest.raises(ValueError, match="S = 2,"):
+    with refused(ValueError, "S", 2):
         training.convolve(draw(1, 2, 3), draw(4, 3), draw(3), None)

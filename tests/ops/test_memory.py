@@ -7,6 +7,7 @@ from torch.autograd import forward_ad
 from perspectron import native
 from perspectron.native import training
 from perspectron.ops import delta, gla
+from tests.refusals import refused
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason=str(native.reason())),
@@ -86,7 +87,7 @@ def test_only_float32_in_reverse_mode_takes_it(name, calls):
 def test_a_second_derivative_is_refused():
     xs = [x.requires_grad_() for x in inputs("delta", H, K)]
     (first, *_) = torch.autograd.grad(delta.scan(*xs)[0].sum(), xs, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
+    with refused(RuntimeError, "create_graph"):
         first.sum().backward()
 
 

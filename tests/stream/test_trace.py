@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from perspectron.stream.plan import uniform_hit_rate
 from perspectron.stream.trace import COLD, Trace, load, missed, save, stack_distances
 from perspectron.util.errors import ConfigError, DataError, PerspectronError
+from tests.refusals import refused
 
 KEYS = st.lists(st.integers(0, 9), max_size=60).map(lambda keys: np.array(keys, np.int64))
 
@@ -120,17 +121,17 @@ def test_a_damaged_trace_is_one_line(tmp_path, damage):
     path = tmp_path / "t.json"
     save(path, random_trace(300))
     path.write_text(json.dumps(json.loads(path.read_text()) | damage))
-    with pytest.raises(DataError, match=r"t\.json: (damaged trace|not a trace|unreadable JSON)"):
+    with refused(DataError, path):
         load(path)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "", "3"])
-def test_what_is_no_trace(tmp_path, text):
+def test_what_is_no_trace_is_refused_with_its_file(tmp_path, text):
     (tmp_path / "t.json").write_text(text)
-    with pytest.raises(PerspectronError, match=r"t\.json"):
+    with refused(PerspectronError, tmp_path / "t.json"):
         load(tmp_path / "t.json")
 
 
 def test_a_trace_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="tokens"):
+    with refused(ConfigError, "tokens"):
         Trace("m", (0,), (4,), np.zeros((0, 1), int), np.zeros((0, 1), int))

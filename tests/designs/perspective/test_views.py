@@ -22,6 +22,7 @@ from perspectron.designs.perspective.views import (
 from perspectron.experts.router import RoutedConfig, Views
 from perspectron.util.errors import ConfigError, NonFiniteError
 from tests.decode.conftest import drain
+from tests.refusals import refused
 
 GREEDY, WARM = SamplingConfig(temperature=0), SamplingConfig(temperature=1.0, seed=3)
 ALWAYS = PerspectivesConfig(every=1, threshold=0.02)
@@ -288,12 +289,10 @@ def test_a_stop_string_and_the_end_of_text_end_a_row_in_a_triggered_step(perspec
 
 def test_a_model_without_experts_takes_surrogates_that_are_marked(tokenizer, double):
     if any(isinstance(block.ffn, RoutedConfig) for block in double.config.blocks):
-        with pytest.raises(ConfigError, match="surrogate = True, must be False for a model that has experts"):
+        with refused(ConfigError, "surrogate", True):
             Perspectives(double, PerspectivesConfig(surrogate=True))
         return
-    with pytest.raises(
-        ConfigError, match=r"perspectives = .*, must be of a model with routed experts; surrogate"
-    ):
+    with refused(ConfigError, "perspectives", "surrogate"):
         Perspectives(double, PerspectivesConfig())
     config = PerspectivesConfig(surrogate=True, every=0, trigger_p=1.0, threshold=0.001)
     made = generate(
@@ -309,34 +308,34 @@ def test_a_model_without_experts_takes_surrogates_that_are_marked(tokenizer, dou
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "named"),
     [
-        ({"kinds": ("second", "random")}, '"base" first'),
-        ({"kinds": ("base",)}, "one or more others"),
-        ({"kinds": ("base", "behind")}, "'behind', must be one of base, second"),
-        ({"threshold": 1.5}, r"threshold = 1.5, must be in \[0, 1\] bits"),
-        ({"temperature": 0.0}, "temperature = 0.0"),
-        ({"from_layer": -1}, "from_layer = -1"),
-        ({"probe": (1.0, math.nan)}, "probe = 'not finite'"),
-        ({"trigger_probe": math.inf}, "probe = 'not finite'"),
+        ({"kinds": ("second", "random")}, ["kinds", "base"]),
+        ({"kinds": ("base",)}, ["kinds", "base"]),
+        ({"kinds": ("base", "behind")}, ["behind", "base", "second"]),
+        ({"threshold": 1.5}, ["threshold"]),
+        ({"temperature": 0.0}, ["temperature"]),
+        ({"from_layer": -1}, ["from_layer", -1]),
+        ({"probe": (1.0, math.nan)}, ["probe"]),
+        ({"trigger_probe": math.inf}, ["probe"]),
     ],
 )
-def test_bad_settings_are_said_in_a_line(fields, message):
-    with pytest.raises(ConfigError, match=message):
+def test_bad_settings_are_said_in_a_line(fields, named):
+    with refused(ConfigError, *named):
         PerspectivesConfig(**fields)
 
 
 def test_bad_models_and_files_are_said_in_a_line(perspective, tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match="from_layer = 5, must be ≤ 4"):
+    with refused(ConfigError, "from_layer", 5):
         Perspectives(perspective, PerspectivesConfig(from_layer=5))
     width = perspective.config.d_model
-    with pytest.raises(ConfigError, match=f"numbers of the probe = 5, must be {width}"):
+    with refused(ConfigError, "probe", 5, width):
         Perspectives(perspective, PerspectivesConfig(probe=(1.0,) * 5))
     ffn = replace(perspective.config.blocks[0].ffn, torus=(1,))
     lonely = copy.deepcopy(perspective)
     blocks = (replace(lonely.config.blocks[0], ffn=ffn), *lonely.config.blocks[1:])
     lonely.config = replace(lonely.config, blocks=blocks)
-    with pytest.raises(ConfigError, match="2 or more experts a layer"):
+    with refused(ConfigError, "perspectives"):
         Perspectives(lonely, PerspectivesConfig())
     path, mine = tmp_path / "calibration.json", tokenizer.fingerprint
     save_calibration(path, ALWAYS, perspective, mine, {"trigger": 1.0})
@@ -347,18 +346,18 @@ def test_bad_models_and_files_are_said_in_a_line(perspective, tokenizer, tmp_pat
     other = copy.deepcopy(perspective)
     with torch.no_grad():
         other.embedding.weight[0, 0] += 1
-    with pytest.raises(ConfigError, match=r"fitted to model .* calibrate again for this model"):
+    with refused(ConfigError, path):
         load_calibration(path, other, mine)
-    with pytest.raises(ConfigError, match="fitted to tokenizer"):
+    with refused(ConfigError, path, "0" * 12):
         load_calibration(path, perspective, "0" * 64)
     path.write_text("[]")
-    with pytest.raises(ConfigError, match="not a calibration"):
+    with refused(ConfigError, path):
         load_calibration(path, perspective, mine)
     looked = Perspectives(perspective, ALWAYS)
     good = torch.zeros(1, 300)
     bad = torch.zeros(1, 3, 300)
     bad[0, 1, 5] = math.nan
-    with pytest.raises(NonFiniteError, match="perspective 'antipode'"):
+    with refused(NonFiniteError, "antipode"):
         looked.judge(good, torch.zeros(1, 32), 0, 0, lambda: bad[0], lambda *_: 0)
 
 

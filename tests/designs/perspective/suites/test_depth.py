@@ -15,6 +15,7 @@ from perspectron.designs.perspective.suites import depth
 from perspectron.designs.perspective.suites.depth import contrast, correlation, information, layers_of, probe
 from perspectron.designs.perspective.suites.labels import labels, of_tokens
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 SOURCE = """\
 import os  # é
@@ -108,8 +109,8 @@ def test_gates_that_do_not_move_are_as_if_frozen():
     assert contrast(model, [ids] * 2, 0)[1] > 0
 
 
-def test_only_layers_with_decays():
-    with pytest.raises(ConfigError, match="must be one with PDR layers"):
+def test_a_model_without_decays_is_refused():
+    with refused(ConfigError):
         layers_of(
             perspectron.build(presets.get("gpt2", vocab_size=40, d_model=16, layers=1, heads=2, hidden=16))
         )
