@@ -259,7 +259,10 @@ def test_a_mistake_is_one_line(command, named, run, dense, text, tmp_path, capsy
     (tmp_path / "artifact/shared.safetensors").touch()
     filled = [part.format(tmp=tmp_path, run=run, dense=dense, text=text) for part in command]
     assert main([*filled, *(FAST if command[0] == "plan" else [])]) == 2
-    in_a_line(capsys.readouterr().err, *(name.format(text=text) if isinstance(name, str) else name for name in named))
+    in_a_line(
+        capsys.readouterr().err,
+        *(name.format(text=text) if isinstance(name, str) else name for name in named),
+    )
 
 
 def test_a_trace_of_another_model_is_refused(run, text, tmp_path, capsys):
