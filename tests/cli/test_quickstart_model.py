@@ -8,6 +8,7 @@ from perspectron.cli.main import main
 gguf = pytest.importorskip("gguf", reason="pip install 'perspectron[gguf]'")
 
 from tests.gguf_models import folder_of, write  # noqa: E402
+from tests.refusals import in_a_line  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[a]"
 
@@ -35,4 +36,5 @@ def test_a_gguf_becomes_a_conversation_that_goes_on(template, tmp_path, capsys, 
 def test_what_is_no_model_is_refused_before_anything_is_written(tmp_path, capsys):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert main(["quickstart", "--model", str(tmp_path / "model.gguf"), "--out", str(tmp_path / "out")]) == 2
-    assert "model.gguf" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    in_a_line(capsys.readouterr().err, tmp_path / "model.gguf")
+    assert not (tmp_path / "out").exists()
