@@ -29,9 +29,7 @@ def messages() -> list[str]:
         raised = {id(node.exc) for node in ast.walk(tree) if isinstance(node, ast.Raise)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
-                found.update(
-                    text for text in _of(node, id(node) in raised, known) if any(map(str.isalpha, text))
-                )
+                found.update(_of(node, id(node) in raised, known))
     return sorted(" ".join(text.split()) for text in found if re.search(r"\w{2}", re.sub(r"{.*?}", "", text)))
 
 
@@ -53,11 +51,10 @@ def _texts(node: ast.expr, known: dict[str, ast.expr]) -> list[str]:
         case ast.Constant(value=str(text)):
             return [text]
         case ast.JoinedStr():
-            parts = [
-                [part.value] if isinstance(part, ast.Constant) else [_filled(part.value)]
-                for part in node.values
-            ]
-            return ["".join(str(part) for (part,) in parts)]
+            parts = (
+                part.value if isinstance(part, ast.Constant) else _filled(part.value) for part in node.values
+            )
+            return ["".join(map(str, parts))]
         case ast.BinOp(op=ast.Add()):
             left, right = _texts(node.left, known), _texts(node.right, known)
             return [
