@@ -79,7 +79,7 @@ def test_equal_bounds_are_one_number(capsys):
     assert " to " not in line
 
 
-def test_the_trillion(capsys):
+def test_a_plan_of_the_trillion_counts_slots_and_bytes_from_disk(capsys):
     command = ["plan", "perspective-1t", "--ram", "24G", "--disk", "3G/s", *FAST]
     found = asked(capsys, *command)
     assert (
@@ -133,7 +133,7 @@ def test_bandwidth_is_measured_where_it_is_not_given(capsys, monkeypatch):
     assert found["rates"]["memory"] > 1e6 and found["rates"]["disk"] is None
 
 
-def test_sizes_and_formats(capsys):
+def test_a_format_of_more_bits_needs_more_memory(capsys):
     sizes = ["--set", *SIZES, "torus=[4,2]"]
     found = [
         asked(capsys, "plan", "perspective-tiny", "--ram", "1G", "--shared", shared, *sizes, *FAST)[
@@ -286,7 +286,7 @@ def test_a_trace_of_another_model_is_refused(run, text, tmp_path, capsys):
         ("24g", 24 * 10**9), ("512m", 512 * 10**6), ("1.5gib", 3 << 29), ("2kb", 2000),
     ],
 )  # fmt: skip
-def test_sizes(text, value):
+def test_a_size_and_a_rate_are_read_with_their_units(text, value):
     assert size(text, "ram") == value
     assert rate(f"{text}/s", "disk") == value
 

@@ -103,7 +103,7 @@ def test_generate_says_first_what_streams(artifact, capsys):
     assert names(capsys.readouterr().err, "experts")
 
 
-def test_generate_bench(artifact, capsys):
+def test_a_benchmark_of_generation_says_tokens_and_bytes(artifact, capsys):
     table = said(capsys, "generate", artifact, "--max-tokens", 4, "--bench")
     for words in (
         "tokens a second",

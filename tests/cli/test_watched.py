@@ -46,7 +46,7 @@ def asked(capsys, *words) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
-def test_calibrate_and_generate(run, capsys):
+def test_a_calibration_is_fitted_and_generation_takes_it(run, capsys):
     file = run / "calibration.json"
     code, out, _ = asked(capsys, "perspective", "views", run / "run", "--out", file, "--tokens", 64, "--json")
     rates = json.loads(out)
@@ -66,7 +66,7 @@ def test_calibrate_and_generate(run, capsys):
     assert asked(capsys, *words)[1] == plain
 
 
-def test_fit_test_and_generate(run, capsys):
+def test_a_safe_set_is_fitted_tested_and_generation_takes_it(run, capsys):
     file, texts = run / "set.safe", ("--allowed", run / "fine.txt", "--blocked", f"keys={run / 'keys.txt'}")
     code, out, _ = asked(capsys, "perspective", "safety", "fit", run / "run", file, *texts, "--json")
     assert code == 0 and json.loads(out)["half_spaces"] > 0

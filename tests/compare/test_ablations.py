@@ -93,7 +93,7 @@ def test_what_has_no_gradient_is_counted_as_idle(name):
 # ---------------------------------------------------------------- what is gone
 
 
-def test_perspective():
+def test_ablations_of_perspective_change_their_part_alone():
     rank = parameters(left("perspective", "low_rank_gate"))
     assert rank["blocks.0.mixer.p_proj.weight"] == (64, GATE_RANK)
     assert rank["blocks.0.mixer.p_down.weight"] == (GATE_RANK, 64)

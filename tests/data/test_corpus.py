@@ -310,12 +310,12 @@ def test_refusals_are_one_line_that_names_the_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("heldout", [0.0, 1.0, -0.1, float("nan")])
-def test_heldout_out_of_bounds(heldout: float) -> None:
+def test_a_held_out_share_out_of_bounds_is_refused(heldout: float) -> None:
     with refused(DataError, "heldout", heldout):
         open_corpus("stdlib", heldout=heldout)
 
 
-def test_unknown_split(tmp_path: Path) -> None:
+def test_an_unknown_split_is_refused_with_those_there_are(tmp_path: Path) -> None:
     corpus = open_corpus(str(folder(tmp_path, 3)))
     with refused(DataError, "test", "train", "heldout"):
         corpus.documents("test")  # type: ignore[arg-type]

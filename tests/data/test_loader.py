@@ -267,7 +267,7 @@ def test_a_spread_part_is_whole_windows_from_end_to_end(shards: Shards) -> None:
 
 
 @pytest.mark.parametrize("field", ["batch_size", "seq_len"])
-def test_numbers_out_of_bounds(shards: Shards, field: str) -> None:
+def test_numbers_out_of_bounds_are_refused_by_name(shards: Shards, field: str) -> None:
     numbers = {"batch_size": 2, "seq_len": 2} | {field: 0}
     with refused(DataError, field, 0):
         Loader(shards.split("train"), seed=0, **numbers)

@@ -115,7 +115,7 @@ def test_gates_of_few_heads_depend_on_no_other_row(tokenizer) -> None:
     assert len(set(said)) == 1
 
 
-def test_the_command(capsys, monkeypatch) -> None:
+def test_the_command_says_which_ways_agree_and_fails_where_one_differs(capsys, monkeypatch) -> None:
     run = "tests/vectors/run"
     for name, few in (("BATCHES", (1, 3)), ("PIECES", (5,))):
         monkeypatch.setattr(verify.ways, "__kwdefaults__", verify.ways.__kwdefaults__ | {name.lower(): few})

@@ -241,7 +241,7 @@ def test_split_anywhere(name, capacity):
 @every_mixer
 @HYPOTHESIS
 @given(st.lists(st.integers(1, 149), max_size=20))
-def test_split_into_many(name, cuts):
+def test_a_text_split_into_many_parts_is_read_as_the_whole(name, cuts):
     module, x = build(name), tokens(1, 150)
     whole, _ = read(module, x, empty(module, 1))
     with torch.no_grad():

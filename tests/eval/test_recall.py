@@ -149,7 +149,7 @@ def test_a_vocabulary_too_small_is_an_error():
         ({"batch_tokens": 0}, ["batch_tokens", 0]),
     ],
 )
-def test_bad_options(changes, named):
+def test_an_option_that_cannot_be_is_refused_by_name(changes, named):
     with refused(ConfigError, *named):
         Options(**changes)
 

@@ -113,7 +113,7 @@ def test_ties_go_to_the_lowest_id_in_every_view():
     assert router.select(distances, "antipode").tolist() == [0]  # between 0, 3, 4 and 7
 
 
-def test_a_switch():
+def test_a_switch_chooses_by_its_logits():
     layer = made((3, 2), router="switch", smooth=0.0)
     router, x = layer.router, tokens(40)
     logit_NE = x @ layer.route_proj.weight.T + layer.route_proj.bias + layer.bias_E

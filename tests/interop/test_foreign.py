@@ -116,7 +116,7 @@ def test_what_cannot_be_read_is_named(bpe, tmp_path):
             ["layers.0.mlp.gate_proj.weight", 48, 64],
         ),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", 0.5, 1.0]),
-        ({"num_hidden_layers": 1}, ["model.layers.1.*"]),
+        ({"num_hidden_layers": 1}, ["model.layers.1.input_layernorm.weight"]),
         ({"num_hidden_layers": 3}, ["model.layers.2.input_layernorm.weight"]),
     ):
         (tmp_path / "config.json").write_text(json.dumps(whole | change))
@@ -213,7 +213,7 @@ def test_weights_are_those_of_one_file_or_of_an_index(bpe, tmp_path, monkeypatch
         {"wte.weight": "x.bin"},
     ):
         index.write_text(json.dumps({"weight_map": places}))
-        with refused(CheckpointError, "weight_map"):
+        with refused(CheckpointError, index):
             foreign.read(tmp_path)
 
 

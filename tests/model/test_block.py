@@ -100,7 +100,7 @@ def fails(named: list[object], call, *args, **kwargs) -> None:
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @NETWORKS
-def test_sequential(ffn, norm):
+def test_a_sequential_block_adds_mixer_and_network_in_turn(ffn, norm):
     made, x = block(BlockConfig(MIXERS[0], ffn), norm), inputs(2, 9)
     h = x + mix(made, made.mixer_norm(x))
     y = h if ffn is None else h + made.ffn(made.ffn_norm(h), mix(made, made.mixer_norm(x)))[0]
@@ -109,7 +109,7 @@ def test_sequential(ffn, norm):
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @NETWORKS
-def test_law5(ffn, norm):
+def test_a_law5_block_normalises_the_sum(ffn, norm):
     """docs/designs/adr.md#residual: the norm stands behind the sum, and the mixer reads what is not normed."""
     made, x = block(BlockConfig(MIXERS[0], ffn, Law5Config()), norm), inputs(2, 9)
     h = made.mixer_norm(x + mix(made, x))
@@ -119,7 +119,7 @@ def test_law5(ffn, norm):
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("ffn", FFNS, ids=str)
-def test_route_gated(ffn, scale):
+def test_a_route_gated_block_weighs_mixer_and_network(ffn, scale):
     """docs/designs/lens.md#route-gate, in the names used there."""
     made = block(BlockConfig(MIXERS[0], ffn, RouteGatedConfig(scale)))
     H = inputs(2, 9)
@@ -143,7 +143,7 @@ def test_route_gated(ffn, scale):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_no_residual():
+def test_a_block_without_a_residual_is_its_mixer_alone():
     made, x = block(BlockConfig(MIXERS[1], None, NoResidualConfig())), inputs(2, 9)
     assert torch.equal(run(made, x)[0], mix(made, x))
     assert {name.split(".")[0] for name, _ in made.named_parameters()} == {"mixer"}, "no norm"
@@ -335,7 +335,7 @@ def test_a_model_without_mixers_in_some_blocks_can_be_trained_compiled(runs, tmp
 
 
 @pytest.mark.parametrize("head", [None, LinearHeadConfig()], ids=str)
-def test_heads(head):
+def test_a_head_gives_the_logits_of_its_weights(head):
     config = ModelConfig("head", V, D, (BlockConfig(MIXERS[1], FFNS[0]),), head=head)
     model = perspectron.build(config).double()
     randomise(model)

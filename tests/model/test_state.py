@@ -69,7 +69,7 @@ def unread(path: Path, model) -> None:
             call()
 
 
-def test_round_trip(model, state, path):
+def test_a_saved_state_comes_back_whole(model, state, path):
     loaded = perspectron.load_state(path, model)
     assert torch.equal(continued(model, loaded), continued(model, state))
     assert perspectron.load_extra(path) == EXTRA

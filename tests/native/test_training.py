@@ -35,7 +35,7 @@ def gradients(function, inputs, dy):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("V", [1, 5, 16, 257, 512])
-def test_the_loss(isa, dtype, V, use_isa):
+def test_the_loss_and_its_gradient_are_those_of_float64(isa, dtype, V, use_isa):
     use_isa(isa)
     dtype, bound = DTYPES[dtype]
     logits, target = draw(9, V, dtype=dtype, scale=5), torch.arange(9) % V
@@ -173,7 +173,7 @@ def test_heads_turned_by_their_positions(isa, dtype, K, use_isa):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("shape", [(2, 3), (5, 13), (130, 48)])
-def test_norms(isa, shape, use_isa):
+def test_norms_and_their_gradients_are_those_of_float64(isa, shape, use_isa):
     use_isa(isa)
     x, weight, dy = draw(*shape), draw(shape[1], seed=1), draw(*shape, seed=2)
     y, r = training.norm(x, weight, 1e-5)
@@ -184,7 +184,7 @@ def test_norms(isa, shape, use_isa):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1,), (3, 7), (40, 33)])
-def test_gated_products(isa, dtype, shape, use_isa):
+def test_gated_products_and_their_gradients_are_those_of_float64(isa, dtype, shape, use_isa):
     use_isa(isa)
     dtype, bound = DTYPES[dtype]
     a, b, dy = (draw(*shape, seed=seed, dtype=dtype, scale=3) for seed in range(3))
@@ -195,7 +195,7 @@ def test_gated_products(isa, dtype, shape, use_isa):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1,), (3, 7), (40, 33)])
-def test_gelu_by_tanh(isa, dtype, shape, use_isa):
+def test_gelu_by_tanh_and_its_gradient_are_those_of_float64(isa, dtype, shape, use_isa):
     use_isa(isa)
     dtype, bound = DTYPES[dtype]
     x, dy = (draw(*shape, seed=seed, dtype=dtype, scale=3) for seed in range(2))
@@ -263,7 +263,7 @@ def test_decays_that_round_to_one_have_gradients(isa, use_isa):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("B", "T", "W", "C"), [(1, 1, 1, 1), (2, 3, 4, 5), (3, 20, 4, 48), (1, 5, 2, 17)])
-def test_convolutions(isa, masked, B, T, W, C, use_isa):
+def test_convolutions_and_their_gradients_are_those_of_float64(isa, masked, B, T, W, C, use_isa):
     use_isa(isa)
     u, weight, bias = draw(B, T + W - 1, C), draw(W, C, seed=1), draw(C, seed=2)
     sees = (draw(B, T, W, seed=3) > 0).float() if masked else None
@@ -307,7 +307,7 @@ def plain_memory(q, k, v, e, b, gate, state):
     ("N", "T", "K", "V", "A"),
     [(1, 1, 1, 1, 1), (2, 9, 5, 7, 5), (3, 17, 4, 33, 1), (1, 8, 16, 48, 16), (2, 5, 3, 150, 3)],
 )
-def test_memories(isa, kind, N, T, K, V, A, use_isa):
+def test_memories_and_their_gradients_are_those_of_float64(isa, kind, N, T, K, V, A, use_isa):
     use_isa(isa)
     inputs = memory_inputs(kind, N, T, K, V, A)
     there = [x for x in inputs if x is not None]

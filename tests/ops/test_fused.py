@@ -110,7 +110,7 @@ def test_gradients_of_one_input_alone(operation):
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_strides_and_shapes():
+def test_any_strides_and_shapes_give_what_pytorch_gives():
     """What is not contiguous, and more dimensions than two."""
     a, b = (torch.randn(5, 3, 4, requires_grad=True) for _ in range(2))
     weight = torch.randn(5, requires_grad=True)

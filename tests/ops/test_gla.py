@@ -96,7 +96,7 @@ def test_gradients_equal_those_of_the_loop(T, G, A, of):
 
 
 @every_kind
-def test_gradcheck(G, A):
+def test_gradients_are_those_of_finite_differences(G, A):
     q, k, v, gate, state = inputs(5, G, A)
     inside = gate * 0.8 + 0.1  # so that finite differences stay valid
     tensors = [x[:1].requires_grad_() for x in (q, k, v, inside, state)]

@@ -56,7 +56,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("values", [V, WIDE])
 @pytest.mark.parametrize(("name", "heads", "gates"), CASES)
-def test_outputs_and_gradients(name, heads, gates, values, calls):
+def test_outputs_and_gradients_are_those_of_float64(name, heads, gates, values, calls):
     tensors, scan = inputs(name, heads, gates, values), SCANS[name]
 
     def of(dtype, backend):

@@ -316,7 +316,7 @@ def test_rounding_is_to_even_and_in_each_token_by_itself(format):
 
 @every_format
 @pytest.mark.parametrize("backend", ["naive", "torch"])
-def test_extreme_tokens(format, backend):
+def test_a_token_that_is_not_finite_spoils_its_row_alone(format, backend):
     """What is not finite gives NaN in its own row only; the smallest numbers give 0 or themselves, never NaN."""
     whole, x = matrix(format, 11, 130), tokens(7, 130)
     clean = linear(x, whole, backend=backend)
@@ -342,7 +342,7 @@ def test_swiglu_is_three_products(format):
     assert (swiglu(x, gate, up, down, backend="torch") - exact).norm() < 1e-3 * exact.norm()
 
 
-def test_silu():
+def test_silu_is_that_of_float64():
     x = torch.cat([torch.linspace(-100, 100, 20001), torch.tensor([0.0, 1e-30, -1e-30, 3e38])])
     exact = torch.nn.functional.silu(x.double())
     assert ((packed._silu(x) - exact).abs() <= 3e-7 * exact.abs() + 2e-36).all()

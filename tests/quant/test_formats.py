@@ -96,7 +96,7 @@ def test_more_bits_are_nearer():
 
 @every_format
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_other_dtypes(format, dtype):
+def test_other_dtypes_are_packed_as_float32_is(format, dtype):
     weight = weights(9, 70).to(dtype)
     assert torch.equal(dequantise(quantise(weight, format)), dequantise(quantise(weight.float(), format)))
 
@@ -118,7 +118,7 @@ DEGENERATE = {
 
 @every_format
 @pytest.mark.parametrize("name", DEGENERATE)
-def test_degenerate_weights(format, name):
+def test_degenerate_weights_are_never_nan_and_never_far_off(format, name):
     """Never NaN, never far off."""
     weight = DEGENERATE[name]
     whole = quantise(weight, format)

@@ -134,7 +134,7 @@ def test_tokens_add_up():
 
 
 @pytest.mark.parametrize("format", ["2bit", "4bit"])
-def test_degenerate_weights(format):
+def test_degenerate_weights_are_never_far_off(format):
     _, x = layer(1, 200)
     for weight in (torch.zeros(6, 200), torch.full((6, 200), 0.3), torch.full((6, 200), 1e-9)):
         off = dequantise(gptq(weight, seen(x), format)) - weight

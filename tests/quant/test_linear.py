@@ -31,7 +31,7 @@ def linear(bias=True, seed=0) -> nn.Linear:
 
 @every_format
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear(format, bias):
+def test_a_packed_layer_is_the_layer_of_its_weights(format, bias):
     whole = linear(bias)
     matrix = quantise(whole.weight, format)
     own = QuantLinear.of(matrix, whole.bias)
@@ -83,7 +83,7 @@ def test_a_cast_leaves_codes_and_scales(format, cast):
 
 
 @pytest.mark.parametrize("format", ["int8", "8bit32"])
-def test_embedding(format):
+def test_a_packed_embedding_is_that_of_its_weights(format):
     table = nn.Embedding(50, 20)
     own = QuantEmbedding.of(quantise(table.weight, format))
     ids = torch.tensor([[3, 49, 3], [0, 1, 2]])

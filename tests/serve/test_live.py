@@ -67,7 +67,7 @@ def idle(tiny) -> None:
     until(lambda: not (tiny.engine.active or tiny.engine.waiting))
 
 
-def test_the_openai_client(url, tiny) -> None:
+def test_the_openai_client_gets_what_a_session_says(url, tiny) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
     assert [model.id for model in client.models.list()] == ["tiny"]
     ask = {"model": "tiny", "prompt": "The cat sat", "seed": 5, "max_tokens": 12}

@@ -337,7 +337,7 @@ def test_a_recording_has_the_same_bits_on_every_instruction_set(full, isa):
     ],
     ids=str,
 )
-def test_kinds_of_experts(tmp_path, tokenizer, changes):
+def test_experts_of_every_kind_stream_as_they_are_in_memory(tmp_path, tokenizer, changes):
     model = built(**changes)
     convert(model, "int8")
     save_artifact(model, tokenizer, tmp_path / "a")
@@ -349,7 +349,7 @@ def test_kinds_of_experts(tmp_path, tokenizer, changes):
 
 @pytest.mark.parametrize("design", ["adr", "lens", "drm", "gpt2", "transformer", "gla", "ssd", "perspective"])
 @pytest.mark.parametrize("linear", ["2bit", "int8"])
-def test_every_design(tmp_path, tokenizer, design, linear):
+def test_an_artifact_of_every_design_generates_as_its_model_does(tmp_path, tokenizer, design, linear):
     name = {"drm": "drm-104k", "perspective": "perspective-tiny-dense"}.get(design, f"{design}-tiny")
     model = perspectron.build(presets.get(name, vocab_size=300))
     convert(model, linear, ids(16, 4))

@@ -90,7 +90,7 @@ def test_parameters_are_those_of_the_census(name):
     assert own == {kind: group.parameters for kind, group in counted.items()}
 
 
-def test_the_trillion_exactly(trillion):
+def test_bytes_of_the_trillion_are_exact(trillion):
     assert [layer.layer for layer in trillion.experts] == [i for i in range(80) if i % 4 != 3]
     assert {(e.experts, e.codes, e.scales, e.shard) for e in trillion.experts} == {
         (128, 27_065_344, 104_448, 6634 * 4096)

@@ -36,7 +36,7 @@ def random_trace(T: int = 40, experts: tuple[int, ...] = (4, 8, 4), right: float
     return Trace("m", tuple(range(len(experts))), experts, chosen_TL, guessed_TL)
 
 
-def test_distances_by_hand():
+def test_stack_distances_are_those_counted_by_hand():
     """a b c a a b d c: since the last a, b and c; none; c and a; then a, b and d."""
     keys_N = np.array([0, 1, 2, 0, 0, 1, 3, 2])
     assert stack_distances(keys_N).tolist() == [COLD, COLD, COLD, 2, 0, 2, COLD, 3]

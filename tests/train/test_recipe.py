@@ -191,7 +191,7 @@ print(json.dumps({"status": status, "stages": sorted(stages), "left": kills}))
 """
 
 
-def test_killed_again_and_again(runs, tmp_path, whole):
+def test_a_run_killed_again_and_again_ends_as_one_that_was_not(runs, tmp_path, whole):
     config = recipe_of(runs)
     (tmp_path / "config.json").write_text(json.dumps(dump(config)))
     root = Path(perspectron.__file__).parents[1]
@@ -340,7 +340,7 @@ def test_shares_and_steps_that_cannot_be_are_refused_by_name(runs, tmp_path):
         RunConfig(recipe_of(runs).model, TrainConfig(init="x"), StagedConfig())
 
 
-def test_the_command(runs, tmp_path, capsys):
+def test_the_command_trains_all_stages_and_goes_on(runs, tmp_path, capsys):
     out, sizes = tmp_path / "run", {"d_model": 32, "hidden": 16, "rank": 4, "window": 8, "vocab_size": 300}
     command = ["train", "--recipe", "staged", "--data", str(runs.data), "--out", str(out), "--steps", "12"]
     command += ["--set", *(f"{key}={value}" for key, value in sizes.items()), "torus=[2,2]"]

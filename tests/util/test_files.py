@@ -57,7 +57,7 @@ def test_json_is_read_from_files_of_some_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**64 - 1, 10**20 - 1, 10**30])
 def test_files_of_others_may_have_whole_numbers_beyond_64_bits(number: int) -> None:
     assert parse_json(str(number), infinite=True) == float(number)
-    with refused(ValueError, number):
+    with refused(ValueError, 64):
         parse_json(str(number))
     for fits in (2**63 - 1, -(2**63)):
         assert type(found := parse_json(str(fits), infinite=True)) is int and found == fits

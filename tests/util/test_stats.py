@@ -47,7 +47,7 @@ def test_one_seed_has_no_test():
     assert interval([1.0]) is None
 
 
-def test_equal_differences():
+def test_equal_differences_have_the_probabilities_0_and_1():
     assert paired([2.0, 3.0], [1.0, 2.0]).p == 0
     same = paired([2.0, 3.0], [2.0, 3.0])
     assert same.p == 1

@@ -286,7 +286,7 @@ def test_no_tokens_leave_the_state():
 
 
 @parallel
-def test_gradcheck(backend):
+def test_gradients_are_those_of_finite_differences(backend):
     tensors = [tensor.requires_grad_() for tensor in inputs(5, B=1, D=2, scale=0.5)]
     reset_BT = torch.tensor([[False, False, False, True, False]])
     assert torch.autograd.gradcheck(

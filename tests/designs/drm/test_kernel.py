@@ -131,7 +131,7 @@ def test_a_token_that_is_not_finite_makes_its_text_nan_from_there_on():
     assert z[1, 3:].isnan().all() and z[1, :3].isfinite().all() and z[[0, 2]].isfinite().all()
 
 
-def test_some_gradients_alone():
+def test_a_gradient_asked_for_alone_is_the_same():
     sizes = (3, 9, 7, 6)
     inputs, _, leaves = case(BASE, *sizes)
     whole = results(BASE, sizes)[1]

@@ -142,7 +142,7 @@ def test_a_row_that_waits_in_padding_with_an_empty_geometry():
 
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize("variant", ["plain", "all at once"])
-def test_at_any_length(variant, T):
+def test_the_fast_path_is_the_loop_at_any_length(variant, T):
     same(variant, T)
 
 
@@ -293,7 +293,7 @@ def test_coupling_is_the_metric_between_directions():
 # ---------------------------------------------------------------- derivatives, precision, cost
 
 
-def test_gradcheck():
+def test_gradients_are_those_of_finite_differences():
     law, w = law_of("all at once")._replace(gate_top_k=0, gate_renorm=False), weights("all at once")
     e, state = inputs(law, 3)
     tensors = [x.requires_grad_() for x in (e, state.z_BS, state.geometry_BF, *w)]

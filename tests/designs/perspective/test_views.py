@@ -67,7 +67,7 @@ def test_disagreement_and_information_of_known_cases():
     ("votes", "token"),
     [((1, 1, 2, 3), 1), ((1, 2, 2, 1), 1), ((1, 2, 2, 3), 2), ((1, 2, 3, 4), None), ((5, 2, 2, 2), 2)],
 )
-def test_the_majority(votes, token):
+def test_the_majority_is_the_token_with_most_votes(votes, token):
     assert majority(votes) == token
 
 

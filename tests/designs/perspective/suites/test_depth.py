@@ -89,7 +89,7 @@ def test_a_probe_finds_what_is_linear():
     assert right < 0.57
 
 
-def test_rank_correlation():
+def test_a_rank_correlation_of_numbers_in_order_is_1():
     assert correlation(np.arange(4), np.array([1, 2, 3, 9.0])) == 1
     assert correlation(np.arange(2), np.arange(2)) == 0
 
@@ -116,7 +116,7 @@ def test_a_model_without_decays_is_refused():
         )
 
 
-def test_the_suite(tmp_path, capsys):
+def test_the_suite_measures_every_layer_of_a_run(tmp_path, capsys):
     texts = tmp_path / "texts"
     texts.mkdir()
     for i in range(30):
