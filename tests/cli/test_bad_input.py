@@ -42,26 +42,11 @@ LINES = [
     ("import empty --out run", ["empty/config.json"]),
     ("import play.txt --out run", ["play.txt/config.json"]),
     ("import nowhere --out run", ["nowhere/config.json"]),
-    (
-        "import llama --out run",
-        ["llama", "model.layers.0.mlp.gate_proj.weight", 48, 64],
-    ),
-    (
-        "import bert --out run",
-        ["bert/config.json", "model_type", "bert", "gpt2", "llama"],
-    ),
-    (
-        "train --out run --data chats.parquet",
-        ["chats.parquet", "'text'", "id", "body"],
-    ),
-    (
-        "train --out run --data table.csv#nosuch",
-        ["table.csv", "'nosuch'", "id", "body"],
-    ),
-    (
-        "tokenize wide.txt --out run",
-        ["wide.txt", "utf-16", 0, "--encoding"],
-    ),
+    ("import llama --out run", ["llama", "model.layers.0.mlp.gate_proj.weight", 48, 64]),
+    ("import bert --out run", ["bert/config.json", "model_type", "bert", "gpt2", "llama"]),
+    ("train --out run --data chats.parquet", ["chats.parquet", "'text'", "id", "body"]),
+    ("train --out run --data table.csv#nosuch", ["table.csv", "'nosuch'", "id", "body"]),
+    ("tokenize wide.txt --out run", ["wide.txt", "utf-16", 0, "--encoding"]),
     ("compare --out run --encoding nosuch", ["encoding", "nosuch"]),
     ("quickstart --out run --steps 0", ["steps", 0]),
     (MIXED.format("0.7", "0.2", "play.txt"), [0.9, "prose", 0.7, "code", 0.2]),

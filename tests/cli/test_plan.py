@@ -91,11 +91,7 @@ def test_a_plan_of_the_trillion_counts_slots_and_bytes_from_disk(capsys):
     assert uniform["miss_rate"] == pytest.approx(1 - 796 / 7680, abs=0.01)
     assert main(command) == 0
     out = capsys.readouterr().out
-    for words in (
-        "27,065,344 bytes of codes, 104,448 of scales",
-        "796 of 7,680 experts",
-        "211,045,721,424",
-    ):
+    for words in ("27,065,344 bytes of codes, 104,448 of scales", "796 of 7,680 experts", "211,045,721,424"):
         assert words in out
     assert "…" not in out and max(len(line) for line in out.splitlines() if line[0] in "│┏┡└") <= 80
 

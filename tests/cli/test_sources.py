@@ -72,15 +72,9 @@ def test_a_text_is_tokenized_once_and_by_any_tokenizer(
     ("arguments", "named"),
     [
         (["--data", "{0}", "--data", "plain.txt"], ["data", "plain.txt", 2]),
-        (
-            ["--data", "code=0.7:a.txt", "--data", "prose=0.2:b.txt"],
-            [0.9, "code", 0.7, "prose", 0.2],
-        ),
+        (["--data", "code=0.7:a.txt", "--data", "prose=0.2:b.txt"], [0.9, "code", 0.7, "prose", 0.2]),
         (["--data", "code=0.7:no.txt", "--data", "prose=0.3:b.txt"], ["code", "no.txt"]),
-        (
-            ["--data", "code=1:{1}", "--tokenizer", "letters"],
-            ["tokenizer", "letters", "bpe"],
-        ),
+        (["--data", "code=1:{1}", "--tokenizer", "letters"], ["tokenizer", "letters", "bpe"]),
     ],
 )
 def test_sources_that_make_no_sense_leave_nothing_behind(

@@ -123,30 +123,15 @@ def test_the_harness_computes_as_eval_does(run, text, capsys):
     [
         (["--suite", "nope"], ["suite", "nope", *SUITES]),
         (["--suite", "position", "--carry"], ["position", "carry", "tokens"]),
-        (
-            ["--suite", "position", "--set", "bins=4"],
-            ["position", "bins", "tokens"],
-        ),
+        (["--suite", "position", "--set", "bins=4"], ["position", "bins", "tokens"]),
         (["--suite", "calibration", "--set", "bins=0"], ["bins", 0]),
-        (
-            ["--suite", "calibration", "--set", "bins=many"],
-            ["calibration.bins", "many"],
-        ),
+        (["--suite", "calibration", "--set", "bins=many"], ["calibration.bins", "many"]),
         (["--suite", "robustness", "--seed", "-1"], ["seed", -1]),
-        (
-            ["--suite", "position", "--seed", "1"],
-            ["seed", 1, "position"],
-        ),
+        (["--suite", "position", "--seed", "1"], ["seed", 1, "position"]),
         (["--suite", "cost", "--seed", "0"], ["seed", 0, "cost"]),
-        (
-            ["--suite", "cost", "--data", "x"],
-            ["data", "x", "cost"],
-        ),
+        (["--suite", "cost", "--data", "x"], ["data", "x", "cost"]),
         (["--suite", "recall", "--seq-len", "8"], ["seq_len", 8]),
-        (
-            ["--suite", "recall", "--device", "cpu"],
-            ["device", "cpu"],
-        ),
+        (["--suite", "recall", "--device", "cpu"], ["device", "cpu"]),
         (["--suite", "recall", "--tokens", "8"], ["recall", "tokens", "profile"]),
         (["--heldout", "0.1"], ["heldout", "--data"]),
     ],

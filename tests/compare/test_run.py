@@ -116,12 +116,7 @@ def test_results_of_several_comparisons_are_one_report(whole, tmp_path, capsys):
     capsys.readouterr()
     for arguments, *named in (
         ([*paths, paths[0], "--out", str(tmp_path / "c")],),
-        (
-            [paths[0], str(tmp_path / "other.json"), "--out", str(tmp_path / "c")],
-            "other.json",
-            "tokens",
-            5,
-        ),
+        ([paths[0], str(tmp_path / "other.json"), "--out", str(tmp_path / "c")], "other.json", "tokens", 5),
         (paths, "--out"),
         ([*paths, "--out", str(whole)], whole),
     ):
@@ -203,12 +198,7 @@ def test_rates_go_on_past_the_end_of_the_grid_and_skip_what_diverged(whole, tmp_
     rates, tried = run.choose_rates(tmp_path, plan, train)
     assert {name: rate.lr for name, rate in rates.items()} == best
     assert [t["lr"] for t in tried["transformer"]] == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
-    assert tried["adr"][2] == {
-        "lr": 4e-3,
-        "warmup": 0.1,
-        "bits_per_byte": None,
-        "why": "step 7: loss is nan",
-    }
+    assert tried["adr"][2] == {"lr": 4e-3, "warmup": 0.1, "bits_per_byte": None, "why": "step 7: loss is nan"}
 
 
 def test_the_chosen_rates_are_kept_and_a_trial_that_failed_stops_the_choice(whole, tmp_path):

@@ -238,10 +238,7 @@ def test_a_source_that_is_too_short_for_a_window_is_named(mixed: Shards) -> None
         ({"sources": {}}, ["sources"]),
         ({"sources": {"digits": "1/2"}}, [0.5]),
         ({"sources": {"digits": 0.7, "words": 0.3}}, ["sources[...]", "float"]),
-        (
-            {"sources": {"digits": "1e99999999", "words": "3/10"}},
-            ["sources.digits", "1e99999999"],
-        ),
+        ({"sources": {"digits": "1e99999999", "words": "3/10"}}, ["sources.digits", "1e99999999"]),
         ({"sources": {"digits": "7/10", "gone": "3/10"}}, ["gone/manifest.json"]),
         ({"sources": {"digits": "7/10", "../up": "3/10"}}, ["../up"]),
         ({"version": 2}, ["version"]),

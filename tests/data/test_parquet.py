@@ -63,12 +63,7 @@ def test_a_page_whose_size_is_not_so_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("values", "kind"),
-    [
-        ([["a"], ["b"]], "list"),
-        ([b"a", b"b"], "binary"),
-        ([1, 2], "int64"),
-        ([{"a": "b"}] * 2, "struct"),
-    ],
+    [([["a"], ["b"]], "list"), ([b"a", b"b"], "binary"), ([1, 2], "int64"), ([{"a": "b"}] * 2, "struct")],
 )
 def test_a_column_of_other_values_is_named(tmp_path: Path, values: list[object], kind: str) -> None:
     pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet")

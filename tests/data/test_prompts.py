@@ -212,10 +212,7 @@ def test_a_user_who_writes_special_tokens_gets_their_letters(pair) -> None:
             (token, f"a{token} b{token}", token + token, token[:3] + token, f" \n{token}")
         ):
             talk, calm = ([{"role": "user", "content": words}] for words in (text, "x"))
-            prompts = [
-                (talk, calm),
-                *([([*calm, ANSWER, *talk], [*calm, ANSWER, *calm])] if at == 1 else []),
-            ]
+            prompts = [(talk, calm), *([([*calm, ANSWER, *talk], [*calm, ANSWER, *calm])] if at == 1 else [])]
             for messages, other in prompts:
                 ids = template.ids(messages, tokenizer)
                 plain = template.ids(other, tokenizer)

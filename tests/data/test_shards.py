@@ -369,18 +369,9 @@ def test_a_manifest_must_say_exactly_what_it_should(copy: Path) -> None:
         ("splits", lambda m: m.pop("splits")),
         ("splits.train", lambda m: m["splits"].update(train={})),
         ("splits.train", lambda m: m["splits"].update(train=[])),
-        (
-            "splits.train[1]",
-            lambda m: m["splits"]["train"][1].update(x=1),
-        ),
-        (
-            "splits.train[1].tokens",
-            lambda m: m["splits"]["train"][1].update(tokens=0),
-        ),
-        (
-            "splits.train[1].documents",
-            lambda m: m["splits"]["train"][1].update(documents=-1),
-        ),
+        ("splits.train[1]", lambda m: m["splits"]["train"][1].update(x=1)),
+        ("splits.train[1].tokens", lambda m: m["splits"]["train"][1].update(tokens=0)),
+        ("splits.train[1].documents", lambda m: m["splits"]["train"][1].update(documents=-1)),
         ("splits.train[0].documents", lambda m: m["splits"]["train"][0].update(documents=0)),
         ("train-00001.bin", lambda m: m["splits"]["train"][1].update(tokens=9)),
         ("train-00001.starts", lambda m: m["splits"]["train"][1].update(documents=99)),

@@ -214,14 +214,8 @@ def test_a_safe_set_that_masks_what_the_grammar_asks_for_ends_the_text_by_name(
         ({"$defs": {"x": {"allOf": [{"not": {}}]}}}, ["schema.$defs.x.allOf[0]", "'not'"]),
         ({"type": "array", "items": {"nullable": True}}, ["schema.items", "nullable"]),
         ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, ["schema.exclusiveMinimum", True]),
-        (
-            {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
-            ["schema.exclusiveMinimum", 0],
-        ),
-        (
-            {"items": {"minimum": -1.5, "exclusiveMaximum": -1.0}},
-            ["schema.items.exclusiveMaximum", -1.0],
-        ),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["schema.exclusiveMinimum", 0]),
+        ({"items": {"minimum": -1.5, "exclusiveMaximum": -1.0}}, ["schema.items.exclusiveMaximum", -1.0]),
         ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, ["schema"]),
         ({"type": "colour"}, ["colour"]),
         ({"type": "string", "format": "colour"}, ["colour"]),

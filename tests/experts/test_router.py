@@ -217,9 +217,7 @@ def test_gradients_reach_the_parameters_through_a_router_made_at_each_call():
 
 @pytest.mark.parametrize("torus", [*TORI, (8, 4, 4)])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"offsets": False}, {"bias_rate": 0.0}, {"router": "switch", "smooth": 0.0}],
-    ids=str,
+    "options", [{}, {"offsets": False}, {"bias_rate": 0.0}, {"router": "switch", "smooth": 0.0}], ids=str
 )
 def test_the_packed_layer_chooses_as_the_layer_does_and_token_by_token_alike(torus, options):
     float_layer = made(torus, dtype=torch.float32, **options)

@@ -65,11 +65,7 @@ def test_generate_continue_from_inputs_embeds(s: Subject) -> None:
     start = embed(s.tokenizer(PROMPTS[0], return_tensors="pt").input_ids)
     options = {"do_sample": False, "eos_token_id": None}
     first = s.model.generate(
-        inputs_embeds=start,
-        max_new_tokens=3,
-        cache=StateCache(),
-        return_dict_in_generate=True,
-        **options,
+        inputs_embeds=start, max_new_tokens=3, cache=StateCache(), return_dict_in_generate=True, **options
     )
     more = torch.cat([start, embed(first.sequences)], 1)
     rest = s.model.generate(inputs_embeds=more, max_new_tokens=N - 3, cache=first.cache, **options)

@@ -106,15 +106,9 @@ def test_what_cannot_be_read_is_named(bpe, tmp_path):
         ({"sliding_window": 8}, ["sliding_window", 8]),
         ({"rope_parameters": {"rope_type": "dynamic"}}, ["rope", "dynamic"]),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, ["low_freq_factor"]),
-        (
-            {"rope_parameters": {"long_factor": [1.0]}},
-            ["rope_parameters.long_factor"],
-        ),
+        ({"rope_parameters": {"long_factor": [1.0]}}, ["rope_parameters.long_factor"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
-        (
-            {"intermediate_size": 64},
-            ["layers.0.mlp.gate_proj.weight", 48, 64],
-        ),
+        ({"intermediate_size": 64}, ["layers.0.mlp.gate_proj.weight", 48, 64]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", 0.5, 1.0]),
         ({"num_hidden_layers": 1}, ["model.layers.1.input_layernorm.weight"]),
         ({"num_hidden_layers": 3}, ["model.layers.2.input_layernorm.weight"]),
@@ -157,10 +151,7 @@ TOKENIZERS = [
     ({"added_tokens": 5}, ["added_tokens", "int"]),
     ({"added_tokens": [1]}, ["added_tokens[0]", "int"]),
     ({"added_tokens": {"id": 3}}, ["added_tokens", "object"]),
-    (
-        {"added_tokens": [{"id": 3, "content": [], "special": True}]},
-        ["added_tokens[0].content"],
-    ),
+    ({"added_tokens": [{"id": 3, "content": [], "special": True}]}, ["added_tokens[0].content"]),
     ({"normalizer": [1]}, ["tokenizer.json"]),
     ({"pre_tokenizer": {"pretokenizers": 5}}, ["tokenizer.json"]),
 ]

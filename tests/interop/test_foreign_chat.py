@@ -209,11 +209,7 @@ def test_ends_that_are_no_tokens_are_refused(hf, bpe):
     (hf / "config.json").write_text(json.dumps(whole))
     for value, error, *named in (
         ({"eos_token": "<|none|>"}, DataError, "eos_token", "<|none|>"),
-        (
-            {"eos_token": 3},
-            DataError,
-            "eos_token",
-        ),
+        ({"eos_token": 3}, DataError, "eos_token"),
         ([], DataError),
     ):
         (hf / "tokenizer_config.json").write_text(json.dumps(value))

@@ -386,15 +386,9 @@ def test_a_route_gate_that_cannot_be_is_refused_by_its_field(named, fields):
     [
         (["positions", -1], {"positions": -1}),
         (["blocks", 0], {"blocks": ()}),
-        (
-            ["mixer", 0, "positions"],
-            {"blocks": (BlockConfig(None, MLP),)},
-        ),
+        (["mixer", 0, "positions"], {"blocks": (BlockConfig(None, MLP),)}),
         (["head", None], {"blocks": (NARROW,)}),
-        (
-            ["blocks[1].mixer.d_token", 8, "d_model", 16],
-            {"blocks": (BlockConfig(ATTENTION, MLP), NARROW)},
-        ),
+        (["blocks[1].mixer.d_token", 8, "d_model", 16], {"blocks": (BlockConfig(ATTENTION, MLP), NARROW)}),
     ],
 )
 def test_a_model_that_cannot_be_is_refused_by_its_field(named, fields):
@@ -581,11 +575,7 @@ def test_gates_do_not_decay():
 
 @pytest.mark.parametrize(
     ("name", "vectors"),
-    [
-        ("mamba3", {"b_bias", "c_bias", "dt_bias", "D"}),
-        ("hgrn2", {"gamma_ND"}),
-        ("rwkv7", {"mix_6D"}),
-    ],
+    [("mamba3", {"b_bias", "c_bias", "dt_bias", "D"}), ("hgrn2", {"gamma_ND"}), ("rwkv7", {"mix_6D"})],
 )
 def test_biases_and_bounds_of_heads_do_not_decay(name, vectors):
     model = perspectron.build(presets.get(name))

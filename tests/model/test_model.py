@@ -153,22 +153,10 @@ def test_embeddings_in_the_place_of_ids_give_the_same_bits():
     ("arguments", "named"),
     [
         ({}, ["ids", "inputs_embeds"]),
-        (
-            {"ids": ids(1, 3), "inputs_embeds": torch.zeros(1, 3, D)},
-            ["ids", "inputs_embeds"],
-        ),
-        (
-            {"inputs_embeds": torch.zeros(1, 3, D + 1)},
-            ["inputs_embeds", 33, 32],
-        ),
-        (
-            {"inputs_embeds": torch.zeros(1, 0, D)},
-            ["inputs_embeds", 0],
-        ),
-        (
-            {"inputs_embeds": torch.zeros(3, D)},
-            ["inputs_embeds", 3],
-        ),
+        ({"ids": ids(1, 3), "inputs_embeds": torch.zeros(1, 3, D)}, ["ids", "inputs_embeds"]),
+        ({"inputs_embeds": torch.zeros(1, 3, D + 1)}, ["inputs_embeds", 33, 32]),
+        ({"inputs_embeds": torch.zeros(1, 0, D)}, ["inputs_embeds", 0]),
+        ({"inputs_embeds": torch.zeros(3, D)}, ["inputs_embeds", 3]),
     ],
 )
 def test_mistaken_inputs_are_named(arguments, named):
@@ -477,10 +465,7 @@ def test_twins_are_equal_in_width_depth_and_within_2_percent_in_size(scale):
 
 @pytest.mark.parametrize("name", ["perspective-tiny", "transformer-tiny"])
 def test_heads_must_divide_the_width(name):
-    with (
-        torch.device("meta"),
-        refused(ConfigError, "heads", 10),
-    ):
+    with torch.device("meta"), refused(ConfigError, "heads", 10):
         LanguageModel(presets.get(name, heads=10))
 
 

@@ -215,10 +215,7 @@ def test_values_lean_by_hand():
     block, x = model.blocks[1], torch.randn(1, 4, 32, dtype=torch.float64)
     own, first = torch.randn(2, 1, 4, 32, dtype=torch.float64)
     share = torch.sigmoid(block.first_values.gate(x))
-    close(
-        block.first_values(own, x, {"values of 32 channels": first}),
-        (1 - share) * own + share * first,
-    )
+    close(block.first_values(own, x, {"values of 32 channels": first}), (1 - share) * own + share * first)
 
 
 def test_mixes_start_spread_over_the_channels_and_do_not_decay():

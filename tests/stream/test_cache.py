@@ -295,10 +295,7 @@ def test_a_wait_for_a_disk_or_a_slot_ends_with_the_expert_named(plain, lab) -> N
         until(lambda: cache.holds(0, 0) and cache.holds(0, 1))
         with cache.get(0, 0) as shard, cache.get(0, 1):
             assert same(shard, lab.layout.shard(experts[0]))
-            with (
-                refused(ShardError, "expert", 2),
-                cache.get(0, 2),
-            ):
+            with refused(ShardError, "expert", 2), cache.get(0, 2):
                 pass
             assert same(shard, lab.layout.shard(experts[0]))
         cache.hint(0, 2)

@@ -559,21 +559,12 @@ def register(folder: Path, name: str) -> None:
     [
         (lambda header: header["quant"].update({"blocks.0.ffn.route_proj": "int8"}), ["route_proj"]),
         (lambda header: header["experts"].update(count=7), ["experts.count", 7]),
-        (
-            lambda header: header["experts"].update(shard_bytes=4096),
-            ["experts.shard_bytes", 4096],
-        ),
-        (
-            lambda header: header["experts"].update(distinct=5),
-            [4, 5],
-        ),
+        (lambda header: header["experts"].update(shard_bytes=4096), ["experts.shard_bytes", 4096]),
+        (lambda header: header["experts"].update(distinct=5), [4, 5]),
         (lambda header: header["experts"].update(distinct=7), ["experts.distinct", 7]),
         (lambda header: header["experts"].update(distinct=0), ["experts.distinct", 0]),
         (lambda header: header["experts"].update(layers=[]), ["experts.layers"]),
-        (
-            lambda header: header["experts"].update(layers=[0, 1]),
-            ["experts.layers"],
-        ),
+        (lambda header: header["experts"].update(layers=[0, 1]), ["experts.layers"]),
         (lambda header: header.update(experts=None), ["experts.layers"]),
         (
             lambda header: header.update(trained={"data": "", "heldout": 0, "seq_len": 2**40}),

@@ -355,12 +355,7 @@ def test_experts_that_cannot_be_written_leave_what_stood_there(tmp_path: Path, l
         ([1, 1], [good], ArtifactError, ["expert", 0, 1]),
         ([], [], ArtifactError, ["experts", 0]),
         ([0] * 65537, [good], ArtifactError, ["experts", 65537]),
-        (
-            [0, 1],
-            [good, wider],
-            ArtifactError,
-            ["expert", 1, "gate", "(85,", "(80,"],
-        ),
+        ([0, 1], [good, wider], ArtifactError, ["expert", 1, "gate", "(85,", "(80,"]),
         ([0, 1], [good, layout.shard(wrong)], DataError, ["expert", 1, "gate"]),
         ([0, 1], [good, layout.shard(endless)], DataError, ["expert", 1, "gate"]),
         (range(5000), [], ArtifactError, [MAX_HEADER]),

@@ -407,10 +407,7 @@ def test_a_read_that_hangs_is_given_up_while_others_go_on(tmp_path, lab):
         thread = threading.Thread(target=others, daemon=True)
         thread.start()
         try:
-            with (
-                refused(ShardError, "expert", 0, 0.5),
-                cache.get(0, 0),
-            ):
+            with refused(ShardError, "expert", 0, 0.5), cache.get(0, 0):
                 pass
         finally:
             ended.set()

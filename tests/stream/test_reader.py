@@ -60,12 +60,7 @@ def flip(fd: int, buffer: memoryview, offset: int) -> int:
     return count
 
 
-FAULTS = [
-    (eio, [4096]),
-    (half, [4096, 4095, 8192]),
-    (nothing, [4096, 0]),
-    (flip, ["down.codes"]),
-]
+FAULTS = [(eio, [4096]), (half, [4096, 4095, 8192]), (nothing, [4096, 0]), (flip, ["down.codes"])]
 
 
 @pytest.mark.parametrize("method", ["direct", "buffered"])
@@ -121,10 +116,7 @@ def test_a_slow_disk_is_an_error_with_what_came_and_when(layer, lab, monkeypatch
         now[0] += 31
         return pread(fd, view, offset)
 
-    with (
-        lab.open(path, read=slow) as file,
-        refused(ShardError, 4096, 8192, 31),
-    ):
+    with lab.open(path, read=slow) as file, refused(ShardError, 4096, 8192, 31):
         file.read_into(0, lab.buffer())
 
 

@@ -119,10 +119,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 def test_a_lock_is_one_processs_and_ends_with_it(tmp_path):
     with held(tmp_path) as process:
-        with (
-            refused(StorageError, tmp_path),
-            locked(tmp_path, checkpoint.RUN_LOCK),
-        ):
+        with refused(StorageError, tmp_path), locked(tmp_path, checkpoint.RUN_LOCK):
             pass
         process.kill()  # not asked to give it back
         process.wait()
@@ -189,12 +186,7 @@ def test_what_a_living_process_writes_is_not_swept(tmp_path):
     other = f".{os.getppid()}-0123456789abcdef.tmp"
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    names = [
-        other,
-        f".{dead.pid}-0123456789abcdef.tmp",
-        ".somebody.else.tmp",
-        ".x.tmp",
-    ]
+    names = [other, f".{dead.pid}-0123456789abcdef.tmp", ".somebody.else.tmp", ".x.tmp"]
     for name in names:
         (tmp_path / name).touch()
     sweep(tmp_path)

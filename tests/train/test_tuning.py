@@ -357,10 +357,7 @@ def test_an_update_of_prompts_alone_changes_nothing_much(run: Path, tmp_path: Pa
         (["--lora", "rank=4", "--init", "{run}", "--only", "*"], ["only", "lora"]),
         (["--init", "{run}", "--template", "nowhere.jinja"], ["nowhere.jinja"]),
         (["--init", "{run}", "--template", "plain"], [".jsonl"]),
-        (
-            ["--init", "{run}", "--tokenizer", "bytes"],
-            ["tokenizer", "bytes"],
-        ),
+        (["--init", "{run}", "--tokenizer", "bytes"], ["tokenizer", "bytes"]),
         (["--init", "{run}", "--lora", "targets=nope"], ["targets", "nope"]),
     ],
 )
@@ -382,11 +379,7 @@ def test_encoded_pairs_go_with_the_template_that_made_them(
     shutil.copy(tuned / "tokenizer.json", encoded)
     train = ["train", "--init", str(run), *QUICK, "--steps", "2", "--out", str(tmp_path / "out"), "--data"]
     for data, template, named in (
-        (
-            encoded,
-            [str(tmp_path / "other.jinja")],
-            [encoded / FILE],
-        ),
+        (encoded, [str(tmp_path / "other.jinja")], [encoded / FILE]),
         (encoded, [], ["template", encoded / FILE]),
         (run / "data", ["plain"], [run / "data"]),
     ):

@@ -169,10 +169,7 @@ def test_what_it_cannot_do_says_what_would_work(op, monkeypatch):
         scan(*(x.double() for x in tensors))
     with refused(BackendError, 129):
         scan(*inputs(op, 2, 129, 3))
-    with (
-        torch.autograd.forward_ad.dual_level(),
-        refused(BackendError, "triton"),
-    ):
+    with torch.autograd.forward_ad.dual_level(), refused(BackendError, "triton"):
         scan(*tensors)
     monkeypatch.setattr(record, "version", lambda: None)
     with refused(BackendError, "perspectron[triton]"):

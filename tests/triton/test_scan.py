@@ -188,10 +188,7 @@ def test_what_is_not_there_is_an_error_not_a_silent_zero(op):
     (gradient,) = torch.autograd.grad(loss, tensors[0], create_graph=True)
     with refused(RuntimeError, "create_graph"):
         torch.autograd.grad(gradient.square().sum() + tensors[0].sum(), tensors[0])
-    with (
-        torch.autograd.forward_ad.dual_level(),
-        refused(BackendError, "triton"),
-    ):
+    with torch.autograd.forward_ad.dual_level(), refused(BackendError, "triton"):
         SCANS[op](*tensors, backend="triton")
 
 

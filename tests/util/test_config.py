@@ -32,10 +32,7 @@ def plain() -> dict:
         "vocab_size": 10,
         "d_model": 16,
         "blocks": [
-            {
-                "mixer": {"kind": "pdr", "rank": 4},
-                "ffn": {"kind": "routed", "hidden": 8, "torus": [2, 3]},
-            }
+            {"mixer": {"kind": "pdr", "rank": 4}, "ffn": {"kind": "routed", "hidden": 8, "torus": [2, 3]}}
         ],
     }
 
@@ -90,11 +87,7 @@ def test_defaults_are_filled_in_and_numbers_become_what_the_field_holds():
 
 MIXER, FFN = ["blocks", 0, "mixer"], ["blocks", 0, "ffn"]
 MISTAKES = [
-    (
-        ["d_modle"],
-        4,
-        ["config", "d_modle"],
-    ),
+    (["d_modle"], 4, ["config", "d_modle"]),
     (["d_model"], 16.0, ["config.d_model", 16.0]),
     (["d_model"], "16", ["config.d_model", "'16'"]),
     (["d_model"], True, ["config.d_model", True]),
@@ -119,11 +112,7 @@ MISTAKES = [
     ([*MIXER, "scale"], math.nan, ["config.blocks[0].mixer.scale", math.nan]),
     ([*MIXER, "out_norm"], 1, ["config.blocks[0].mixer.out_norm", 1]),
     ([*MIXER, "renorm_every"], -1, ["renorm_every", -1]),
-    (
-        [*MIXER, "window"],
-        4,
-        ["config.blocks[0].mixer", "window"],
-    ),
+    ([*MIXER, "window"], 4, ["config.blocks[0].mixer", "window"]),
     (FFN, {"kind": "swiglu", "hidden": 0}, ["hidden", 0]),
     (FFN, {"kind": "moe"}, ["config.blocks[0].ffn.kind", "moe"]),
     (FFN, {"hidden": 4}, ["config.blocks[0].ffn.kind", None]),
@@ -242,11 +231,7 @@ def test_an_unknown_preset_is_named_with_those_there_are():
         ("adr-tiny", {"halflife": ["4", 8.0]}, ["halflife[0]", "'4'"]),
         ("adr-tiny", {"norm": "both"}, ["norm", "both"]),
         ("adr-tiny", {"emit": "both"}, ["emit", "both"]),
-        (
-            "lens-tiny",
-            {"context": False, "context_rank": 4},
-            ["context_rank", 4],
-        ),
+        ("lens-tiny", {"context": False, "context_rank": 4}, ["context_rank", 4]),
         ("lens-tiny", {"route": False, "anneal": 0.1}, ["anneal", 0.1]),
         ("lens-tiny", {"context_rank": 400}, None),
         ("drm-104k", {"rank": -1}, ["rank", -1]),

@@ -261,8 +261,7 @@ def started(config: MixerConfig, seed: int = 0) -> Delta:
 
 
 @pytest.mark.parametrize(
-    ("config", "rates"),
-    [(GDNConfig(128), (0, 16)), (KDAConfig(128), (1, 16)), (GDN2Config(128), (1, 16))],
+    ("config", "rates"), [(GDNConfig(128), (0, 16)), (KDAConfig(128), (1, 16)), (GDN2Config(128), (1, 16))]
 )
 def test_it_starts_as_published(config, rates):
     mixer, again, other = started(config), started(config), started(config, 1)

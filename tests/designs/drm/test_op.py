@@ -317,10 +317,7 @@ def test_other_derivatives_are_errors_not_silent_zeros():
         torch.autograd.grad(gradient.square().sum() + e.sum(), e)
     with pytest.raises(RuntimeError, match="setup_context"):
         torch.func.jvp(loss, (e,), (e,))
-    with (
-        torch.autograd.forward_ad.dual_level(),
-        refused(RuntimeError, "drm.scan"),
-    ):
+    with torch.autograd.forward_ad.dual_level(), refused(RuntimeError, "drm.scan"):
         loss(torch.autograd.forward_ad.make_dual(e.detach(), torch.ones_like(e)))
     _, tangent = torch.func.jvp(
         lambda e: drm.scan(e, state, weights(), BASE, backend="naive")[0].square().sum(),

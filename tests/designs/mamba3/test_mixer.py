@@ -139,10 +139,7 @@ def test_its_gradients_are_those_of_the_published_layer(masked):
             sum((part * normal(*part.shape, seed=i)).sum() for i, part in enumerate(whole)),
             list(wanted.values()),
         )
-        for whole in (
-            (y.masked_fill(pad[:, :, None], 0), *parts(end)),
-            (expected, *parts(expected_end)),
-        )
+        for whole in ((y.masked_fill(pad[:, :, None], 0), *parts(end)), (expected, *parts(expected_end)))
     )
     for name, a, b in zip(wanted, fast, slow, strict=True):
         assert b.abs().max() > 0, name

@@ -107,11 +107,7 @@ def test_a_threshold_that_nothing_reaches_changes_no_token_and_no_bit_of_the_sta
     settings = {"max_tokens": 12, "sampling": sampling}
     plain = generate(perspective, tokenizer, PROMPTS, **settings)
     watched = generate(
-        perspective,
-        tokenizer,
-        PROMPTS,
-        **settings,
-        hooks=looks(perspective, replace(ALWAYS, threshold=1.0)),
+        perspective, tokenizer, PROMPTS, **settings, hooks=looks(perspective, replace(ALWAYS, threshold=1.0))
     )
     assert watched.ids == plain.ids and plain.verdicts == {}
     assert all(map(torch.equal, leaves(plain.conversation), leaves(watched.conversation)))
@@ -146,12 +142,7 @@ def test_persistent_views_read_all_that_was_drawn(perspective, tokenizer):
         for block in perspective.blocks[:3]:
             block.ffn.down_EDF.mul_(20)
     made = generate(
-        perspective,
-        tokenizer,
-        ["the cat"],
-        max_tokens=6,
-        sampling=GREEDY,
-        hooks=looks(perspective, config),
+        perspective, tokenizer, ["the cat"], max_tokens=6, sampling=GREEDY, hooks=looks(perspective, config)
     )
     ids = [0, *tokenizer.encode("the cat")]
     for id, verdict in zip(made.ids[0], made.verdicts["perspectives"][0], strict=True):
@@ -171,12 +162,7 @@ def test_each_verdict_follows_from_a_reading_by_hand(perspective, tokenizer):
         for block in perspective.blocks[:3]:
             block.ffn.down_EDF.mul_(20)
     made = generate(
-        perspective,
-        tokenizer,
-        ["the cat"],
-        max_tokens=10,
-        sampling=GREEDY,
-        hooks=looks(perspective, config),
+        perspective, tokenizer, ["the cat"], max_tokens=10, sampling=GREEDY, hooks=looks(perspective, config)
     )
     ids = [0, *tokenizer.encode("the cat")]
     chosen = 0
@@ -229,11 +215,7 @@ def test_a_probe_asks_where_what_the_head_reads_is_past_its_threshold_and_nowher
     assert made.ids == plain.ids
     assert all(map(torch.equal, leaves(plain.conversation), leaves(made.conversation)))
     off = generate(
-        perspective,
-        tokenizer,
-        PROMPTS,
-        **settings,
-        hooks=looks(perspective, replace(config, probe=())),
+        perspective, tokenizer, PROMPTS, **settings, hooks=looks(perspective, replace(config, probe=()))
     )
     assert off.verdicts == plain.verdicts != made.verdicts
     silent = replace(config, trigger_probe=flat[-1] + 1)
@@ -262,12 +244,7 @@ def test_saved_in_the_middle_it_goes_on_to_the_same_tokens_and_verdicts(perspect
 
 def test_a_stop_string_and_the_end_of_text_end_a_row_in_a_triggered_step(perspective, tokenizer):
     whole = generate(
-        perspective,
-        tokenizer,
-        ["the cat"],
-        max_tokens=12,
-        sampling=WARM,
-        hooks=looks(perspective, ALWAYS),
+        perspective, tokenizer, ["the cat"], max_tokens=12, sampling=WARM, hooks=looks(perspective, ALWAYS)
     )
     stop = whole.texts[0][3:5]
     ended = generate(
@@ -366,12 +343,7 @@ def test_a_row_whose_views_are_not_finite_ends_and_the_others_go_on(perspective,
     for prompt in PROMPTS[:3]:
         rows.add(prompt, max_tokens=4, sampling=GREEDY)
     expected = generate(
-        perspective,
-        tokenizer,
-        PROMPTS[:3],
-        max_tokens=4,
-        sampling=GREEDY,
-        hooks=looks(perspective, ALWAYS),
+        perspective, tokenizer, PROMPTS[:3], max_tokens=4, sampling=GREEDY, hooks=looks(perspective, ALWAYS)
     )
     judge = Perspectives.judge
 

@@ -399,10 +399,7 @@ def test_huge_values_in_padding_do_no_harm_in_float32():
         ({"head_dim": 4, "state": 0}, ["state", 0]),
         ({"head_dim": 4, "state": 4, "expand": 0}, ["expand", 0]),
         ({"head_dim": 4, "state": 4, "conv": 0}, ["conv", 0]),
-        (
-            {"head_dim": 4, "state": 4, "groups": 4},
-            ["groups", 4],
-        ),
+        ({"head_dim": 4, "state": 4, "groups": 4}, ["groups", 4]),
         ({"head_dim": 4, "state": 4, "dt_min": 1.0, "dt_max": 0.5}, ["dt_max"]),
         ({"head_dim": 4, "state": 4, "norm": "x"}, ["norm", "x"]),
         ({"head_dim": 5, "state": 4}, ["head_dim", 5]),
