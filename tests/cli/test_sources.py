@@ -8,7 +8,7 @@ import pytest
 from perspectron.cli.main import _one_source, main
 from perspectron.data import Tokenizer, open_shards
 from perspectron.train import checkpoint
-from tests.refusals import in_a_line
+from tests.refusals import in_a_line, names
 
 TINY = ["--preset", "transformer-tiny", "--set", "layers=1", "d_model=16", "heads=2", "--steps", "2"]
 TINY += ["--seq-len", "16", "--batch-size", "2", "--eval-tokens", "64", "--dtype", "float32"]
@@ -36,7 +36,7 @@ def test_training_on_several_sources_goes_on_with_them(
     run = tmp_path / "run"
     data = [word for text in texts for word in ("--data", text)]
     assert main(["train", *data, *TINY, "--tokenizer", "characters", "--out", str(run)]) == 0
-    assert "MB to train on" in capsys.readouterr().err
+    assert names(capsys.readouterr().err, "MB")
     config = checkpoint.load_config(run)
     assert config.train.data == " ".join(texts) and config.train.tokenizer == "characters"
     assert [source.name for source in open_shards(run / "data").split("train").sources] == ["code", "prose"]

@@ -96,7 +96,7 @@ def test_recall_needs_no_text(moved, monkeypatch, capsys):
         (setting,) = answer["tasks"]["mqar"]["settings"]
         assert (answer["design"], len(setting["accuracy"]), setting["steps"]) == ("perspective", 1, [2])
     assert main(["eval", str(moved), "--suite", "recall", "--set", *sizes]) == 0
-    assert "mqar (" in capsys.readouterr().out
+    assert names(capsys.readouterr().out, "mqar")
 
 
 def test_the_harness_computes_as_eval_does(run, text, capsys):
