@@ -91,7 +91,7 @@ E = "embedding.codes"
 ENTRY = b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
 HEADERS: list[tuple[Callable[[dict[str, Any]], object] | bytes, list[object]]] = [
     (lambda h: h[E].update(data_offsets=[0, 0]), [E, 0]),
-    (lambda h: h[E].update(data_offsets=h["embedding.scales"]["data_offsets"]), [E]),
+    (lambda h: h[E].update(data_offsets=h["embedding.scales"]["data_offsets"]), ["blocks.0.ffn.bias_E"]),
     (lambda h: h[E].update(data_offsets=[h[E]["data_offsets"][0], 2**47]), [E, 2**47]),
     (lambda h: h[E].update(data_offsets=[-1, 5]), ["data_offsets"]),
     (lambda h: h[E].update(data_offsets=[5]), ["data_offsets"]),
@@ -111,7 +111,7 @@ HEADERS: list[tuple[Callable[[dict[str, Any]], object] | bytes, list[object]]] =
     (lambda h: h[E].update(dtype=["U8"]), ["dtype"]),
     (lambda h: h[E].update(more=1), ["more"]),
     (lambda h: h.update({E: 3}), []),
-    (lambda h: h.update(extra={"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}), ["extra"]),
+    (lambda h: h.update(extra={"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}), ["blocks.0.ffn.route_proj.weight", 1]),
     (lambda h: h.update({"x\n" * 100: h.pop(E)}), []),
     (lambda h: h.update({"x" * 2000: h.pop(E)}), []),
     (lambda h: h.update(other=h.pop(E)), [E]),
@@ -192,7 +192,7 @@ def norm(state: dict[str, torch.Tensor]) -> None:
 SPOILT = [
     (lambda state: state[E][7].fill_(0), ["embedding", 64, "int8"]),
     (lambda state: state["embedding.scales"][7].fill_(torch.inf), ["embedding"]),
-    (norm, ["norm.weight"]),
+    (norm, ["blocks.0.mixer_norm.weight"]),
 ]
 
 
