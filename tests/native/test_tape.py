@@ -300,9 +300,9 @@ def test_python_is_called_between_two_parts():
 
 def test_an_index_that_is_not_there_is_an_error():
     tape, _ = record(lambda i: F.embedding(i, torch.ones(5, 3)), [torch.tensor([1, 2])])
-    with pytest.raises(RuntimeError, match="an index that is not there"):
+    with refused(RuntimeError, "instruction"):
         run(tape, [torch.tensor([1, 5])])
-    with pytest.raises(RuntimeError, match="an index that is not there"):
+    with refused(RuntimeError, "instruction"):
         run(tape, [torch.tensor([-1, 0])])
 
 

@@ -119,7 +119,7 @@ def test_init_gives_the_weights_of_the_best_checkpoint(runs, tmp_path, teacher):
 
 
 def test_init_from_another_model_or_tokenizer_is_refused(runs, tmp_path, teacher):
-    with refused(CheckpointError):
+    with refused(CheckpointError, teacher):
         runs.trainer(tmp_path / "a", init=str(teacher))
     other = Tokenizer.train(["quite another text, "] * 9, 280)
     copied = shutil.copytree(teacher, tmp_path / "copied")
