@@ -119,7 +119,7 @@ def test_a_benchmark_of_generation_says_tokens_and_bytes(artifact, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "named"),
     [
         (["--max-tokens", "0"], ["max_tokens", 0]),
         (["--device", "cuda"], ["device", "cuda"]),

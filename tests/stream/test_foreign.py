@@ -88,6 +88,7 @@ def reheaded(folder: Path, change: Callable[[dict[str, Any]], object] | bytes) -
 
 
 E = "embedding.codes"
+ONE = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
 ENTRY = b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
 HEADERS: list[tuple[Callable[[dict[str, Any]], object] | bytes, list[object]]] = [
     (lambda h: h[E].update(data_offsets=[0, 0]), [E, 0]),
@@ -111,7 +112,7 @@ HEADERS: list[tuple[Callable[[dict[str, Any]], object] | bytes, list[object]]] =
     (lambda h: h[E].update(dtype=["U8"]), ["dtype"]),
     (lambda h: h[E].update(more=1), ["more"]),
     (lambda h: h.update({E: 3}), []),
-    (lambda h: h.update(extra={"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}), ["blocks.0.ffn.route_proj.weight"]),
+    (lambda h: h.update(extra=ONE), ["blocks.0.ffn.route_proj.weight"]),
     (lambda h: h.update({"x\n" * 100: h.pop(E)}), []),
     (lambda h: h.update({"x" * 2000: h.pop(E)}), []),
     (lambda h: h.update(other=h.pop(E)), [E]),
