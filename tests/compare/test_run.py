@@ -88,7 +88,7 @@ def test_the_page_is_made_of_the_results_alone(whole, tmp_path, capsys):
     for arguments, *named in (
         (["--report", str(lost)], lost, "nobody"),
         (["--report", str(tmp_path / "none.json")], "none.json"),
-        (["--report", str(other)]),
+        (["--report", str(other)],),
         (["--report", str(alone), "--tokens", "1M"], "report"),
     ):
         assert main(["compare", *arguments]) == 2
