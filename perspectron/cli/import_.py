@@ -61,7 +61,8 @@ def _caching(config: "ModelConfig", cache: str) -> "ModelConfig":
     """The config, whose attention keeps its keys and values so."""
 
     def kept(block: "BlockConfig") -> "BlockConfig":
-        mixer: Any = block.mixer
-        return replace(block, mixer=replace(mixer, cache=cache)) if hasattr(mixer, "cache") else block
+        mixers: dict[str, Any] = {"mixer": block.mixer, "beside": block.beside}
+        changed = {name: replace(m, cache=cache) for name, m in mixers.items() if hasattr(m, "cache")}
+        return replace(block, **changed)
 
     return replace(config, blocks=tuple(map(kept, config.blocks)))

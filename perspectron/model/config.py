@@ -74,13 +74,20 @@ class NoResidualConfig(ResidualConfig):
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """One layer: a mixer, then a feed-forward network; either may be missing."""
+    """One layer: a mixer, then a feed-forward network; either may be missing. beside: a second mixer, which reads what
+    the first reads; what both give is added."""
 
     mixer: MixerConfig | None
     ffn: FFNConfig | None
     residual: ResidualConfig = SequentialConfig()
+    beside: MixerConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.beside is not None:
+            require(self.mixer is not None, "mixer", None, "given where beside is")
+            sequential = isinstance(self.residual, SequentialConfig)
+            require(sequential, "beside", self.beside.kind, f"null with residual {self.residual.kind}")
+            require(self.beside.d_token is None, "beside.d_token", self.beside.d_token, "null")
         match self.residual:
             case NoResidualConfig():
                 require(self.mixer is not None, "mixer", None, "given with residual none")
@@ -93,6 +100,11 @@ class BlockConfig:
                 require(
                     self.mixer is not None or self.ffn is not None, "ffn", None, "given where mixer is not"
                 )
+
+    @property
+    def mixers(self) -> tuple[MixerConfig, ...]:
+        """Those of the layer: none, one or two."""
+        return tuple(mixer for mixer in (self.mixer, self.beside) if mixer is not None)
 
 
 @dataclass(frozen=True)
@@ -144,6 +156,8 @@ class ModelConfig:
             first = index == 0 and isinstance(block.residual, NoResidualConfig)
             require(width in (None, self.d_model) or first, f"blocks[{index}].mixer.d_token", width,
                     f"d_model = {self.d_model}, but in a first block with residual none")  # fmt: skip
+            alone = block.beside is None or not (self.shift or self.first_values)
+            require(alone, f"blocks[{index}].beside", "given", "null with shift or first_values")
         require(self.head is not None or self.d_token == self.d_model, "head", None,
                 f"given, because tokens are {self.d_token} wide and the model {self.d_model}")  # fmt: skip
 

@@ -63,6 +63,17 @@ def test_a_completion_is_what_generate_says(client, tiny) -> None:
     assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": read}
 
 
+def test_a_prompt_is_read_from_its_first_token_without_its_cache(client, tiny) -> None:
+    """Nothing that was read before is used, of the store or of a slot, and nothing is stored."""
+    answers = [complete(client, cache_prompt=False, id_slot=1, logprobs=3) for _ in range(2)]
+    assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers] == [0, 0]
+    first = complete(client, logprobs=3)
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    cached = complete(client, logprobs=3)
+    assert cached["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert all(answer["choices"] == cached["choices"] for answer in (*answers, first))
+
+
 def test_perspectives_say_what_they_say_of_each_token(tmp_path, tokenizer) -> None:
     """As `generate` has them, whole and streamed, in both routes; without them, no such field."""
     looks = PerspectivesConfig(trigger_p=0, trigger_entropy=99, every=2, threshold=0.02)

@@ -19,6 +19,7 @@ from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.foreign import (
     bamba,
     decoder,
+    falcon_h1,
     gemma3,
     gguf,
     gpt2,
@@ -27,13 +28,16 @@ from perspectron.interop.foreign import (
     llama,
     mamba2,
     mistral,
+    nemotron_h,
     olmo2,
+    olmo_hybrid,
     olmoe,
     own,
     qwen2,
     qwen3,
     qwen3_5,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from perspectron.interop.foreign.source import HARMLESS, Source
@@ -75,6 +79,10 @@ KINDS: dict[str, Kind] = {
     "qwen3_5_text": Kind(qwen3_5.config, qwen3_5.weights, qwen3_5.HARMLESS),
     "qwen3_5": Kind(qwen3_5.config_within, qwen3_5.weights, qwen3_5.HARMLESS),
     "bamba": Kind(bamba.config, bamba.weights, bamba.HARMLESS),
+    "falcon_h1": Kind(falcon_h1.config, falcon_h1.weights, falcon_h1.HARMLESS),
+    "olmo_hybrid": Kind(olmo_hybrid.config, olmo_hybrid.weights, olmo_hybrid.HARMLESS),
+    "nemotron_h": Kind(nemotron_h.config, nemotron_h.weights, nemotron_h.HARMLESS),
+    "qwen3_next": Kind(qwen3_next.config, qwen3_next.weights, qwen3_next.HARMLESS),
 }
 """The kinds of models that can be read, by the `model_type` of config.json."""
 
