@@ -1,7 +1,7 @@
 """The places of a text at which its states may be kept, and their keys."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 def link(key: bytes, ids: Sequence[int]) -> bytes:
@@ -31,6 +31,18 @@ class Path:
         """The key after `at` tokens."""
         cell, length = self.place(at)
         return cell if length == 0 else link(cell, self.ids[at - length : at])
+
+    def places(self, most: int, least: int, *lengths: Mapping[bytes, Iterable[int]]) -> Iterator[int]:
+        """Places of the text that it may go on from, more than `least` and at most `most` tokens, the longest first,
+        of those after so many tokens of a cell as tables tell."""
+        most = min(most, len(self.ids))
+        for number in range(most // self.chunk, least // self.chunk - 1, -1):
+            cell = self.cells[number]
+            known = {length for table in lengths for length in table.get(cell, ())}
+            for length in sorted(known, reverse=True):
+                at = number * self.chunk + length
+                if least < at <= most and self.serves(at):
+                    yield at
 
     def serves(self, at: int) -> bool:
         """True if this text may go on from a state that was kept here: it is cut here anyway, or may be."""

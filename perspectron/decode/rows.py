@@ -95,6 +95,7 @@ class Rows:
         min_tokens: int = 0,
         stop_ids: Sequence[int] = (),
         whole: bool = False,
+        shares: bool = True,
         lead: int = 0,
         drawn: bool | None = None,
     ) -> int:
@@ -107,10 +108,11 @@ class Rows:
         logprobs: pieces carry those of the tokens drawn, and of so many of the most likely ones. hooks: of this row.
         stop_ids: tokens that end the text as those of the tokenizer do ("end"); their bytes are none of it.
         min_tokens: before so many are drawn none of these is, and no stop string counts that they complete.
+        shares: the prompt begins at what the store has, and is stored; else it is read from its first token.
         ConfigError: ids outside the vocabulary, a number out of bounds, settings that do not go together, more tokens
         than a table of learned positions has left. StateError: a conversation of another model, or of several rows.
         What a hook raises as it begins.
-        lead: tokens before this, since one at which a call of `chunk` began. drawn: the first that is pending was drawn;
+        lead: tokens before this, since one at which a call of `chunk` began. drawn: the first pending one was drawn;
         None where the conversation has drawn any.
         """
         V = self.tokenizer.vocab_size
@@ -159,7 +161,7 @@ class Rows:
         )  # fmt: skip
         begun = [ask(hook, hook.begin, row) for hook in (*self._shared, *hooks_of(hooks))]
         self._rows[handle], self._hooks[handle] = row, begun
-        shares = all(hook.shares_prefixes for hook in begun)
+        shares = shares and all(hook.shares_prefixes for hook in begun)
         row.lead = lead
         row.from_drawn = bool(own.pending[0]) and (own.drawn[0] > 0 if drawn is None else drawn)
         if self.store is not None and conversation is None and shares:

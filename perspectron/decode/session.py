@@ -257,7 +257,9 @@ class Session:
         require(self.whole or calls >= first, "token", token, least)
         (known, marked), store = self._marks.nearest(calls), self._rows.store
         earlier = self._cut(T, known, marked)
-        ends = {sum(self._calls[: made + 1]): made + 1 for made in range(known, calls) if not self._runs[made]}
+        ends = {
+            sum(self._calls[: made + 1]): made + 1 for made in range(known, calls) if not self._runs[made]
+        }
         if store is not None and self.whole and ends:
             path = store.path(self._ids[: max(ends)], reset=self._rows.tokenizer.specials.reset)
             found = store.first(path, sorted(ends, reverse=True))
@@ -434,7 +436,9 @@ class Session:
         start = self._read if start is None else start
         end, first, model = start + count, self._runs[-1] if self._runs else 0, self._rows.model
         drawn, cut = count == 1 and self._was_drawn(start), (end - first) % self.chunk > 0
-        begun = (start - first) % self.chunk > 0 and self._rows.tokenizer.specials.reset in self._ids[start:end]
+        begun = (start - first) % self.chunk > 0 and self._rows.tokenizer.specials.reset in self._ids[
+            start:end
+        ]
         exact = whole(model) > 0 and BLOCK % self.chunk == 0
         self._calls.append(count)
         self._runs.append(end if drawn or begun or (cut and not exact) else first)

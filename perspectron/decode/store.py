@@ -24,7 +24,7 @@ from perspectron import native
 from perspectron.decode.anywhere import measured
 from perspectron.decode.disk import Counters, Disk, Prefix, saved
 from perspectron.decode.known import Known
-from perspectron.decode.places import Path, link
+from perspectron.decode.places import Path
 from perspectron.decode.reading import CHUNK
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
@@ -198,14 +198,8 @@ class PrefixStore:
 
     def _places(self, path: Path, most: int, least: int, disk: bool) -> Iterator[int]:
         """Places at which there may be a state, the longest first."""
-        most = min(most, len(path.ids))
         there = self._disk.lengths(path) if disk and self._disk is not None else {}
-        for number in range(most // self.chunk, least // self.chunk - 1, -1):
-            cell = path.cells[number]
-            for length in sorted({*self._lengths.get(cell, ()), *there.get(cell, ())}, reverse=True):
-                at = number * self.chunk + length
-                if least < at <= most and path.serves(at):
-                    yield at
+        return path.places(most, least, self._lengths, there)
 
     def _remember(self, path: Path, key: bytes, prefix: Prefix) -> None:
         """Put a copy into memory, unless what would have to go is worth more."""

@@ -46,6 +46,9 @@ class Cache(Ragged):
         """The slots that may be filled."""
         return self.k_BHSK[:, :, : self.used], self.v_BHSV[:, :, : self.used]
 
+    def spanned(self) -> int:
+        return self.used
+
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys [B,H,stop − start,K] and values of these slots, all of them used."""
         return self.k_BHSK[:, :, start:stop], self.v_BHSV[:, :, start:stop]

@@ -1,6 +1,7 @@
 """Prompts that are cut anywhere: the same bits, and what texts share is read once."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_a_design_keeps_its_promise(design: str) -> None:
 def read(model: LanguageModel, ids: list[int], cuts: list[int]) -> torch.Tensor:
     """What the head reads after each token."""
     state, found = model.init_state(1), []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         hidden, state = read_all(model, [ids[start:stop]], state, fresh=[start == 0], reset=None)
         found.append(hidden)
     return torch.cat(found, 1)
@@ -114,9 +115,8 @@ def test_the_third_text_reads_nothing_of_what_it_shares(shared: int, own: int, g
     store, begin = PrefixStore(gla), prompt_of(shared, 1)
     spared = []
     for number in range(4):
-        ids = begin + [1 + number, *prompt_of(own, 2 + number)[1:]]
-        (_, _, count), = said(Rows(gla, tokenizer, store=store), [ids])
-        spared.append(count)
+        ids = [*begin, 1 + number, *prompt_of(own, 2 + number)[1:]]
+        spared.append(said(Rows(gla, tokenizer, store=store), [ids])[0][2])
     assert spared == [0, shared // CHUNK * CHUNK, shared, shared]
     assert store.counters.tokens_saved == sum(spared)
 

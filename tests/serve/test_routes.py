@@ -24,6 +24,7 @@ from perspectron.serve.states import States
 from perspectron.serve.web.app import create
 from perspectron.serve.web.likely import shown
 from perspectron.util.tensors import read_header
+from tests.refusals import names
 from tests.serve.conftest import TEMPLATE, served
 
 PROMPT = {"prompt": "The cat sat", "seed": 5, "max_tokens": 12}
@@ -60,6 +61,17 @@ def test_a_completion_is_what_generate_says(client, tiny) -> None:
     again = complete(client, prompt=tiny.tokenizer.encode("The cat sat"))
     assert again["choices"] == answer["choices"]
     assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": read}
+
+
+def test_a_prompt_is_read_from_its_first_token_without_its_cache(client, tiny) -> None:
+    """Nothing that was read before is used, of the store or of a slot, and nothing is stored."""
+    answers = [complete(client, cache_prompt=False, id_slot=1, logprobs=3) for _ in range(2)]
+    assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers] == [0, 0]
+    first = complete(client, logprobs=3)
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    cached = complete(client, logprobs=3)
+    assert cached["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert all(answer["choices"] == cached["choices"] for answer in (*answers, first))
 
 
 def test_perspectives_say_what_they_say_of_each_token(tmp_path, tokenizer) -> None:
@@ -326,7 +338,7 @@ def test_paths_that_are_not_there_are_404_for_every_method_and_others_name_their
         for path in ("/v1/embeddings", "/v1/chat", "/nothing.js"):
             answer = client.request(method, path, json={} if method != "GET" else None)
             said = answer.json()["error"]["message"]
-            assert answer.status_code == 404 and f"{method} {path!r}: no such route" in said
+            assert answer.status_code == 404 and names(said, method, path)
     for method, path, allowed in (
         ("GET", "/v1/completions", "POST"), ("POST", "/health", "GET"), ("POST", "/", "GET, HEAD"),
         ("PATCH", "/page.js", "GET, HEAD"), ("POST", "/v1/states/x", "DELETE, GET, PUT"),
@@ -378,7 +390,7 @@ def test_a_full_disk_is_said_and_the_server_goes_on(client, monkeypatch) -> None
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("perspectron.model.state.save_tensors", full)
+        patch.setattr("perspectron.model.appended.write", full)
         answer = client.post("/v1/states", json={"id": "a", "prompt": "The cat"})
         assert answer.status_code == 507 and "No space left" in answer.json()["error"]["message"]
     complete(client)
@@ -396,7 +408,7 @@ def test_no_answer_shows_where_files_are(client, tiny, monkeypatch) -> None:
         client.put("/v1/states/theirs", content=b"junk"),
     ]
     with monkeypatch.context() as patch:
-        patch.setattr("perspectron.model.state.save_tensors", full)
+        patch.setattr("perspectron.model.appended.write", full)
         answers.append(client.post("/v1/states", json={"id": "a", "prompt": "The cat"}))
     assert [answer.status_code for answer in answers] == [400, 400, 400, 507]
     for answer, name in zip(answers, ("mine.state", "mine.state", "theirs", "a.state"), strict=True):
@@ -443,7 +455,7 @@ def test_what_was_drawn_is_answered_also_where_its_state_cannot_be_saved(
         raise OSError(28, "No space left on device")
 
     if wrong == "disk":
-        monkeypatch.setattr("perspectron.model.state.save_tensors", full)
+        monkeypatch.setattr("perspectron.model.appended.write", full)
     else:
         monkeypatch.setattr("perspectron.util.tensors.MAX_JSON", 300)
         monkeypatch.setattr("perspectron.util.tensors.read_header", functools.partial(read_header, most=300))
@@ -459,6 +471,7 @@ def test_what_was_drawn_is_answered_also_where_its_state_cannot_be_saved(
     assert (
         answer.status_code == (507 if wrong == "disk" else 400) and words in answer.json()["error"]["message"]
     )
+    monkeypatch.undo()
     assert [state["id"] for state in client.get("/v1/states").json()["data"]] == ["b"]
 
 

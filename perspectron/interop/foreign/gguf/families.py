@@ -38,6 +38,21 @@ _DELTA = {
     "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
 }  # fmt: skip
 
+_RANKS = {
+    "decay_low_rank_dim": "decay", "a_low_rank_dim": "iclr", "v_low_rank_dim": "value_residual_mix",
+    "gate_low_rank_dim": "gate",
+}  # fmt: skip
+_RWKV7 = {
+    "attn_norm": "attn_norm", "attn_norm_2": "ffn_norm", "time_mix_ln": "attn.g_norm",
+    "time_mix_lerp_fused.weight": "attn.x_x", "time_mix_receptance": "attn.r_proj", "time_mix_key": "attn.k_proj",
+    "time_mix_value": "attn.v_proj", "time_mix_output": "attn.o_proj", "channel_mix_lerp_k.weight": "ffn.x_k",
+    "channel_mix_key": "ffn.key", "channel_mix_value": "ffn.value",
+    **{f"time_mix_{name}.weight": f"attn.{name}" for name in ("k_k", "k_a", "r_k")},
+    **{f"time_mix_{name}0.weight": f"attn.{name}_lora.lora.2.bias" for name in "wav"},
+    **{f"time_mix_{name}1": f"attn.{name}_lora.lora.0" for name in "wavg"},
+    **{f"time_mix_{name}2": f"attn.{name}_lora.lora.2" for name in "wavg"},
+}  # fmt: skip
+
 
 class Fields:
     """The metadata of a container's architecture. What was asked for is remembered, so that the rest can be named."""
@@ -98,13 +113,17 @@ class Family(NamedTuple):
     names: dict[str, str]
     fixes: Callable[[Values], dict[str, Fix]] = lambda values: {}
     outer: dict[str, str] = _OUTER
+    experts: bool = False
+    """Whether there can be experts."""
+    attends: bool = True
+    """False of a family without attention, whose values are `unattended`, not `shared`."""
 
 
 # ---------------------------------------------------------------- configs
 
 
-def shared(fields: Fields) -> Values:
-    """The values that all families have."""
+def shared(fields: Fields, *, experts: bool = False) -> Values:
+    """The values that all families have. experts: whether there can be some."""
     layers = fields.number("block_count")
     if fields.get("nextn_predict_layers"):
         layers -= fields.number("nextn_predict_layers")
@@ -118,8 +137,8 @@ def shared(fields: Fields) -> Values:
     rope = {"rope_theta": fields.real("rope.freq_base", 1e4), **_rope_scaling(fields)}
     if (turned := fields.number("rope.dimension_count", K)) != K:
         rope["partial_rotary_factor"] = turned / K
-    if experts := fields.get("expert_count", 0):
-        raise fields.error("expert_count", experts, "0")
+    if not experts and (count := fields.get("expert_count", 0)):
+        raise fields.error("expert_count", count, "0")
     fields.get("expert_used_count")
     return {
         "hidden_size": D, "num_hidden_layers": layers, "num_attention_heads": H, "head_dim": K,
@@ -130,6 +149,17 @@ def shared(fields: Fields) -> Values:
         "vocab_size": fields.container.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in fields.container.tensors,
         "rope_parameters": rope,
+    }  # fmt: skip
+
+
+def unattended(fields: Fields) -> Values:
+    """The values that families without attention have."""
+    for name in ("attention.head_count", "context_length", "vocab_size"):
+        fields.get(name)
+    return {
+        "hidden_size": fields.number("embedding_length"), "num_hidden_layers": fields.number("block_count"),
+        "vocab_size": fields.container.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in fields.container.tensors,
     }  # fmt: skip
 
 
@@ -244,15 +274,49 @@ def _qwen35(fields: Fields, values: Values) -> Values:
     }  # fmt: skip
 
 
+def _experts(fields: Fields, *, normed: bool) -> Values:
+    """The numbers of experts; normed: whether llama.cpp divides their weights by their sum."""
+    fields.get("expert_count")
+    for name, only in (
+        ("expert_gating_func", 1), ("expert_weights_scale", 1.0), ("expert_group_count", 1),
+        ("expert_group_used_count", 1), ("expert_shared_count", 1), ("leading_dense_block_count", 0),
+    ):  # fmt: skip
+        if (value := fields.get(name) or only) != only:
+            raise fields.error(name, value, f"{only}")
+    if fields.get("expert_weights_norm", normed) != normed:
+        raise fields.error("expert_weights_norm", not normed, f"{normed}")
+    return {"num_experts_per_tok": fields.number("expert_used_count"), "norm_topk_prob": normed}
+
+
+def _olmoe(fields: Fields, values: Values) -> Values:
+    clip = fields.get("attention.clamp_kqv") or None
+    fields.get("expert_feed_forward_length")
+    return _experts(fields, normed=False) | {"num_experts": fields.number("expert_count"), "clip_qkv": clip}
+
+
+def _qwen3moe(fields: Fields, values: Values) -> Values:
+    """In llama.cpp all layers have experts."""
+    hidden = fields.number("expert_feed_forward_length")
+    return _experts(fields, normed=True) | {
+        "num_experts": fields.number("expert_count"), "moe_intermediate_size": hidden,
+    }  # fmt: skip
+
+
 def _granite(fields: Fields, values: Values) -> Values:
-    """Granite 4, dense; the scales that are missing are those of llama.cpp."""
-    positions = fields.get("rope.scaling.finetuned", True)
+    """Granite 4; the scales that are missing are those of llama.cpp."""
+    positions, experts = fields.get("rope.scaling.finetuned", True), fields.get("expert_count") or 0
+    shared = fields.get("expert_shared_feed_forward_length") or (
+        0 if experts else values["intermediate_size"]
+    )
+    if experts:
+        fields.get("expert_feed_forward_length")
+        per_token = _experts(fields, normed=True)["num_experts_per_tok"]
     return {
         "mamba_n_heads": 1, "mamba_d_head": values["hidden_size"], "mamba_expand": 1,
-        "num_local_experts": 0, "num_experts_per_tok": 0,
+        "num_local_experts": experts, "num_experts_per_tok": per_token if experts else 0,
         "position_embedding_type": "rope" if positions else "nope",
         "layer_types": ["attention"] * values["num_hidden_layers"],
-        "shared_intermediate_size": fields.get("expert_shared_feed_forward_length") or values["intermediate_size"],
+        "shared_intermediate_size": shared,
         "attention_bias": fields.has("attn_q.bias"),
         "attention_multiplier": fields.real("attention.scale", 0.0) or values["head_dim"] ** -0.5,
         "embedding_multiplier": fields.real("embedding_scale", 0.0) or 1.0,
@@ -279,6 +343,17 @@ def _lfm2(fields: Fields, values: Values) -> Values:
         "layer_types": ["full_attention" if flag else "conv" for flag in attends],
         "block_auto_adjust_ff_dim": False, "norm_eps": values["rms_norm_eps"],
         "conv_L_cache": fields.number("shortconv.l_cache"), "conv_bias": fields.has("shortconv.conv.bias"),
+    }  # fmt: skip
+
+
+def _rwkv7(fields: Fields, values: Values) -> Values:
+    """llama.cpp has the norm of heads with the epsilon of the author's models, and bounds the length of keys."""
+    if (shifts := fields.get("token_shift_count", 2)) != 2:
+        raise fields.error("token_shift_count", shifts, "2")
+    ranks = {name: fields.number(f"attention.{there}_lora_rank") for name, there in _RANKS.items()}
+    return ranks | {
+        "head_dim": fields.number("wkv.head_size"), "intermediate_size": fields.number("feed_forward_length"),
+        "norm_eps": fields.real("attention.layer_norm_epsilon", 1e-5), "group_norm_eps": 64e-5, "fuse_norm": False,
     }  # fmt: skip
 
 
@@ -334,13 +409,30 @@ def _delta(values: Values) -> dict[str, Fix]:
     }  # fmt: skip
 
 
+def _rwkv7_fixes(values: Values) -> dict[str, Fix]:
+    D, K = values["hidden_size"], values["head_dim"]
+    return {
+        "time_mix_lerp_fused.weight": lambda x: x.reshape(6, D),
+        "time_mix_r_k.weight": lambda x: x.reshape(-1, K),
+    }
+
+
 _GEMMA_NORMS = (
     "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm",
 )  # fmt: skip
 _GRANITE_NAMES = _NORMS | _ATTENTION | {
     "ffn_gate": "shared_mlp.input_linear", "ffn_up": "shared_mlp.input_linear",
     "ffn_down": "shared_mlp.output_linear",
+    "ffn_gate_shexp": "shared_mlp.input_linear", "ffn_up_shexp": "shared_mlp.input_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear", "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_exps": "block_sparse_moe.input_linear", "ffn_up_exps": "block_sparse_moe.input_linear",
+    "ffn_down_exps": "block_sparse_moe.output_linear",
 }  # fmt: skip
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}  # fmt: skip
+"""Of mixtures, all experts in one tensor, as `foreign.mixture` takes them, too."""
 FAMILIES = {
     "llama": Family("llama", _llama, _NORMS | _ATTENTION | _MLP, _permuted),
     "qwen2": Family("qwen2", _plain, _NORMS | _ATTENTION | _MLP),
@@ -353,8 +445,19 @@ FAMILIES = {
     ),
     "olmo2": Family("olmo2", _olmo2, _ATTENTION | _MLP | _POST),
     "qwen35": Family("qwen3_5_text", _qwen35, _NORMS | _ATTENTION | _MLP | _POST | _DELTA, _delta),
+    "olmoe": Family("olmoe", _olmoe, _NORMS | _ATTENTION | _EXPERTS, experts=True),
+    "qwen3moe": Family("qwen3_moe", _qwen3moe, _NORMS | _ATTENTION | _EXPERTS, experts=True),
     "granite": Family("granitemoehybrid", _granite, _GRANITE_NAMES, _permuted),
-    "granitehybrid": Family("granitemoehybrid", _granite_hybrid, _GRANITE_NAMES | _MAMBA, _mamba),
+    "granitemoe": Family("granitemoehybrid", _granite, _GRANITE_NAMES, _permuted, experts=True),
+    "granitehybrid": Family("granitemoehybrid", _granite_hybrid, _GRANITE_NAMES | _MAMBA, _mamba, experts=True),
+    "rwkv7": Family(
+        "rwkv7", _rwkv7, _RWKV7, _rwkv7_fixes,
+        {
+            "token_embd": "model.embeddings", "token_embd_norm": "model.layers.0.pre_norm", "output_norm": "model.norm",
+            "output": "lm_head",
+        },
+        attends=False,
+    ),
     "lfm2": Family(
         "lfm2", _lfm2,
         {
