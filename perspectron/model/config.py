@@ -113,14 +113,15 @@ class ModelConfig:
 
     head: None uses the transposed embedding. embedding_std: standard deviation of the embedding at initialisation.
     embedding_norm: divide the embedding by its root mean square before the first block, so that it is comparable in
-    size to what the mixers add. embedding_factor: multiply it, by the nearest number of its dtype. logits_factor,
-    logits_cap: of what the head gives, l, logits are factor · l, or cap · tanh(factor · l / cap) where the cap is not
-    0. positions: length of a learned position table, which bounds the length of a document; 0 for none. norm: "rms", or
-    "layer" with biases. dropout: share of the numbers that are zeroed in training, in the embedding, in what mixers and
-    networks add, and in the weights of attention. shift: mixers and networks read a learned mix of each token and the
-    one before (docs/designs/baselines.md#two-parts-for-every-design). first_values: values of mixers lean on those of
-    the first mixer with as many channels. longest: tokens of the longest document that rotary positions were made for,
-    past which nothing is generated; 0 for no bound.
+    size to what the mixers add. first_norm: a norm with weights after the embedding, as in RWKV. embedding_factor:
+    multiply it, by the nearest number of its dtype. logits_factor, logits_cap: of what the head gives, l, logits are
+    factor · l, or cap · tanh(factor · l / cap) where the cap is not 0. positions: length of a learned position table,
+    which bounds the length of a document; 0 for none. norm: "rms", or "layer" with biases. dropout: share of the
+    numbers that are zeroed in training, in the embedding, in what mixers and networks add, and in the weights of
+    attention. shift: mixers and networks read a learned mix of each token and the one before
+    (docs/designs/baselines.md#two-parts-for-every-design). first_values: values of mixers lean on those of the first
+    mixer with as many channels. longest: tokens of the longest document that rotary positions were made for, past which
+    nothing is generated; 0 for no bound.
     """
 
     name: str
@@ -130,6 +131,7 @@ class ModelConfig:
     head: HeadConfig | None = None
     embedding_std: float = 0.02
     embedding_norm: bool = False
+    first_norm: bool = False
     embedding_factor: float = 1.0
     logits_factor: float = 1.0
     logits_cap: float = 0.0
