@@ -4,7 +4,8 @@ parameters) at 4 bits, from memory and from disk within a budget of 512 MB.
 Bars: from disk the tokens and all logits of memory, bit for bit; at least 0.75 of the speed at which reading the bytes
 that were needed, with as many readers as are fastest there, would be all there is to do; peak memory within the budget
 + 64 MiB. Reads take turns with tokens, so that both see the same machine. "cache": 512 MB hold experts, beside what
-every token reads; "whole": 512 MB hold both. Weights are random, and so is which experts a token has: no text asks for
+every token reads; "whole": 512 MB hold both. (The state, and those by which a recording of the step is checked, come on
+top.) Weights are random, and so is which experts a token has: no text asks for
 fewer of them, so that a real model misses less.
 
 The artifact takes about 4.4 GB of disk.
@@ -73,7 +74,9 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     with common.Peak() as peak, torch.inference_mode():
         model, _ = load_artifact(folder, cache_bytes=spec["cache"], method=method(folder))
         assert model.cache is not None
-        prompt = torch.randint(3, model.config.vocab_size, (PROMPT,), generator=torch.Generator().manual_seed(1))
+        prompt = torch.randint(
+            3, model.config.vocab_size, (PROMPT,), generator=torch.Generator().manual_seed(1)
+        )
         logits_BV, state = prefill(model, [prompt.tolist()])
         steps, before = steps_of(model), model.cache.counters
         for token in range(spec["warmup"] + spec["tokens"]):
@@ -99,7 +102,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         "readers": None if disk is None else {"tried": disk.tried, "chosen": disk.readers},
         "peak_bytes": peak.bytes,
         "anonymous": anonymous(),
-        "budget": budget(model, state.nbytes),
+        # A recording is made and checked with states of its own: three of them, two with twice as many slots.
+        "budget": budget(model, state.nbytes) | {"recording": 5 * state.nbytes},
         "line": model.line(),
         "counters": counters,
     }
@@ -114,7 +118,9 @@ def anonymous() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), None)
 
 
-def told(report: common.Report, name: str, found: dict[str, Any], memory: dict[str, Any] | None) -> dict[str, Any]:
+def told(
+    report: common.Report, name: str, found: dict[str, Any], memory: dict[str, Any] | None
+) -> dict[str, Any]:
     """Print a run; its results. memory: that from memory."""
     milliseconds = common.Spread.of([1e3 * second for second in found["seconds"]])
     allowed = sum(found["budget"].values())
@@ -205,7 +211,9 @@ def measure(folder: Path, args: argparse.Namespace, report: common.Report) -> di
 
 def main() -> None:
     parser = common.parser(__doc__ or "", threads=1, repeats=24)
-    parser.add_argument("--dir", type=Path, help="artifact to use, made there if it is not (default: a temporary one)")
+    parser.add_argument(
+        "--dir", type=Path, help="artifact to use, made there if it is not (default: a temporary one)"
+    )
     args = parser.parse_args()
     if args.child:
         print(json.dumps(run(json.loads(args.child))))
@@ -213,7 +221,9 @@ def main() -> None:
     if args.quick:
         args.repeats = 3
     shape = config(quick=args.quick)
-    report = common.Report(args, TESTS, dtype=f"{FORMAT}, float32 state", shapes=f"{shape.name}, batch 1, greedy")
+    report = common.Report(
+        args, TESTS, dtype=f"{FORMAT}, float32 state", shapes=f"{shape.name}, batch 1, greedy"
+    )
     folder = args.dir or Path(tempfile.mkdtemp()) / "artifact"
     try:
         if not folder.exists():

@@ -149,7 +149,7 @@ def test_attention_after_other_keys_is_the_same_however_the_chunk_is_cut(
 
 
 def test_attention_after_fewer_keys_than_tokens_is_refused():
-    with pytest.raises(ValueError, match="S = 2"):
+    with refused(ValueError, "S", 2):
         training.attention_after(
             draw(1, 3, 1, 4), draw(1, 1, 2, 4), draw(1, 1, 2, 4), torch.zeros(1, 3, dtype=torch.int32), 1.0
         )
