@@ -54,7 +54,7 @@ def test_its_logits_are_as_exact_as_those_of_transformers(kind, layers, sd, bpe,
     largest = max(1, float(exact.abs().max()))
     error, other = (float((x - exact).abs().max()) / largest for x in (logits, expected))
     assert error <= 2 * other + 2e-7
-    assert other <= (1e-5 if sd <= 0.2 else 1e-4), "in float64 it is the same function"
+    assert other <= (1e-5 if sd <= 0.2 else 2e-4), "in float64 it is the same function"
 
 
 def test_gpt2_with_lenses_at_rest_is_the_same_function_and_can_be_trained(bpe, tmp_path, capsys):
