@@ -29,6 +29,9 @@ from perspectron.eval.exactness import EXACT, MISSING, Plan, Row
 TESTS = ("tests/eval/test_exactness.py",)
 SERVES = re.compile(r"(http://[\d.:]+)")
 PATIENCE = 300.0  # seconds until a server is up
+families.File.mute = (*range(32), *range(127, 256))
+"""Bytes that are no ASCII are never drawn: llama.cpp leaves tokens of half characters out of its log-probabilities, and
+an answer could not be gone on with."""
 PAGE = ("<!-- tables -->", "<!-- end of tables -->")
 Write = Callable[[Path], None]
 
@@ -44,10 +47,8 @@ HYBRIDS: dict[str, Write] = {
     ),
 }
 REAL = "SmolLM2-135M, Q4_1"
-PLANS = {
-    True: Plan(160, 8, 4, 1, seed=44),
-    False: Plan(200, 24, 4, 2, seed=44),
-}  # of the real model, of the others
+PLANS = {True: Plan(140, 8, 3, 1, seed=44), False: Plan(200, 24, 4, 2, seed=44)}
+"""Of the real model, and of the others."""
 SLOTS: dict[str, dict[str, Any]] = {
     "llama.cpp, 1 slot": {"n_parallel": 1},
     "llama.cpp, 2 slots": {"n_parallel": 2},
@@ -226,6 +227,7 @@ def write_page(path: Path, whole: dict[str, Any]) -> str:
 def main() -> int:
     parser = common.parser(__doc__ or "", threads=1, repeats=1)
     parser.add_argument("--models", nargs="*", help=f"of {REAL}, " + ", ".join(HYBRIDS))
+    parser.add_argument("--add", action="store_true", help="keep the other models of the file of --json")
     parser.add_argument("--page", type=Path, help="page whose tables are rewritten")
     args = parser.parse_args()
     if args.child:
@@ -238,6 +240,8 @@ def main() -> int:
     names = args.models or (quick if args.quick else [REAL, *HYBRIDS])
     report = common.Report(args, TESTS, dtype="float32 of GGUF's 4 bits; Q4_1, Q4_0", shapes=", ".join(names))
     found: dict[str, Any] = {"xllamacpp": xllamacpp.__version__, "gguf": _version("gguf"), "models": {}}
+    if args.add:
+        found["models"] = json.loads(Path(args.json).read_text(encoding="utf-8"))["results"]["models"]
     assert gguf
     for name in names:
         with tempfile.TemporaryDirectory() as place:
@@ -250,7 +254,7 @@ def main() -> int:
                 path = folder / "model.gguf"
                 (quick if args.quick else HYBRIDS)[name](path)
             plan = (
-                Plan(32, 4, 2, 1, seed=44, only=("repeated", "restored", "rolled", "one"))
+                Plan(32, 4, 2, 1, seed=44, only=("repeated", "restored", "rolled"))
                 if args.quick
                 else PLANS[name == REAL]
             )

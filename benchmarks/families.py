@@ -43,6 +43,9 @@ class File:
     """A GGUF while it is written. Matrices of 4 bits are drawn in their stored form, with scales as of a layer's
     initial weights; vectors around what they start at."""
 
+    mute: tuple[int, ...] = ()
+    """Tokens whose embedding is zero, so that none of them is ever the likeliest."""
+
     def __init__(self, path: Path, arch: str, D: int, layers: int, F: int, vocab: int) -> None:
         self.writer, self.draw, self.vocab = gguf.GGUFWriter(path, arch), np.random.default_rng(0), vocab
         self.writer.add_context_length(1 << 15)
@@ -58,11 +61,14 @@ class File:
         self.writer.add_token_types([1] * vocab)
         self.writer.add_token_merges(["t 0"])
 
-    def matrix(self, name: str, rows: int, columns: int, kind: Any = FOUR) -> None:
+    def matrix(
+        self, name: str, rows: int, columns: int, kind: Any = FOUR, zero: tuple[int, ...] = ()
+    ) -> None:
         bits = 4 if kind is FOUR else 8
         blocks = self.draw.integers(0, 256, (rows, columns // 32, 2 + 4 * bits), np.uint8)
         scale = 1 / (columns**0.5 * (4.6 if bits == 4 else 74))
         blocks[..., :2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+        blocks[list(zero)] = 0
         self.writer.add_tensor(f"{name}.weight", blocks.reshape(rows, -1), raw_dtype=kind)
 
     def vector(self, name: str, *shape: int, around: float = 1.0) -> None:
@@ -79,7 +85,7 @@ class File:
             self.vector(f"blk.{i}.{name}", *shape, around=-1.0)
 
     def done(self, D: int, last: str) -> None:
-        self.matrix("token_embd", self.vocab, D, EIGHT)
+        self.matrix("token_embd", self.vocab, D, EIGHT, self.mute)
         self.vector(f"{last}.weight", D)
         self.writer.write_header_to_file()
         self.writer.write_kv_data_to_file()
