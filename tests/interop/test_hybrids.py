@@ -1,25 +1,15 @@
 """Hybrid families of transformers as models of ours: the same function, whatever their config leaves out."""
 
-import inspect
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from perspectron.interop.foreign import KINDS
-from perspectron.interop.foreign.source import Source
-from perspectron.model.config import ModelConfig
-from perspectron.model.model import LanguageModel
 from perspectron.util.errors import CheckpointError
 from tests.interop import families
 from tests.interop.families import HEADS, OUTER, Family
@@ -62,86 +52,21 @@ CASES = [
 ]  # fmt: skip
 
 
-@cache
-def case(family: int, root: Path) -> tuple[Any, LanguageModel, Path]:
-    theirs = families.made(CASES[family])
-    folder = families.save(theirs, root / str(family))
-    return theirs, families.read(folder), folder
+case, loops = families.cases(CASES), families.loops_of_torch(modeling_qwen3_5)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def loops_of_torch() -> Iterator[None]:
-    """transformers takes kernels for a GPU where a package has them, also on a CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
-            patch.setattr(modeling_qwen3_5, name, inspect.unwrap(getattr(modeling_qwen3_5, name)))
-        yield
+class TestEach(families.Questions):
+    """Of each hybrid."""
 
-
-@pytest.fixture(params=range(len(CASES)), ids=[str(family) for family in CASES], scope="module")
-def index(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hybrids")
-
-
-def test_its_logits_are_those_of_transformers(index, root):
-    theirs, ours, _ = case(index, root)
-    families.logits_are_the_same(theirs, ours)
-
-
-def test_its_logits_in_float64_are_those_of_transformers(index, root):
-    theirs, _, folder = case(index, root)
-    families.logits_are_the_same_in_double(CASES[index], theirs, families.read(folder))
-
-
-def test_what_a_config_leaves_out_is_what_transformers_takes(index, tmp_path):
-    """Each key once: the config, or what is wrong with it, is that of all that transformers makes of the rest; or the
-    key is a size that must be there."""
-    family = CASES[index]
-    for name in family.values:
-        less = {key: value for key, value in family.values.items() if key != name}
-        try:
-            AutoConfig.for_model(family.kind, **less).save_pretrained(tmp_path)
-        except StrictDataclassError:
-            assert isinstance(config_of(family, less), str)
-            continue
-        found = config_of(family, less)
-        if not (isinstance(found, str) and f" {name} is None, must be" in found):
-            assert found == config_of(family, json.loads((tmp_path / "config.json").read_text())), name
-
-
-def config_of(family: Family, values: dict[str, Any]) -> ModelConfig | str:
-    """Ours, or why there is none."""
-    try:
-        return KINDS[family.kind].config(Source(Path(), values))
-    except CheckpointError as error:
-        return str(error)
-
-
-def test_its_greedy_tokens_are_those_of_transformers(index, root):
-    if CASES[index].kind == "bamba":
-        pytest.skip("steps of transformers' own are not its whole forward")
-    theirs, ours, _ = case(index, root)
-    families.greedy_tokens_are_the_same(theirs, ours)
-
-
-def test_it_has_the_bits_of_one_reading(index, root, tmp_path):
-    families.bits_are_those_of_one_reading(case(index, root)[1], tmp_path)
-
-
-def test_every_tensor_is_asked_for(index, root):
-    families.weights_are_all_asked_for(case(index, root)[2])
+    def test_what_a_config_leaves_out_is_what_transformers_takes(self, case, tmp_path):
+        families.configs_are_those_of_the_rest(case.family, tmp_path)
 
 
 @torch.no_grad()
-def test_the_text_of_a_model_of_images_is_read(root, tmp_path):
+def test_the_text_of_a_model_of_images_is_read(tmp_path):
     """Its config is within another, which has the ties; its weights are beside those of images and of guesses."""
     for index in (0, 1):
-        _, ours, folder = case(index, root)
+        _, _, ours, folder = families.Case.of(CASES[index], tmp_path / str(index))
         values = json.loads((folder / "config.json").read_text())
         tensors = {
             name.replace("model.", "model.language_model."): x

@@ -351,7 +351,7 @@ def test_heads(head):
 
 
 ATTENTION, MLP = MIXERS[1], FFNS[0]
-MLP_TEXT = "MLPConfig(hidden=24, activation='gelu')"
+MLP_TEXT = "MLPConfig(hidden=24, activation='gelu', bias=True)"
 NARROW = BlockConfig(SimpleNamespace(d_token=8), None, NoResidualConfig())  # type: ignore[arg-type]
 
 

@@ -118,6 +118,42 @@ def test_attention_to_what_a_token_may_see(isa, dtype, sizes, use_isa):
     close(found, exact, 2 * bound)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("B", "T", "ahead", "H", "G", "K", "V"), [
+    (2, 9, 0, 3, 1, 4, 3), (1, 1, 40, 2, 2, 8, 8), (2, 77, 23, 4, 2, 90, 33), (1, 70, 1005, 2, 1, 18, 20),
+])  # fmt: skip
+def test_attention_after_other_keys_is_the_same_however_the_chunk_is_cut(
+    isa, B, T, ahead, H, G, K, V, use_isa
+):
+    use_isa(isa)
+    S = ahead + T
+    q, k, v = draw(B, T, H, K), draw(B, G, S, K, seed=1), draw(B, G, S, V, seed=2)
+    first = torch.zeros(B, T, dtype=torch.int32)
+    first[:, T // 2 :] = ahead // 2
+
+    def part(begin: int, end: int) -> torch.Tensor:
+        seen = ahead + end
+        chunk = (q[:, begin:end], k[:, :, :seen], v[:, :, :seen], first[:, begin:end])
+        return training.attention_after(*(x.contiguous() for x in chunk), 0.3)
+
+    whole = part(0, T)
+    key = torch.arange(S)
+    sees = (key <= torch.arange(ahead, S)[:, None]) & (key >= first[:, :, None])
+    many = [x.double().repeat_interleave(H // G, 1) for x in (k, v)]
+    scores = torch.einsum("bthk,bhsk->bhts", q.double(), many[0]) * 0.3
+    weights = scores.masked_fill(~sees[:, None], float("-inf")).softmax(-1)
+    close([whole], [torch.einsum("bhts,bhsv->bthv", weights, many[1])], 1e-6)
+    for cut in {1, T // 2, T - 1} - {0, T}:
+        assert torch.equal(torch.cat([part(0, cut), part(cut, T)], 1), whole)
+
+
+def test_attention_after_fewer_keys_than_tokens_is_refused():
+    with pytest.raises(ValueError, match="S = 2"):
+        training.attention_after(
+            draw(1, 3, 1, 4), draw(1, 1, 2, 4), draw(1, 1, 2, 4), torch.zeros(1, 3, dtype=torch.int32), 1.0
+        )
+
+
 def test_attention_of_documents_with_padding_between():
     """Padding sees itself alone, and what a token sees may begin before what the one before it sees."""
     T, draws = 1100, torch.Generator().manual_seed(0)
