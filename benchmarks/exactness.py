@@ -143,7 +143,9 @@ def measure(
         [sys.executable, "-m", "perspectron", "import", str(path), "--out", str(run)], check=True, capture_output=True,
         env=os.environ | {"PYTHONPATH": str(common.ROOT)},
     )  # fmt: skip
-    chosen = {"llama.cpp, 2 slots": SLOTS["llama.cpp, 2 slots"]} if args.quick else SLOTS
+    names = args.servers or ([*OURS, "llama.cpp, 2 slots"] if args.quick else [*OURS, *SLOTS])
+    mine = {server: settings for server, settings in OURS.items() if server in names}
+    chosen = {server: settings for server, settings in SLOTS.items() if server in names}
 
     def add(server: str, rows: list[Row], about: dict[str, Any]) -> None:
         found["servers"][server] = about | {"rows": [kept(row) for row in rows]}
@@ -156,12 +158,12 @@ def measure(
                            f"{exactness.digits(row.largest)} {row.note}")  # fmt: skip
 
     with ours(run, args.threads) as url:
-        for server, settings in OURS.items():
+        for server, settings in mine.items():
             add(server, *asked(url, plan, **settings))
     with ours(run, args.threads, "--deterministic") as other, ours(run, args.threads) as url:
         only = replace(plan, only=("one server",))
         rows, _ = asked(url, only, other, keeping="none")
-        found["servers"]["perspectron"]["rows"] += [kept(row) for row in rows]
+        found["servers"][next(iter(mine))]["rows"] += [kept(row) for row in rows]
     for server, settings in chosen.items():
         with llama(path, folder, args.threads, settings) as url:
             rows, about = asked(url, plan, keeping="llama.cpp")
@@ -227,6 +229,7 @@ def write_page(path: Path, whole: dict[str, Any]) -> str:
 def main() -> int:
     parser = common.parser(__doc__ or "", threads=1, repeats=1)
     parser.add_argument("--models", nargs="*", help=f"of {REAL}, " + ", ".join(HYBRIDS))
+    parser.add_argument("--servers", nargs="*", help="of " + "; ".join((*OURS, *SLOTS)))
     parser.add_argument("--add", action="store_true", help="keep the other models of the file of --json")
     parser.add_argument("--page", type=Path, help="page whose tables are rewritten")
     args = parser.parse_args()
