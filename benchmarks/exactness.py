@@ -53,10 +53,9 @@ SLOTS: dict[str, dict[str, Any]] = {
     "llama.cpp, 1 slot": {"n_parallel": 1},
     "llama.cpp, 2 slots": {"n_parallel": 2},
     "llama.cpp, defaults": {"n_parallel": 4, "kv_unified": True},
-    "llama.cpp, a token at a time": {"n_parallel": 1, "n_batch": 1, "n_ubatch": 1},
 }
 """Settings of llama.cpp's server beside its defaults. Its command line takes 4 slots with one cache for all where it is
-not told. The last reads prompts as it draws, one token after the other."""
+not told."""
 OURS: dict[str, dict[str, Any]] = {
     "perspectron": {"keeping": "perspectron"},
     "perspectron, as llama.cpp's slots": {"keeping": "llama.cpp"},
@@ -236,16 +235,14 @@ def main() -> int:
     if args.child:
         serve_llama(json.loads(args.child))
         return 0
-    import gguf
     import xllamacpp
 
     quick = {"lfm2": families.QUICK["lfm2"]}
     names = args.models or (quick if args.quick else [REAL, *HYBRIDS])
     report = common.Report(args, TESTS, dtype="float32 of GGUF's 4 bits; Q4_1, Q4_0", shapes=", ".join(names))
     found: dict[str, Any] = {"xllamacpp": xllamacpp.__version__, "gguf": _version("gguf"), "models": {}}
-    if args.add:
+    if args.add and Path(args.json).exists():
         found["models"] = json.loads(Path(args.json).read_text(encoding="utf-8"))["results"]["models"]
-    assert gguf
     for name in names:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
@@ -262,7 +259,10 @@ def main() -> int:
                 else PLANS[name == REAL]
             )
             found["models"][name] = measure(name, path, folder, args, plan, report)
-    report.finish(found)
+        if args.json not in (None, "-"):
+            report.finish(found)
+    if args.json == "-":
+        report.finish(found)
     if args.page and args.json not in (None, "-"):
         whole = json.loads(Path(args.json).read_text(encoding="utf-8"))
         args.page.write_text(write_page(args.page, whole), encoding="utf-8")

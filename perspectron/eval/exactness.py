@@ -455,7 +455,8 @@ class Asked:
             self._row.note = "one slot: texts wait for each other"
 
     def _of(self, text: int) -> int | None:
-        return text % self.server.slots if self.server.slots else None
+        """A slot of its own, where there are enough."""
+        return text if self.plan.texts <= self.server.slots else None
 
     def chat(self) -> None:
         """A chat again, as a stream, and without log-probabilities."""
