@@ -142,7 +142,7 @@ def measure(
         [sys.executable, "-m", "perspectron", "import", str(path), "--out", str(run)], check=True, capture_output=True,
         env=os.environ | {"PYTHONPATH": str(common.ROOT)},
     )  # fmt: skip
-    names = args.servers or ([*OURS, "llama.cpp, 2 slots"] if args.quick else [*OURS, *SLOTS])
+    names = args.servers or (["perspectron", "llama.cpp, 2 slots"] if args.quick else [*OURS, *SLOTS])
     mine = {server: settings for server, settings in OURS.items() if server in names}
     chosen = {server: settings for server, settings in SLOTS.items() if server in names}
 
@@ -159,14 +159,16 @@ def measure(
     with ours(run, args.threads) as url:
         for server, settings in mine.items():
             add(server, *asked(url, plan, **settings))
-    with ours(run, args.threads, "--deterministic") as other, ours(run, args.threads) as url:
-        only = replace(plan, only=("one server",))
-        rows, _ = asked(url, only, other, keeping="none")
-        found["servers"][next(iter(mine))]["rows"] += [kept(row) for row in rows]
     for server, settings in chosen.items():
         with llama(path, folder, args.threads, settings) as url:
             rows, about = asked(url, plan, keeping="llama.cpp")
         add(server, rows, about | {"settings": settings})
+    if args.quick:
+        return found
+    with ours(run, args.threads, "--deterministic") as other, ours(run, args.threads) as url:
+        only = replace(plan, only=("one server",))
+        rows, _ = asked(url, only, other, keeping="none")
+        found["servers"][next(iter(mine))]["rows"] += [kept(row) for row in rows]
     with contextlib.ExitStack() as stack:
         one, other = (
             stack.enter_context(llama(path, folder, args.threads, {"n_parallel": 1, **more}))
