@@ -17,6 +17,7 @@ from perspectron.ops.packing import LAYOUTS, dequantise
 from perspectron.quant.convert import _Work, convert, pack_expert
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 V = 300
 DESIGNS = {
@@ -158,14 +159,14 @@ def test_experts_are_what_they_were_trained_to_be(base, trained):
 def test_what_cannot_be_converted_is_refused(floats):
     model = copy.deepcopy(floats["perspective"])
     set_share(model, 0.5)
-    with pytest.raises(ConfigError, match="experts = 'half converted'"):
+    with refused(ConfigError, "experts"):
         convert(model)
-    with pytest.raises(ConfigError, match=r"dtype = 'torch.float64',"):
+    with refused(ConfigError, "dtype"):
         convert(copy.deepcopy(floats["gpt2"]).double())
-    for wrong, message in ((text()[0], r"\[n, T\] ids"), (text() + V, f"ids in 0 … {V - 1}")):
-        with pytest.raises(ConfigError, match=f"calibration = .*, must be {message}"):
+    for wrong in (text()[0], text() + V):
+        with refused(ConfigError, "calibration"):
             convert(copy.deepcopy(floats["gpt2"]), "2bit", wrong)
-    with pytest.raises(ConfigError, match="linear = 'ternary',"):
+    with refused(ConfigError, "linear", "ternary"):
         convert(copy.deepcopy(floats["gpt2"]), "ternary")
 
 
