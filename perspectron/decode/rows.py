@@ -108,12 +108,11 @@ class Rows:
         logprobs: pieces carry those of the tokens drawn, and of so many of the most likely ones. hooks: of this row.
         stop_ids: tokens that end the text as those of the tokenizer do ("end"); their bytes are none of it.
         min_tokens: before so many are drawn none of these is, and no stop string counts that they complete.
-        shares: the prompt begins at what the store has, and is stored; else it is read from its first token.
+        drawn: the first token that the conversation has not read was drawn; where it is the only one, it is read as it
+        would have been, in a step. None: it was if any were. lead: tokens since one at which a call of `chunk` began.
         ConfigError: ids outside the vocabulary, a number out of bounds, settings that do not go together, more tokens
         than a table of learned positions has left. StateError: a conversation of another model, or of several rows.
         What a hook raises as it begins.
-        lead: tokens before this, since one at which a call of `chunk` began. drawn: the first pending one was drawn;
-        None where the conversation has drawn any.
         """
         V = self.tokenizer.vocab_size
         require(isinstance(max_tokens, Integral) and max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
@@ -166,7 +165,10 @@ class Rows:
         row.from_drawn = bool(own.pending[0]) and (own.drawn[0] > 0 if drawn is None else drawn)
         if self.store is not None and conversation is None and shares:
             row.path = self.store.path(unread, reset=special.reset)
-        self._reading.append(row)
+        if drawn and state is not None and len(unread) == 1 and not begun:
+            self._drawing.join([row])
+        else:
+            self._reading.append(row)
         self._next += 1
         return handle
 

@@ -154,9 +154,9 @@ class Block(nn.Module):
 
     @property
     def exact_cells(self) -> int:
-        """That of its mixer; 0 where its network promises nothing of the kind."""
-        parts = [getattr(self, part) for part in ("mixer", "ffn") if hasattr(self, part)]
-        promised = [getattr(part, "exact_cells", 0) for part in parts]
+        """Those of its mixers; 0 where one of them, or its network, promises nothing of the kind."""
+        parts = [*self.mixers, *([self.ffn] if hasattr(self, "ffn") else [])]
+        promised = [int(getattr(part, "exact_cells", 0)) for part in parts]
         return max(promised, default=1) if all(promised) else 0
 
     def init_state(
