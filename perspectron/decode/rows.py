@@ -108,6 +108,7 @@ class Rows:
         logprobs: pieces carry those of the tokens drawn, and of so many of the most likely ones. hooks: of this row.
         stop_ids: tokens that end the text as those of the tokenizer do ("end"); their bytes are none of it.
         min_tokens: before so many are drawn none of these is, and no stop string counts that they complete.
+        shares: the prompt begins at what the store has, and is stored; else it is read from its first token.
         drawn: the first token that the conversation has not read was drawn; where it is the only one, it is read as it
         would have been, in a step. None: it was if any were. lead: tokens since one at which a call of `chunk` began.
         ConfigError: ids outside the vocabulary, a number out of bounds, settings that do not go together, more tokens
