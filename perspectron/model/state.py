@@ -55,6 +55,11 @@ class Ragged(ABC):
         copy: Self = pytree.tree_map(_copied, self, self if into is None else into)
         return copy
 
+    def to(self, device: torch.device) -> Self:
+        """The same on a device."""
+        moved: Self = pytree.tree_map_only(Tensor, lambda x: x.to(device), self)
+        return moved
+
     def select(self, rows_N: Tensor) -> Self:
         """These rows, as a copy."""
         rows: Self = pytree.tree_map_only(Tensor, lambda x: x.index_select(0, rows_N.to(x.device)), self)
@@ -124,8 +129,8 @@ class LMState:
         return LMState.stack([self, state]).select([B if other == row else other for other in range(B)])
 
     def fork(self, into: "LMState | None" = None) -> "LMState":
-        """An independent copy. into: another state of the model, which is used up: its memory is taken where it has the
-        shape."""
+        """An independent state: a copy but for caches, which share what both have read (`model.cache`). into: another
+        state of the model, which is used up: its memory is taken where it has the shape."""
         copied: LMState = pytree.tree_map(_forked, self, self if into is None else into, is_leaf=_is_ragged)
         return dataclasses.replace(copied, model=self.model)
 
@@ -144,7 +149,10 @@ class LMState:
         return self._map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
 
     def to(self, device: torch.device | str) -> "LMState":
-        return self._map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+        device = torch.device(device)
+        return self._map(
+            lambda part: part.to(device) if isinstance(part, (Tensor, Ragged)) else part, is_leaf=_is_ragged
+        )
 
     @property
     def batch_size(self) -> int:

@@ -7,7 +7,7 @@ is never let run full.
 Shapes: B batch, T chunk, S cache slots, H query heads, G key heads, K head width, V value width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -270,7 +270,7 @@ def cached(
     q_BHTK: Tensor,
     k_BGTK: Tensor,
     v_BGTV: Tensor,
-    ring: tuple[Tensor, Tensor],
+    ring: tuple[Sequence[Tensor], Sequence[Tensor]],
     before_B: Tensor,
     at: Places,
     *,
@@ -279,17 +279,21 @@ def cached(
     cap: float | None = None,
     drop: Drop = None,
 ) -> Tensor:
-    """A chunk attends to a cache [B,G,S,K] of everything before it, and to itself. fresh: there was nothing before."""
+    """A chunk attends to a cache [B,G,S,K] of everything before it, cut along S, and to itself. fresh: there was nothing
+    before."""
     scale = q_BHTK.shape[3] ** -0.5 if scale is None else scale
     if fresh and not at.padded and drop is None and cap is None and _ours(q_BHTK, k_BGTK, v_BGTV, scale):
         return _attended(q_BHTK, k_BGTK, v_BGTV, _first(at, None), scale)
-    old_BS = slots(before_B, ring[0].shape[2])
+    old_BS = slots(before_B, sum(part.shape[2] for part in ring[0]))
     own_BT = torch.where(at.valid_BT, at.position_BT, -1)
     position_BS = torch.cat([old_BS, own_BT], 1)
     segment_BS = torch.cat([torch.zeros_like(old_BS), at.segment_BT], 1)
     mask_BTS = visible(at, position_BS, segment_BS, None)
     mask_BTS.diagonal(old_BS.shape[1], 1, 2).fill_(True)  # padding sees itself: no empty softmax
-    k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(ring, (k_BGTK, v_BGTV), strict=True))
+    k, v = (
+        torch.cat([*(part.to(new.dtype) for part in old), new], 2)
+        for old, new in zip(ring, (k_BGTK, v_BGTV), strict=True)
+    )
     return attend(q_BHTK, k, v, mask_BTS, scale=scale, cap=cap, drop=drop)
 
 
