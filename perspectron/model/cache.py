@@ -355,7 +355,8 @@ def _remember(
         return Cache(k, v, at.length_B, used)
     grows = used > S
     if grows:
-        cache = cache.with_room(max(1, used - cache.used))
+        # One token, as above, wants no pieces.
+        cache = cache.with_slots(room_for(used)) if T == 1 else cache.with_room(max(1, used - cache.used))
         length_B, inner = _inner(cache, at)
         used = max(1, int(inner.length_B.max())) if counted else cache.used + T
     # A program for one size of the cache, as ONNX has it, goes on in its first slots when it is full; a recording is
