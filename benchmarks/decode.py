@@ -18,7 +18,7 @@ from perspectron.model.model import LanguageModel, build
 from perspectron.model.state import LMState
 
 TESTS = (
-    "tests/test_model.py::test_prefill_any_split_and_steps_agree_over_1000_tokens",
+    "tests/model/test_model.py::test_prefill_any_split_and_steps_agree_over_1000_tokens",
     "tests/designs/test_mixers.py::test_steps_equal_the_whole",
 )
 BARS = {"perspective_longest_to_shortest": 1.05}

@@ -28,7 +28,7 @@ from perspectron.model.ffn import MLPConfig
 from perspectron.model.model import build
 from perspectron.util.machine import memory_kept
 
-TESTS = ("tests/native/test_training.py", "tests/test_gpt2.py")
+TESTS = ("tests/native/test_training.py", "tests/model/test_gpt2.py")
 BAR = 1.5
 CAP = 15.0  # of nanochat's logits
 PAIRS = {

@@ -26,7 +26,7 @@ from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.model.model import LanguageModel
 
-TESTS = ("tests/test_gguf.py", "tests/test_gguf_tokenizer.py")
+TESTS = ("tests/interop/test_gguf.py", "tests/interop/test_gguf_tokenizer.py")
 PROMPTS = (
     "The capital of France is", "Once upon a time", "def fibonacci(n):\n", "Water boils at", "The three primary colors",
     "To make bread, you need", "1, 2, 3, 4,", "Dear Sir or Madam,", "The largest planet is", "import numpy as",

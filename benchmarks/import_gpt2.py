@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, logging
 
 from perspectron.interop import foreign
 
-TESTS = ("tests/test_foreign.py", "-k", "logits or lenses")
+TESTS = ("tests/interop/test_foreign.py", "-k", "logits or lenses")
 SMALL = {"n_embd": 64, "n_layer": 2, "n_head": 2}
 
 

@@ -23,7 +23,7 @@ PRESETS = (
     "transformer-tiny",
     "gpt2-tiny",
 )
-TESTS = ("tests/test_onnx.py",)
+TESTS = ("tests/interop/test_onnx.py",)
 
 
 def main() -> None:

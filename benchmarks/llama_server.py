@@ -33,7 +33,7 @@ from perspectron.decode.store import PrefixStore
 from perspectron.interop import foreign
 from perspectron.serve.engine import Engine, Job
 
-TESTS = ("tests/decode/test_store.py", "tests/test_foreign.py")
+TESTS = ("tests/decode/test_store.py", "tests/interop/test_foreign.py")
 ANSWER = 16  # tokens
 HEAD = 64  # of a mixer
 Ask = Callable[[list[int], bool], tuple[list[int], int, float]]

@@ -90,7 +90,7 @@ def test_every_block_of_the_guides_runs(folder, monkeypatch, capsys):
                 resumed = "--resume" in rest
                 small = [] if resumed else SMALL.get(command, "").split()
                 small = STEPS.split() if "--init" in rest else small  # of the sizes of that run
-                if "--minutes" in rest:  # tests/test_budget.py and tests/cli ask what they lead to
+                if "--minutes" in rest:  # tests/eval/test_budget.py and tests/cli ask what they lead to
                     at = rest.index("--minutes")
                     del rest[at : at + 2]
                 assert program == "perspectron"

@@ -25,14 +25,15 @@ LIMIT = 240
 CONTRACT = "table or split_anywhere or rows_do_not or saved_and or resets_and or follows_float64"
 CONTRACT += " or autocast or bytes_are" """Of the contract's 2,600 tests of mixers, those that come first."""
 MODELS = (
-    "tests/test_state.py tests/test_block.py tests/test_model.py tests/designs/test_mixers.py tests/decode"
+    "tests/model/test_state.py tests/model/test_block.py tests/model/test_model.py"
+    " tests/designs/test_mixers.py tests/decode"
 )
 UNITS = {  # in order of worth: the paths, which of their tests, and the seconds that they may take
     "states, models, decoding and the mixers' contract": (MODELS, f"not test_mixers or {CONTRACT}", 120),
     "mixers and operations": ("tests/designs tests/ops", "", 80),
     "the mixers' contract, the rest": ("tests/designs/test_mixers.py", f"not ({CONTRACT})", 80),
 }
-REHEARSED = {"states": ("tests/test_state.py", "extra_is_empty", 60)}
+REHEARSED = {"states": ("tests/model/test_state.py", "extra_is_empty", 60)}
 WORKERS, TEST_SECONDS = 6, 40
 MOST = 80  # failures that are named
 

@@ -33,6 +33,7 @@ from perspectron.decode.held import (
 from perspectron.decode.recorder import ASKED, Mode, near
 from perspectron.decode.witness import Witness
 from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.mixture import Mixed
 from perspectron.experts.router import Routed
 from perspectron.model.cache import Cache
 from perspectron.model.model import LanguageModel
@@ -70,7 +71,10 @@ class Graphs:
         self._compiled = compiled
         self.device = model.device
         held = [*model.parameters(), *model.buffers()]
-        fetched = any(isinstance(m, Routed) and not isinstance(m, RoutedSwiGLU) for m in model.modules())
+        routed = [m for m in model.modules() if isinstance(m, Routed | Mixed)]
+        fetched = any(
+            not isinstance(m, RoutedSwiGLU) for m in routed
+        )  # the host asks which experts are chosen
         here = all(x.device == self.device for x in held)
         self.plain = self.device.type == "cuda" and here and not fetched and not self.witness.patched
         self._asked, self._refused, self._unsettled = Counter[Any](), set[Any](), Counter[Any]()

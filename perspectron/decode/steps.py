@@ -34,6 +34,7 @@ from perspectron.decode.held import (
 )
 from perspectron.decode.recorder import Beside, Recorder, near
 from perspectron.decode.witness import Witness
+from perspectron.experts.mixture import Mixed
 from perspectron.experts.router import Routed
 from perspectron.model.cache import LEAST_SLOTS, Cache, room_for
 from perspectron.model.model import LanguageModel
@@ -103,7 +104,7 @@ class Steps:
 
     def __init__(self, model: LanguageModel, told: str | None = None) -> None:
         self._model, self.witness, self.told = weakref.ref(model), Witness(model), told
-        self._routed = any(isinstance(module, Routed) for module in model.modules())
+        self._routed = any(isinstance(module, Routed | Mixed) for module in model.modules())
         on_cpu = all(x.device.type == "cpu" for x in (*model.parameters(), *model.buffers()))
         self.plain = on_cpu and not self.witness.patched and model.dtype in (torch.float32, torch.bfloat16)
         self._ids = model.config.vocab_size

@@ -90,6 +90,21 @@ class RoutedConfig(FFNConfig):
         at_least(0, self, "balance", "bias_rate", "smooth", "delta", "diversity")
 
     @property
+    def count(self) -> int:
+        """E."""
+        return math.prod(self.torus)
+
+    @property
+    def chosen(self) -> int:
+        """Experts of a token."""
+        return 1
+
+    @property
+    def gated(self) -> bool:
+        """True: experts are SwiGLUs."""
+        return True
+
+    @property
     def tau(self) -> float:
         """τ of the softmax over −d²/τ; 1 for a switch."""
         if self.router == "switch":

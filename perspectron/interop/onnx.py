@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.experts.router import RoutedConfig
+from perspectron.experts.mixture import ExpertsConfig
 from perspectron.model.block import Block
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
@@ -80,8 +80,9 @@ def require_exportable(model: LanguageModel, context: int) -> None:
     for i, block in enumerate(cast("list[Block]", model.blocks)):
         if block.config.mixer is not None:
             block.mixer.require_onnx(f"blocks[{i}].mixer")
-        routed = isinstance(block.config.ffn, RoutedConfig)
-        require(not routed, f"blocks[{i}].ffn", "routed", "without experts to be exported to ONNX")
+        ffn = block.config.ffn
+        kind = ffn.kind if isinstance(ffn, ExpertsConfig) else ""
+        require(not kind, f"blocks[{i}].ffn", kind, "without experts to be exported to ONNX")
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     require(size <= MOST_BYTES, "onnx", f"{size:,} bytes of weights", f"≤ {MOST_BYTES:,}")
     most = config.positions or 2**24

@@ -73,6 +73,7 @@ class Cache(Ragged):
     length_B: Tensor
     used: int
     shared: tuple[tuple[Piece, ...], ...] = ()
+    grown = ("k_BHSK", "v_BHSV")
 
     @property
     def slots(self) -> int:
@@ -138,8 +139,9 @@ class Cache(Ragged):
         return Cache(*grown, self.length_B, used)
 
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the tokens from `start` up to `stop` of one row, of its document; views where they lie in
-        one piece."""
+        """Keys [B,H,stop − start,K] and values of these tokens, all of them filled; views where they lie in one piece."""
+        if len(self.shared) > 1:
+            return self.whole().span(start, stop)
         found = list[Tensor]()
         for parts in _parts(self.shared[0] if self.shared else (), self.k_BHSK, self.v_BHSV):
             at, some = 0, list[Tensor]()

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.mixture import Mixture
 from perspectron.ops import fused
 from perspectron.ops.fused import batch_invariant, gated
 from perspectron.util.config import FFNConfig, require
@@ -149,5 +150,7 @@ class ContextMLP(Network):
         return self.down_proj(gelu(self.up_proj(x_BTD), self.config.activation) * gate)
 
 
-FFNS = {"swiglu": SwiGLU, "mlp": MLP, "context_mlp": ContextMLP, "routed": RoutedSwiGLU}
+FFNS = {
+    "swiglu": SwiGLU, "mlp": MLP, "context_mlp": ContextMLP, "routed": RoutedSwiGLU, "mixture": Mixture,
+}  # fmt: skip
 """The kinds that have weights of their own; a tied network is another block's."""

@@ -1,5 +1,6 @@
 """Matrices of 16 bits in a model that computes in float32: half the memory, and the numbers that it has with all of
-them in float32. Only embeddings and matrices that are layers are kept so; vectors are float32.
+them in float32. Only embeddings, matrices that are layers and those of a mixture's experts are kept so; vectors are
+float32.
 """
 
 from typing import cast
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from perspectron.experts.mixture import Mixture
 from perspectron.model.heads import LinearHead, TokenEmbedding
 from perspectron.ops.dispatch import recorder
 
@@ -68,12 +70,14 @@ def keep(model: nn.Module, tensors: dict[str, Tensor]) -> None:
             if tensor.dtype in DTYPES and own == "weight" and type(module) in HALVES:
                 module.__class__ = HALVES[type(module)]
                 module.weight = nn.Parameter(parameter.to(tensor.dtype))
+            elif tensor.dtype in DTYPES and isinstance(module, Mixture) and own in module.matrices():
+                setattr(module, own, nn.Parameter(parameter.to(tensor.dtype)))  # widens what it uses
             elif tensor.dtype in DTYPES:
                 tensors[f"{name}.{own}" if name else own] = tensor.to(parameter.dtype)
 
 
 def widen(model: nn.Module) -> None:
-    """All of it in float32."""
+    """All of it in float32, but for experts, which are widened one by one when they are used."""
     for module in model.modules():
         if type(module) in WHOLE:
             module.__class__ = WHOLE[type(module)]

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -41,6 +41,13 @@ class Ragged(ABC):
     Every other part is selected and stacked tensor by tensor, along its first dimension. A dimension that may differ
     is 0 in the empty state of a batch without room.
     """
+
+    grown: ClassVar[tuple[str, ...]] = ()
+    """Names of its parts that get a slot per token, along their third dimension: what a file of it writes once."""
+
+    def span(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """These slots of each of the parts that grow, in their order."""
+        return ()
 
     @abstractmethod
     def room(self) -> None:

@@ -59,6 +59,29 @@ def swiglu(
     return y_ND, sample
 
 
+def chosen(x_ND: Tensor, expert_NK: Tensor, *weights: Tensor) -> Tensor:
+    """What each of a token's K experts gives [N,K,D]. weights: gate, up and down of SwiGLUs; or up and down of networks
+    W_down relu(W_up x)², which autograd differentiates. Weights of other dtypes than x's are widened one by one.
+
+    expert_NK: in order. Without gradients a token's bits do not depend on how many others an expert has.
+    """
+    (N, K), E = expert_NK.shape, len(weights[0])
+    x_MD, expert_M = x_ND.repeat_interleave(K, 0), expert_NK.flatten()
+    quiet = gradients_off() and not x_ND.is_meta
+    if not quiet and len(weights) == 3:
+        gate_EFD, up_EFD, down_EDF = (weight.to(x_ND.dtype) for weight in weights)
+        return swiglu(x_MD, expert_M, gate_EFD, up_EFD, down_EDF)[0].view(N, K, -1)
+    order_M, groups = expert_M.argsort(stable=True), _groups(expert_M, E, False)
+    assert isinstance(groups, list)
+    if N == 1:
+        y_MD = _forward(x_MD, weights, groups, None)[0]
+    elif quiet and N > 1:
+        y_MD = _filled(x_MD, weights, order_M, groups, None)
+    else:
+        y_MD = _put_back(_forward(x_MD.index_select(0, order_M), weights, groups, None)[0], order_M)
+    return y_MD.view(N, K, -1)
+
+
 def naive(x_ND: Tensor, expert_N: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
     """The networks token by token; the oracle."""
     outputs = []
@@ -219,15 +242,27 @@ def _filled(
 def _forward(
     x_ND: Tensor, weights: tuple[Tensor, ...], groups: Any, rounded: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gate_EFD, up_EFD, down_EDF = weights
-    a_NF = x_ND.new_empty(len(x_ND), gate_EFD.shape[1])
+    if len(weights) == 2:
+        return _ungated(x_ND, *weights, groups)
+    a_NF = x_ND.new_empty(len(x_ND), weights[0].shape[1])
     b_NF, y_ND = torch.empty_like(a_NF), torch.empty_like(x_ND)
     for e, rows in groups:
         a, b = a_NF[rows], b_NF[rows]
-        torch.mm(x_ND[rows], gate_EFD[e].T, out=a)
-        torch.mm(x_ND[rows], up_EFD[e].T, out=b)
-        torch.mm(_hidden(a, b, rounded), down_EDF[e].T, out=y_ND[rows])
+        gate_FD, up_FD, down_DF = (weight[e].to(x_ND.dtype) for weight in weights)
+        torch.mm(x_ND[rows], gate_FD.T, out=a)
+        torch.mm(x_ND[rows], up_FD.T, out=b)
+        torch.mm(_hidden(a, b, rounded), down_DF.T, out=y_ND[rows])
     return y_ND, a_NF, b_NF
+
+
+def _ungated(x_ND: Tensor, up_EFD: Tensor, down_EDF: Tensor, groups: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """With relu² and no gate; for autograd, too."""
+    found = [x_ND[:0]]
+    for e, rows in groups:
+        hidden = F.relu(torch.mm(x_ND[rows], up_EFD[e].to(x_ND.dtype).T)).square()
+        found.append(torch.mm(hidden, down_EDF[e].to(x_ND.dtype).T))
+    none = x_ND[:0]
+    return torch.cat(found), none, none
 
 
 def _backward(

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 GONE = ["perspectron/designs/drm", "perspectron/native/csrc/drm.inl", "tests/designs/drm"]
 REST = (
     "tests/test_goldens.py",
-    "tests/test_block.py",
+    "tests/model/test_block.py",
     "tests/util/test_registry.py",
     "tests/ops/test_dispatch.py",
 )

@@ -30,6 +30,7 @@ from perspectron.util.errors import CheckpointError
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 V, IDS, LENGTH, NEW = 67, 61, 40, 30
 """Rows of the vocabulary, ids that there are, tokens of a text and tokens drawn after it."""
 SINGLE, DOUBLE = 2e-5, 1e-10
@@ -91,7 +92,7 @@ def in_double() -> Iterator[None]:
 def made(family: Family, values: dict[str, Any] | None = None) -> Any:
     """A model of transformers with all its numbers drawn."""
     config = AutoConfig.for_model(family.kind, **(family.values if values is None else values))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, **EAGER).eval()
     redraw(model, family.seed)
     return model
 
@@ -243,7 +244,7 @@ def _of_config(kind: str, folder: Path, tensors: dict[str, Tensor]) -> Tensor | 
     with in_double():
         try:
             config = AutoConfig.for_model(**values | {"model_type": kind})
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            model = AutoModelForCausalLM.from_config(config, **EAGER).eval()
             shapes = {name: x.shape for name, x in model.state_dict().items()}
             tied = {"lm_head.weight"} if config.get_text_config().tie_word_embeddings else set()
             if {n: s for n, s in shapes.items() if n not in tied} != {n: x.shape for n, x in tensors.items()}:

@@ -161,7 +161,7 @@ def test_the_text_of_a_model_of_images_is_read(root, tmp_path):
         (0, {"layer_types": ["linear_attention"] * 3 + ["conv"]}, "layer_types has 'conv'"),
         (0, {"linear_num_key_heads": 3}, "linear_num_key_heads is 3, must divide linear_num_value_heads = 4"),
         (0, {"attn_output_gate": False}, "attn_output_gate is False"),
-        (2, {"num_local_experts": 4}, "num_local_experts is 4, must be 0"),
+        (2, {"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5"),
         (2, {"mamba_n_heads": 7}, "7 heads of 8 are 56 wide"),
         (2, {"time_step_limit": [0.5, 0.1]}, "time_step_limit is [0.5, 0.1]"),
         (2, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),

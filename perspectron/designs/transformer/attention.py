@@ -35,6 +35,7 @@ class AttentionConfig(MixerConfig):
     output; None is as `bias`. qk_norm: RMS norm of queries and keys with weights, before the rotation: of each head's
     K channels ("head") or of all heads' together ("all"). scale: of the scores; None is K^-½. cap: scores s become
     cap · tanh(s / cap). gate: "sigmoid" multiplies what is attended to by a gate for each channel, of the same input.
+    clip: queries, keys and values are clipped to ± it, before the rotation; None is not.
     cache: keys and values in the model's dtype, or rounded to bfloat16 where they are made, so that all readings of a
     text see the same ones."""
 
@@ -53,6 +54,7 @@ class AttentionConfig(MixerConfig):
     cap: float | None = None
     gate: Literal["none", "sigmoid"] = "none"
     cache: Literal["full", "bfloat16"] = "full"
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         require(self.heads >= 1, "heads", self.heads, "≥ 1")
@@ -64,7 +66,7 @@ class AttentionConfig(MixerConfig):
         require(
             self.heads % self.groups == 0, "kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}"
         )
-        for name in ("scale", "cap"):
+        for name in ("scale", "cap", "clip"):
             value = getattr(self, name)
             require(value is None or value > 0, name, value, "> 0")
         one_of(self.qk_norm, ("none", "head", "all"), "qk_norm")
@@ -145,6 +147,8 @@ class Attention(Mixer):
         q, k, v = (part.unflatten(-1, (-1, self.width)) for part in (q_BTC, k_BTC, v_BTC))
         if config.qk_norm == "head":
             q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+        if config.clip is not None:
+            q, k, v = (part.clamp(-config.clip, config.clip) for part in (q, k, v))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         at = attention.places(state.length_B, q.shape[2], reset_BT, pad_BT)
         if config.rope_base is not None:

@@ -28,10 +28,12 @@ from perspectron.interop.foreign import (
     mamba2,
     mistral,
     olmo2,
+    olmoe,
     own,
     qwen2,
     qwen3,
     qwen3_5,
+    qwen3_moe,
     smollm3,
 )
 from perspectron.interop.foreign.source import HARMLESS, Source
@@ -65,6 +67,8 @@ KINDS: dict[str, Kind] = {
     "gemma3": Kind(gemma3.config_within, gemma3.weights, gemma3.HARMLESS),
     "olmo2": Kind(olmo2.config, olmo2.weights),
     "olmo3": Kind(olmo2.config3, olmo2.weights),
+    "olmoe": Kind(olmoe.config, olmoe.weights, olmoe.HARMLESS),
+    "qwen3_moe": Kind(qwen3_moe.config, qwen3_moe.weights, qwen3_moe.HARMLESS),
     "mamba2": Kind(mamba2.config, mamba2.weights, mamba2.HARMLESS),
     "granitemoehybrid": Kind(granite.config, granite.weights, granite.HARMLESS),
     "lfm2": Kind(lfm2.config, lfm2.weights, lfm2.HARMLESS),

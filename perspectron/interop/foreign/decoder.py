@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from perspectron.experts.mixture import MixtureConfig
+from perspectron.interop.foreign import mixture
 from perspectron.interop.foreign.source import Source
 from perspectron.model.config import MOST_BLOCKS, BlockConfig, ModelConfig, SequentialConfig
 from perspectron.model.ffn import SwiGLUConfig
@@ -33,8 +35,8 @@ SANDWICH = {
 """Norms of a layer by their names here and there."""
 Mixer = Callable[[Source, str, str, int, Any], dict[str, Tensor]]
 """Takes the weights of a mixer: from a layer's name there, the mixer's name here, D and its config."""
-Network = Callable[[Source, str, str, int, SwiGLUConfig], dict[str, Tensor]]
-"""The same of a gated network, from its name there."""
+Network = Callable[[Source, str, str, int, Any], dict[str, Tensor]]
+"""The same of a network, from its name there."""
 
 
 class Rope(NamedTuple):
@@ -250,7 +252,7 @@ def weights(
 ) -> dict[str, Tensor]:
     """The weights of a decoder by our names. mixer: takes those of a layer's mixer; None is attention. norms: names of
     a layer's norms here and there. network, last: names of networks and of the last norm. gated: takes those of a
-    network; None is `gated_weights`. top, head: what all names begin with, and the head's. one: weights of norms are
+    network; None is `network_weights`. top, head: what all names begin with, and the head's. one: weights of norms are
     stored as what they are more than 1."""
     D = config.d_model
     taken = outer(source, f"{top}embed_tokens.weight", config, head)
@@ -263,9 +265,14 @@ def weights(
             taken |= attention_weights(source, f"{there}.self_attn", f"{here}.mixer", D, block.mixer, one=one)
         else:
             taken |= mixer(source, there, f"{here}.mixer", D, block.mixer)
-        assert isinstance(block.ffn, SwiGLUConfig)
-        taken |= (gated or gated_weights)(source, f"{there}.{network}", f"{here}.ffn", D, block.ffn)
+        taken |= (gated or network_weights)(source, f"{there}.{network}", f"{here}.ffn", D, block.ffn)
     return taken
+
+
+def network_weights(source: Source, there: str, here: str, D: int, ffn: Any) -> dict[str, Tensor]:
+    """Those of a gated network, or of a mixture of them."""
+    take = mixture.weights if isinstance(ffn, MixtureConfig) else gated_weights
+    return take(source, there, here, D, ffn)
 
 
 def gated_weights(source: Source, there: str, here: str, D: int, ffn: SwiGLUConfig) -> dict[str, Tensor]:

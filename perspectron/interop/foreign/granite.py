@@ -1,25 +1,27 @@
-"""Granite 4 without experts (`granitemoehybrid`): Mamba-2 or attention, then a SwiGLU, in every block, with factors of
-the embedding, of what blocks add, of scores and of logits.
+"""Granite 4 (`granitemoehybrid`): Mamba-2 or attention, then a SwiGLU, with experts or without, in every block, with
+factors of the embedding, of what blocks add, of scores and of logits.
 
-Shapes: D model width, F width of a network.
+Shapes: D model width, F width of a network, E experts.
 """
+
+from typing import Any
 
 from torch import Tensor
 
-from perspectron.interop.foreign import bamba, decoder, mamba2
+from perspectron.experts.mixture import MixtureConfig
+from perspectron.interop.foreign import bamba, decoder, mamba2, mixture
 from perspectron.interop.foreign.decoder import GLOBAL, LINEAR
 from perspectron.interop.foreign.source import Source
 from perspectron.model.config import ModelConfig, SequentialConfig
 from perspectron.model.ffn import SwiGLUConfig
+from perspectron.util.config import FFNConfig
 
 HARMLESS = (
-    "init_method", "intermediate_size", "mamba_chunk_size", "num_experts_per_tok", "output_router_logits",
-    "router_aux_loss_coef",
+    "init_method", "intermediate_size", "mamba_chunk_size", "num_experts_per_tok", *mixture.HARMLESS,
 )  # fmt: skip
 
 
 def config(source: Source) -> ModelConfig:
-    source.must("num_local_experts", (0,), 8)
     source.must("normalization_function", ("rmsnorm",), "rmsnorm")
     kinds = decoder.kinds(source, [LINEAR] * decoder.layers(source), (LINEAR, GLOBAL))
     positions = decoder.rope(source)
@@ -32,7 +34,7 @@ def config(source: Source) -> ModelConfig:
     source.must("hidden_act", ("silu",), "silu")
     return decoder.model(
         source, "granite", [ssd if kind == LINEAR else attention for kind in kinds],
-        SwiGLUConfig(source.number("shared_intermediate_size", 1024)),
+        _config(source),
         residual=SequentialConfig(factor=source.real("residual_multiplier", 1.0)), longest=2048,
         embedding_factor=source.real("embedding_multiplier", 1.0),
         logits_factor=1 / source.positive("logits_scaling", 1.0),
@@ -43,12 +45,37 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     return decoder.weights(source, config, mixer=bamba.mixer, network="shared_mlp", gated=_network)
 
 
-def _network(source: Source, there: str, here: str, D: int, ffn: SwiGLUConfig) -> dict[str, Tensor]:
-    """Gate and what it gates in one matrix."""
-    F = ffn.hidden
-    gate, up = source.take(f"{there}.input_linear.weight", 2 * F, D).split(F)
-    return {
-        f"{here}.gate_proj.weight": gate.contiguous(),
-        f"{here}.up_proj.weight": up.contiguous(),
-        f"{here}.down_proj.weight": source.take(f"{there}.output_linear.weight", D, F),
-    }
+def _config(source: Source) -> FFNConfig:
+    """A SwiGLU, which is the shared network where there are experts, too."""
+    shared, E = (
+        source.number("shared_intermediate_size", 1024),
+        mixture.count(source, "num_local_experts", silent=8),
+    )
+    if not E:
+        return SwiGLUConfig(shared)
+    F, K = source.number("intermediate_size"), mixture.chosen(source, E, 2)
+    return MixtureConfig(F, E, K, shared=shared)
+
+
+def _network(source: Source, there: str, here: str, D: int, ffn: Any) -> dict[str, Tensor]:
+    """Gate and what it gates in one matrix, and all experts in one tensor."""
+    if isinstance(ffn, SwiGLUConfig):
+        gate, up, down = _matrices(source, there, D, ffn.hidden)
+        return {
+            f"{here}.gate_proj.weight": gate,
+            f"{here}.up_proj.weight": up,
+            f"{here}.down_proj.weight": down,
+        }
+    E, experts = ffn.experts, there.replace("shared_mlp", "block_sparse_moe")
+    taken = {f"{here}.route_proj.weight": source.take(f"{experts}.router.layer.weight", E, D)}
+    names, shared = ("gate_EFD", "up_EFD", "down_EDF"), ("gate", "up", "down")
+    for name, matrix in zip(names, _matrices(source, experts, D, ffn.hidden, E), strict=True):
+        taken[f"{here}.{name}"] = matrix
+    for name, matrix in zip(shared, _matrices(source, there, D, ffn.shared), strict=True):
+        taken[f"{here}.shared_{name}_proj.weight"] = matrix
+    return taken
+
+
+def _matrices(source: Source, there: str, D: int, F: int, *E: int) -> tuple[Tensor, Tensor, Tensor]:
+    gate, up = source.take(f"{there}.input_linear.weight", *E, 2 * F, D).split(F, -2)
+    return gate.contiguous(), up.contiguous(), source.take(f"{there}.output_linear.weight", *E, D, F)

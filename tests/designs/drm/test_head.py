@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 import perspectron
 from perspectron.designs.drm.head import EmitterConfig
-from tests.test_block import FFNS, MIXERS, BlockConfig, D, ModelConfig, V, ids, randomise
+from tests.model.test_block import FFNS, MIXERS, BlockConfig, D, ModelConfig, V, ids, randomise
 
 
 def test_it_has_a_hidden_layer():

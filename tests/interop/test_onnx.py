@@ -100,7 +100,7 @@ def test_greedy_tokens_and_logits_are_those_of_torch(name: str, tokenizer: Token
     assert len(set(tokens)) > 1
 
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "onnx.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "onnx.md"
 
 
 def guide(folder: Path, prompt: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

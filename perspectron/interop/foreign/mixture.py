@@ -1,0 +1,97 @@
+"""Mixtures of experts of other programs, which several families have.
+
+Shapes: D model width, F hidden width, E experts.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from perspectron.experts.mixture import MixtureConfig
+from perspectron.experts.router import MOST_EXPERTS
+from perspectron.interop.foreign.source import Source
+from perspectron.util.config import FFNConfig
+
+HARMLESS = ("output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "moe_shared_expert_overlap")
+"""Keys that say something about training alone."""
+
+
+# ---------------------------------------------------------------- configs
+
+
+def count(source: Source, *names: str, silent: int, least: int = 0) -> int:
+    """A number of experts, by the first of these names that the config has."""
+    name = next((name for name in names if source.get(name) is not None), names[-1])
+    return source.number(name, silent, most=MOST_EXPERTS, least=least)
+
+
+def chosen(source: Source, experts: int, silent: int = 8) -> int:
+    """Experts of a token."""
+    return source.number("num_experts_per_tok", silent, most=experts)
+
+
+def networks(
+    source: Source, layers: int, dense: Callable[[], FFNConfig], *, normed: bool, experts: int = 128, used: int = 8,
+    hidden: int = 768, shared: int | None = None,
+) -> list[FFNConfig]:  # fmt: skip
+    """The network of each layer as Qwen's configs have them: `dense` in those of `mlp_only_layers` and but each
+    `decoder_sparse_step`-th, else a mixture. normed, experts, used, hidden: where the config is silent; shared: the
+    hidden width of a shared network with a gate, None where the kind has none."""
+    only, step = source.items("mlp_only_layers"), source.number("decoder_sparse_step", 1)
+    E = count(source, "num_experts", "num_local_experts", silent=experts)
+    mixed: FFNConfig | None = None
+    if E:
+        source.must("hidden_act", ("silu",), "silu")
+        F = 0 if shared is None else source.number("shared_expert_intermediate_size", shared)
+        mixed = MixtureConfig(
+            source.number("moe_intermediate_size", hidden), E, chosen(source, E, used),
+            normed=bool(source.must("norm_topk_prob", (True, False), normed)), shared=F, shared_gate=F > 0,
+        )  # fmt: skip
+    flags = [mixed is not None and i not in only and (i + 1) % step == 0 for i in range(layers)]
+    other = None if all(flags) else dense()
+    if other is None:
+        source.get("intermediate_size")
+    found = [mixed if flag else other for flag in flags]
+    return [each for each in found if each is not None]
+
+
+def nemotron(source: Source) -> MixtureConfig:
+    """That of NemotronH: sigmoids, corrected where experts are chosen, of groups; without gates."""
+    source.must("moe_latent_size", (None,))
+    source.must("mlp_hidden_act", ("relu2",), "relu2")
+    source.must("mlp_bias", (False,), False)
+    source.get("n_shared_experts")  # transformers has one of the width that is written
+    E = count(source, "n_routed_experts", silent=8, least=1)
+    return MixtureConfig(
+        source.number("moe_intermediate_size", 7688), E, chosen(source, E, 2), "sigmoid",
+        bool(source.must("norm_topk_prob", (True, False), True)), source.positive("routed_scaling_factor", 1.0),
+        True, source.number("n_group", 1), source.number("topk_group", 1), "relu2",
+        source.number("moe_shared_expert_intermediate_size", 7688),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- weights
+
+
+def weights(
+    source: Source, there: str, here: str, D: int, ffn: MixtureConfig, *, shared: str = "shared_expert"
+) -> dict[str, Tensor]:
+    """Those of a mixture from its name there, where each expert has matrices of its own. shared: the name of the shared
+    network."""
+    E = ffn.experts
+    taken = {f"{here}.route_proj.weight": source.take(f"{there}.gate.weight", E, D)}
+    if ffn.corrected:
+        taken[f"{here}.bias_E"] = source.take(f"{there}.gate.e_score_correction_bias", E)
+    for name, ours in (("gate", "gate_EFD"), ("up", "up_EFD"), ("down", "down_EDF"))[not ffn.gated :]:
+        shape = (D, ffn.hidden) if name == "down" else (ffn.hidden, D)
+        each = [source.take(f"{there}.experts.{e}.{name}_proj.weight", *shape) for e in range(E)]
+        taken[f"{here}.{ours}"] = torch.stack(each)
+        if ffn.shared:
+            shape = (D, ffn.shared) if name == "down" else (ffn.shared, D)
+            taken[f"{here}.shared_{name}_proj.weight"] = source.take(
+                f"{there}.{shared}.{name}_proj.weight", *shape
+            )
+    if ffn.shared_gate:
+        taken[f"{here}.share_proj.weight"] = source.take(f"{there}.{shared}_gate.weight", 1, D)
+    return taken
