@@ -1,20 +1,20 @@
 """States that sessions can go back to, those of all sessions of a process within one bound.
 
-What counts is the memory that they hold (`decode.kept`): what several marks see counts once, and what a store keeps too
-counts there.
+What counts is the memory that they hold (`decode.kept`): what several marks see counts once, what a store keeps too
+counts there, and of a session's caches only what the session itself does not hold any more.
 """
 
 import itertools
 import threading
 from weakref import WeakSet, WeakValueDictionary
 
-from perspectron.decode.kept import Account, Hold
+from perspectron.decode.kept import LIVE, Account, Hold
 from perspectron.model.state import LMState
 
 MARKED = 256 << 20
 """Bytes of the marks of all sessions of a process."""
 _LOCK, _CLOCK = threading.RLock(), itertools.count(1)
-_ACCOUNT = Account(1)
+_ACCOUNT = Account(2)
 
 
 class _Mark:
@@ -34,6 +34,14 @@ class _Mark:
 def held() -> int:
     """Bytes of all marks that there are."""
     return _ACCOUNT.bytes
+
+
+def settle() -> None:
+    """Let marks go until all of them are within the bound: memory that others held too may be theirs alone now."""
+    with _LOCK:
+        for text in sorted(_texts, key=lambda text: text.used):
+            if _let_go(text):
+                return
 
 
 class _Text:
@@ -57,6 +65,8 @@ class Marks:
     def __init__(self, text: _Text | None = None) -> None:
         self._text = _Text() if text is None else text
         self._kept = dict[int, _Mark]()
+        self._here: Hold | None = None
+        """Of the latest state, which the session goes on from."""
         with _LOCK:
             _texts.add(self._text)
 
@@ -64,6 +74,7 @@ class Marks:
         """Keep a state, which nobody else changes."""
         with _LOCK:
             now = self._text.used = next(_CLOCK)
+            self._here = Hold(LIVE, state)
             self._text.marks[now] = self._kept[calls] = _Mark(state, fixed=fixed)
             if held() > MARKED:
                 self._shrink()

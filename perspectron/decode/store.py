@@ -21,6 +21,7 @@ from torch import Tensor
 from perspectron import native
 from perspectron.decode.disk import Counters, Disk, Prefix, saved
 from perspectron.decode.kept import Account, Hold
+from perspectron.decode.marks import settle
 from perspectron.decode.reading import CHUNK
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
@@ -188,6 +189,7 @@ class PrefixStore:
             if least == entry.parent:
                 entry.parent = self._entries[least].parent
             self._evict(least)
+            settle()
         self._entries[key] = entry
 
     def _worth(self, entry: _Entry) -> float:
