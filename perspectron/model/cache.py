@@ -107,7 +107,7 @@ class Cache(Ragged):
         total = closed.before[0]
         T += used - T - (total - sum(self.before))  # slots that padding has counted
         room = -(-T // LEAST_OWN) * LEAST_OWN
-        if self.shared and self.k_BHSK.nbytes == self.k_BHSK.untyped_storage().nbytes():
+        if self.shared and _lender(self.k_BHSK) == id(self.k_BHSK):
             # Not a fork but one that reads on: few pieces, of which an eighth of all may be free.
             room = max(room, min(2 * self.slots, room_for(total + T) - total))
         return closed.with_slots(room)
@@ -250,12 +250,19 @@ def room_for(tokens: int, least: int = LEAST_SLOTS) -> int:
 
 def is_lent(x: Tensor) -> bool:
     """True if others may see the memory that a tensor is a view of: what is filled of it must stay as it is."""
-    return hasattr(x.untyped_storage(), "lent")
+    return _lender(x) is not None
+
+
+def _lender(x: Tensor) -> int | None:
+    """The id of the tensor that first lent this memory."""
+    lender: int | None = getattr(x.untyped_storage(), "lender", None)
+    return lender
 
 
 def _lent(x_BHSK: Tensor, used: int) -> Tensor:
     """The first slots, a view that others may keep. Writing behind them is no change of it, also to autograd."""
-    x_BHSK.untyped_storage().lent = True  # type: ignore[attr-defined]
+    if not is_lent(x_BHSK):
+        x_BHSK.untyped_storage().lender = id(x_BHSK)  # type: ignore[attr-defined]
     return x_BHSK.data[:, :, :used]
 
 
