@@ -1,5 +1,8 @@
 """Prefixes on disk: files of states, and their index, a database that several processes may share.
 
+What a state has per token lies in pages, files of their own that are named by what they hold and by the page before:
+states that begin alike share them. `KEY.state` holds the rest of a state, and the index its last page.
+
 Shapes: D model width.
 """
 
@@ -7,7 +10,7 @@ import contextlib
 import sqlite3
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -15,7 +18,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from perspectron.model.state import LMState, Stateful, read_state, write_state
+from perspectron.model.appended import Contents, PageError, page_names, write
+from perspectron.model.state import LMState, Stateful, packed, read_state
 from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError, StateError, StorageError
 from perspectron.util.files import locked, remove, sweep, temporary_beside
@@ -24,11 +28,18 @@ from perspectron.util.schema import checked
 INDEX = "index.sqlite"
 PATIENCE = 30.0  # seconds to wait for another process that writes
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # of what a head reads
+VERSION = 2  # of the tables
+PAGE = 128
+"""Slots of a page, at most."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
   key TEXT PRIMARY KEY, parent TEXT NOT NULL, bytes INTEGER NOT NULL, seconds REAL NOT NULL,
-  clock REAL NOT NULL, worth REAL NOT NULL
+  clock REAL NOT NULL, worth REAL NOT NULL, page TEXT NOT NULL
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS pages (
+  name TEXT PRIMARY KEY, before TEXT NOT NULL, stop INTEGER NOT NULL, bytes INTEGER NOT NULL, uses INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_before ON pages (before);
 CREATE INDEX IF NOT EXISTS by_worth ON entries (worth);
 CREATE INDEX IF NOT EXISTS by_parent ON entries (parent);
 CREATE TABLE IF NOT EXISTS clock (time REAL NOT NULL);
@@ -108,10 +119,16 @@ class Disk:
         try:
             index.execute("PRAGMA journal_mode = WAL")
             index.execute("PRAGMA synchronous = NORMAL")
-            index.executescript(SCHEMA)
             index.execute("BEGIN IMMEDIATE")
+            if index.execute("PRAGMA user_version").fetchone()[0] != VERSION:
+                for table in ("entries", "pages", "clock"):
+                    index.execute(f"DROP TABLE IF EXISTS {table}")
+            for statement in SCHEMA.split(";"):
+                index.execute(statement)
+            index.execute(f"PRAGMA user_version = {VERSION}")
             known = {f"{key}.state" for (key,) in index.execute("SELECT key FROM entries")}
-            for path in self.folder.glob("*.state"):
+            known |= {f"{name}.page" for (name,) in index.execute("SELECT name FROM pages")}
+            for path in (*self.folder.glob("*.state"), *self.folder.glob("*.page")):
                 if path.name not in known:
                     remove(path)
             index.execute("COMMIT")
@@ -125,15 +142,18 @@ class Disk:
             self._index.close()
 
     def get(self, key: str) -> Prefix | None:
-        """The state of a key. What is on disk is believed only where its digest, its key and its shapes are right."""
+        """The state of a key. What is on disk is believed only where its digests, its key and its shapes are right."""
         with self._transaction() as index:
-            if (
-                index is None
-                or index.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone() is None
-            ):
+            if index is None:
                 return None
-        prefix = self._read(key)
+            row = index.execute("SELECT page FROM entries WHERE key = ?", (key,)).fetchone()
+            if row is None:
+                return None
+            pages = [self._page(name) for name, _ in self._chain(index, row[0])]
+        prefix, bad = self._read(key, pages)
         with self._transaction(write=True) as index:
+            if index is not None and bad is not None:
+                self._drop_page(index, bad.stem)
             if index is not None and prefix is None:
                 self._forget(index, key)
             elif index is not None:
@@ -145,66 +165,127 @@ class Disk:
 
     def put(self, keys: list[str], prefix: Prefix) -> None:
         """Write an entry, whose key is the last of its chain, and make room for it."""
-        key, path = keys[-1], self._path(keys[-1])
-        evicted = list[str]()
+        key = keys[-1]
         with self._transaction(write=True) as index:
             if index is None or index.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone():
                 return
-            parent, before = self._nearest(index, keys[:-1])
+            parent, before, page = self._nearest(index, keys[:-1])
             try:
-                size = self._write(path, key, prefix)
+                size, page, added = self._write(index, key, page, prefix)
             except (OSError, PerspectronError):
                 self.counters.failed += 1
                 return
             clock = self._now(index)
-            worth = clock + saved(prefix.seconds, before) / size
+            worth = clock + saved(prefix.seconds, before) / (size + added)
             index.execute(
-                "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?)",
-                (key, parent, size, prefix.seconds, clock, worth),
+                "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (key, parent, size, prefix.seconds, clock, worth, page),
             )
-            used = index.execute("SELECT total(bytes) FROM entries").fetchone()[0]
-            while used > self.budget:
-                least, size, worth = index.execute(
-                    "SELECT key, bytes, worth FROM entries ORDER BY worth LIMIT 1"
+            self._use(index, page)
+            while self._used(index) > self.budget:
+                least, worth = index.execute(
+                    "SELECT key, worth FROM entries ORDER BY worth LIMIT 1"
                 ).fetchone()
                 self._forget(index, least)
                 index.execute("DELETE FROM clock")
                 index.execute("INSERT INTO clock VALUES (?)", (max(worth, clock),))
-                evicted.append(least)
-                used -= size
-        for gone in evicted:
-            self.counters.evicted += 1
-            remove(self._path(gone))
+                self.counters.evicted += 1
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.state"
 
-    def _write(self, path: Path, key: str, prefix: Prefix) -> int:
-        """Write a file without waiting for the disk: a loss of power may damage it, which its digest shows."""
-        last_1D = prefix.last_1D
+    def _page(self, name: str) -> Path:
+        return self.folder / f"{name}.page"
+
+    @staticmethod
+    def _used(index: sqlite3.Connection) -> float:
+        """Bytes of all files."""
+        statement = "SELECT (SELECT total(bytes) FROM entries) + (SELECT total(bytes) FROM pages)"
+        return float(index.execute(statement).fetchone()[0])
+
+    @staticmethod
+    def _chain(index: sqlite3.Connection, name: str) -> list[tuple[str, int]]:
+        """The pages up to one: their names, and the slot at which each ends."""
+        found = list[tuple[str, int]]()
+        while name and (
+            row := index.execute("SELECT stop, before FROM pages WHERE name = ?", (name,)).fetchone()
+        ):
+            found.append((name, row[0]))
+            name = row[1]
+        return found[::-1]
+
+    def _write(self, index: sqlite3.Connection, key: str, last: str, prefix: Prefix) -> tuple[int, str, int]:
+        """Write an entry's file and its pages, those that are not there yet: (bytes of the file, the last page, bytes
+        of these pages). last: page of a state that this one may go on from. Without waiting for the disk: a loss of
+        power may damage them, which their digests show."""
+        last_1D, path = prefix.last_1D, self._path(key)
         extra = _Extra(key, prefix.calls, prefix.seconds, last_1D.double()[0].tolist(), str(last_1D.dtype))
+        contents = packed(path, prefix.state, self.model, msgspec.to_builtins(extra))
+        known = [(name, stop) for name, stop in self._chain(index, last) if stop <= contents.slots]
+        page, start, added, made = "", 0, 0, list[Path]()
+        # Another document may have begun meanwhile, so that its pages are others.
+        for (name, stop), own in zip(known, page_names(contents, [stop for _, stop in known]), strict=True):
+            if name != own:
+                break
+            page, start = name, stop
+        index.execute("SAVEPOINT entry")
+        try:
+            stops = (
+                [*range(start + PAGE, contents.slots, PAGE), contents.slots] if contents.slots > start else []
+            )
+            for stop, name in zip(stops, page_names(contents, stops, start, page), strict=True):
+                if index.execute("SELECT 1 FROM pages WHERE name = ?", (name,)).fetchone() is None:
+                    made.append(self._page(name))
+                    about = {field: contents.header[field] for field in ("format", "model")}
+                    own_part = replace(contents, header=about, tensors={}, slots=stop)
+                    size = self._put(made[-1], own_part, start)
+                    index.execute("INSERT INTO pages VALUES (?, ?, ?, ?, 0)", (name, page, stop, size))
+                    self._use(index, page)
+                    added += size
+                page, start = name, stop
+            return self._put(path, contents, start), page, added
+        except (OSError, PerspectronError):
+            index.execute("ROLLBACK TO entry")
+            for written in made:
+                with contextlib.suppress(OSError):
+                    remove(written)
+            raise
+
+    @staticmethod
+    def _put(path: Path, contents: Contents, start: int) -> int:
+        """Write a file from a slot on: its bytes."""
         temporary = temporary_beside(path)
         try:
-            write_state(temporary, prefix.state, self.model, extra=msgspec.to_builtins(extra))
+            write(temporary, contents, path, start)
             temporary.replace(path)
         finally:
             with contextlib.suppress(OSError):
                 remove(temporary)
         return path.stat().st_size
 
-    def _read(self, key: str) -> Prefix | None:
+    @staticmethod
+    def _use(index: sqlite3.Connection, page: str) -> None:
+        index.execute("UPDATE pages SET uses = uses + 1 WHERE name = ?", (page,))
+
+    def _read(self, key: str, pages: list[Path]) -> tuple[Prefix | None, Path | None]:
+        """What an entry's files hold; the page that is damaged, if one is."""
         path = self._path(key)
         try:
-            return self._prefix(path, key)
+            return self._prefix(path, key, pages), None
+        except PageError as error:
+            if error.path.exists():
+                self.counters.damaged += 1
+            return None, error.path
         except PerspectronError:
             if path.exists():  # else another process has evicted it meanwhile
                 self.counters.damaged += 1
                 remove(path)
-            return None
+            return None, None
 
-    def _prefix(self, path: Path, key: str) -> Prefix:
-        """The prefix that a file holds. StateError: damaged, or not one row of this key."""
-        state, values = read_state(path, self.model)
+    def _prefix(self, path: Path, key: str, pages: list[Path]) -> Prefix:
+        """The prefix that a file holds. StateError: damaged, or not one row of this key; PageError: one of its pages
+        is."""
+        state, values = read_state(path, self.model, pages)
         extra = checked(values, _Extra, StateError, path)
         dtype = next((dtype for dtype in DTYPES if str(dtype) == extra.dtype), None)
         if (
@@ -217,25 +298,45 @@ class Disk:
         last_1D = torch.tensor([extra.last], dtype=torch.float64).to(dtype)
         return Prefix(extra.calls, state, last_1D, max(extra.seconds, 0.0))
 
-    def _nearest(self, index: sqlite3.Connection, keys: list[str]) -> tuple[str, float]:
-        """The longest entry before the last of a chain, and its seconds."""
+    def _nearest(self, index: sqlite3.Connection, keys: list[str]) -> tuple[str, float, str]:
+        """The longest entry before the last of a chain, its seconds and its last page."""
         for key in reversed(keys):
-            row = index.execute("SELECT seconds FROM entries WHERE key = ?", (key,)).fetchone()
+            row = index.execute("SELECT seconds, page FROM entries WHERE key = ?", (key,)).fetchone()
             if row is not None:
-                return key, row[0]
-        return "", 0.0
+                return key, *row
+        return "", 0.0, ""
 
     def _forget(self, index: sqlite3.Connection, key: str) -> None:
-        """Delete a row; those that would have been computed from it are now computed from what it was."""
-        row = index.execute("SELECT parent FROM entries WHERE key = ?", (key,)).fetchone()
+        """Delete an entry, and the pages that no other needs; those that would have been computed from it are now
+        computed from what it was."""
+        row = index.execute("SELECT parent, page FROM entries WHERE key = ?", (key,)).fetchone()
         if row is None:
             return
         index.execute("DELETE FROM entries WHERE key = ?", (key,))
-        before = index.execute("SELECT seconds FROM entries WHERE key = ?", row).fetchone()
+        remove(self._path(key))
+        page = row[1]
+        while page:
+            index.execute("UPDATE pages SET uses = uses - 1 WHERE name = ?", (page,))
+            own = index.execute("SELECT before, uses FROM pages WHERE name = ?", (page,)).fetchone()
+            if own is None or own[1] > 0:
+                break
+            index.execute("DELETE FROM pages WHERE name = ?", (page,))
+            remove(self._page(page))
+            page = own[0]
+        before = index.execute("SELECT seconds FROM entries WHERE key = ?", row[:1]).fetchone()
         index.execute(
             "UPDATE entries SET parent = ?, worth = clock + max(seconds - ?, 0) / bytes WHERE parent = ?",
             (row[0], before[0] if before else 0.0, key),
         )
+
+    def _drop_page(self, index: sqlite3.Connection, name: str) -> None:
+        """Delete a page that is damaged, with all entries that need it."""
+        needing = """WITH RECURSIVE after(name) AS (
+            VALUES (?) UNION SELECT pages.name FROM pages JOIN after ON pages.before = after.name
+        ) SELECT key FROM entries WHERE page IN (SELECT name FROM after)"""
+        for (key,) in index.execute(needing, (name,)).fetchall():
+            self._forget(index, key)
+        remove(self._page(name))
 
     @staticmethod
     def _now(index: sqlite3.Connection) -> float:

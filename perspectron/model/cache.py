@@ -165,6 +165,13 @@ class Cache(Ragged):
         k, v = self.ring()
         return _parts(self.shared[0], k, v) if self.shared else ([k], [v])
 
+    def spanned(self) -> int:
+        return max(self.length_B.tolist()) if self.shared else self.used
+
+    def emptied(self) -> "Cache":
+        k, v = (x[:, :, :0] for x in (self.k_BHSK, self.v_BHSV))
+        return Cache(k, v, self.length_B, self.spanned())
+
     def filled(self) -> "Cache":
         if self.shared:
             return self.whole()

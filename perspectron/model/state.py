@@ -13,18 +13,21 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from perspectron.model import narrow
+from perspectron.model import appended, narrow
+from perspectron.model.appended import Contents, Grown
 from perspectron.model.config import ModelConfig
 from perspectron.util.config import dump
 from perspectron.util.errors import StateError
 from perspectron.util.files import atomic, parse_json
-from perspectron.util.tensors import JSON_ROOM, check_header, load_tensors, save_tensors
+from perspectron.util.tensors import JSON_ROOM
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound=type[Any])
-FORMAT = "perspectron-state-2"
+FORMAT = "perspectron-state-3"
+FORMATS = (FORMAT, "perspectron-state-2")
+"""Those that are read. The second is one part, whose digest is of all its tensors."""
 MOST_TOKENS = 1 << 62
 """Upper bound of a document's tokens: counts stay below it, so that adding to them cannot overflow."""
 
@@ -45,9 +48,17 @@ class Ragged(ABC):
     grown: ClassVar[tuple[str, ...]] = ()
     """Names of its parts that get a slot per token, along their third dimension: what a file of it writes once."""
 
+    def spanned(self) -> int:
+        """Slots of each of them that are used."""
+        return 0
+
     def span(self, start: int, stop: int) -> tuple[Tensor, ...]:
         """These slots of each of the parts that grow, in their order."""
         return ()
+
+    def emptied(self) -> Self:
+        """The same counts without slots in the parts that grow."""
+        return self
 
     @abstractmethod
     def room(self) -> None:
@@ -214,6 +225,10 @@ def _copied(leaf: Any, into: Any) -> Any:
     return leaf.clone(memory_format=torch.contiguous_format)
 
 
+def _emptied(part: Any) -> Any:
+    return part.emptied() if isinstance(part, Ragged) else part
+
+
 def _selected(part: Any, rows_N: Tensor) -> Any:
     if isinstance(part, Ragged):
         return part.select(rows_N)
@@ -249,32 +264,41 @@ def save_state(
     dtype: narrow.Dtype = "full",
 ) -> None:
     """Write `state` as safetensors with the model's fingerprint. `extra` is any JSON object to store with it. dtype: of
-    its numbers; in fewer bits the state that is loaded is near it and not it.
+    its numbers; in fewer bits the state that is loaded is near it and not it. Where the file holds an earlier state of
+    the same text, what is new is appended to it (`perspectron.model.appended`).
 
-    The file is written atomically. StorageError if it cannot be written. StateError for what would be refused when it
-    is read: numbers that the dtype cannot hold, a state of another model, a header of over MAX_JSON bytes.
+    The file is written whole or not at all. StorageError if it cannot be written. StateError for what would be refused
+    when it is read: numbers that the dtype cannot hold, a state of another model, a header of over MAX_JSON bytes.
     """
     if not isinstance(state, LMState) or state.model not in (None, model.number):
         raise StateError(f"{path}: no state of this model; save it with the model that made it")
-    tensors, header = _packed(path, state, model, extra, dtype)
-    with atomic(Path(path)) as temporary:
-        try:
-            save_tensors(temporary, tensors, header)
-        except OSError:
-            if temporary.exists():  # it may be for its header, which says more
-                check_header(Path(path), temporary, StateError)
-            raise
+    contents = packed(path, state, model, extra, dtype)
+    if not appended.append(Path(path), contents):
+        with atomic(Path(path)) as temporary:
+            appended.write(temporary, contents, Path(path))
 
 
 def write_state(path: Path, state: LMState, model: Stateful, *, extra: dict[str, Any] | None = None) -> None:
-    """`save_state`, but neither atomic by itself nor waiting for the disk. OSError when it cannot be written."""
-    save_tensors(path, *_packed(path, state, model, extra, "full"))
+    """`save_state` to a new file, but neither atomic by itself nor waiting for the disk. OSError when it cannot be
+    written."""
+    appended.write(path, packed(path, state, model, extra), path)
 
 
-def _packed(
-    path: Path | str, state: LMState, model: Stateful, extra: dict[str, Any] | None, dtype: narrow.Dtype
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    leaves = {_name(where): value for where, value in pytree.tree_leaves_with_path(state.filled())}
+def packed(
+    path: Path | str,
+    state: LMState,
+    model: Stateful,
+    extra: dict[str, Any] | None = None,
+    dtype: narrow.Dtype = "full",
+) -> Contents:
+    """What a file of a state holds. StateError, which names it: `extra` is no JSON, or dtype none that there is or that
+    the numbers fit."""
+    parts = pytree.tree_leaves_with_path(state, is_leaf=_is_ragged)
+    grown = {_name(where): part for where, part in parts if isinstance(part, Ragged) and part.grown}
+    slots = {part.spanned() for part in grown.values()}
+    apart = dtype == "full" and len(slots) == 1
+    whole = state._map(_emptied, is_leaf=_is_ragged) if apart else state.filled()
+    leaves = {_name(where): value for where, value in pytree.tree_leaves_with_path(whole)}
     tensors = {name: leaf.detach().cpu() for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
     numbers = {name: leaf for name, leaf in leaves.items() if name not in tensors}
     header = {"format": FORMAT, "model": model.fingerprint(), "numbers": json.dumps(numbers)}
@@ -286,8 +310,13 @@ def _packed(
         raise StateError(f"{path}: extra cannot be stored as JSON ({error})") from None
     if dtype != "full":
         narrow.tensors(path, tensors, header, dtype)
-    header["digest"] = digest_of(header, tensors)
-    return tensors, header
+    if not apart:
+        return Contents(header, tensors)
+    spans = tuple(
+        Grown(tuple(f"{name}.{own}" for own in part.grown), part.span) for name, part in grown.items()
+    )
+    named = {name for span in spans for name in span.names}
+    return Contents(header, {n: x for n, x in tensors.items() if n not in named}, spans, slots.pop())
 
 
 def load_state(path: Path | str, model: Stateful) -> LMState:
@@ -295,15 +324,18 @@ def load_state(path: Path | str, model: Stateful) -> LMState:
     return read_state(path, model)[0]
 
 
-def read_state(path: Path | str, model: Stateful) -> tuple[LMState, dict[str, Any]]:
-    """Read a state saved by `save_state`, on the CPU, and the `extra` that was saved with it.
+def read_state(
+    path: Path | str, model: Stateful, before: Sequence[Path] = ()
+) -> tuple[LMState, dict[str, Any]]:
+    """Read a state saved by `save_state`, on the CPU, and the `extra` that was saved with it. before: as
+    `appended.read`.
 
     StateError if the file is missing or damaged, was saved by another model (config or weights differ), or does not
     match this model's states: every tensor must have the shape and type that `init_state` gives, and every count must
     be possible.
     """
     path = Path(path)
-    header, tensors = _read(path)
+    header, tensors = _read(path, before)
     if header["model"] != model.fingerprint():
         raise StateError(
             f"{path}: state of model {header['model'][:12]}, this model is {model.fingerprint()[:12]}; "
@@ -400,25 +432,11 @@ def _json(path: Path, header: dict[str, str], field: str) -> dict[str, Any]:
     return value
 
 
-def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    check_header(path, path, StateError)
-    header, tensors = load_tensors(path, StateError, "a saved state")
-    if header.get("format") != FORMAT or "model" not in header:
+def _read(path: Path, before: Sequence[Path] = ()) -> tuple[dict[str, str], dict[str, Tensor]]:
+    header, tensors = appended.read(path, before)
+    if header.get("format") not in FORMATS or "model" not in header:
         raise StateError(f"{path}: format {str(header.get('format'))[:40]!r}, must be {FORMAT!r}")
-    digest = header.pop("digest", None)
-    if digest_of(header, tensors) != digest:
-        raise StateError(f"{path}: damaged, its contents do not match its digest")
     return header, tensors
-
-
-def digest_of(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    """Hex digest of a header and its tensors, as files keep it."""
-    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def fingerprint(config: ModelConfig, weights: dict[str, Tensor]) -> str:

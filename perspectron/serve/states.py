@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from perspectron.decode.session import Session
+from perspectron.model.appended import read_metadata
 from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError, StateError
-from perspectron.util.files import opened, parse_json, remove, safe_join, sweep, temporary_beside
-from perspectron.util.tensors import JSON_ROOM, parse_header, read_header
+from perspectron.util.files import parse_json, remove, safe_join, sweep, temporary_beside
+from perspectron.util.tensors import JSON_ROOM
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ENDING = ".state"
@@ -109,15 +110,12 @@ class States:
 
 
 def _about(path: Path) -> About | None:
-    """Read from a file's header alone; its contents are checked when it is loaded."""
+    """Read from a file's headers alone; its contents are checked when it is loaded."""
     try:
-        with opened(path, StateError) as file:
-            stat = os.fstat(file.fileno())
-            text = read_header(file)
-            header = parse_header(text, stat.st_size - 8 - len(text))[0]
-            extra: Any = parse_json(header["extra"], room=JSON_ROOM)
+        stat = path.stat()
+        extra: Any = parse_json(read_metadata(path)["extra"], room=JSON_ROOM)
         own = extra.get("session") or {"ids": [], "before": 0}
         tokens, parent = len(own["ids"]) - (own["before"] == 1), str(extra.get("parent", ""))
         return About(path.name.removesuffix(ENDING), stat.st_size, int(stat.st_mtime), parent[:64], tokens)
-    except (PerspectronError, ValueError, KeyError, TypeError, AttributeError):
+    except (PerspectronError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -4,14 +4,15 @@ tensor is then read to where it stays.
 They are not mapped: a file that is cut short meanwhile would end the process.
 """
 
+import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
@@ -67,9 +68,10 @@ class _Entry(Struct, forbid_unknown_fields=True):
     data_offsets: tuple[_Size, _Size]
 
 
-def parse_header(text: bytes, room: int) -> tuple[dict[str, str], dict[str, Place]]:
-    """(metadata, the place of each tensor by name in the order of the data) of a header before `room` bytes of data.
-    ValueError unless the tensors follow one another without a gap, each of as many bytes as its shape says."""
+def parse_header(text: bytes, room: int | None) -> tuple[dict[str, str], dict[str, Place]]:
+    """(metadata, the place of each tensor by name in the order of the data) of a header before `room` bytes of data;
+    None: before any number of them. ValueError unless the tensors follow one another without a gap, each of as many
+    bytes as its shape says."""
     metadata, places, at = dict[str, str](), dict[str, Place](), 0
     start = _OPEN.match(text)
     if start is None:
@@ -110,15 +112,15 @@ def _place(name: str, text: bytes) -> Place:
     return Place(*entry.data_offsets, DTYPES[entry.dtype], tuple(entry.shape))
 
 
-def _in_order(places: dict[str, Place], room: int) -> dict[str, Place]:
+def _in_order(places: dict[str, Place], room: int | None) -> dict[str, Place]:
     """The tensors as they follow one another. ValueError: they leave a gap, overlap or do not fill the room."""
     ordered, end = dict(sorted(places.items(), key=lambda item: item[1][:2])), 0
     for name, place in ordered.items():
-        if place.start != end or place.stop - end != place.bytes or place.stop > room:
+        if place.start != end or place.stop - end != place.bytes or (room is not None and place.stop > room):
             must = f"must be {place.bytes} from {end} on"
             raise ValueError(f"{name[:80]!r}: bytes {place.start} to {place.stop} of {room}, {must}")
         end = place.stop
-    if end != room:
+    if room is not None and end != room:
         raise ValueError(f"{room - end} bytes too many")
     return ordered
 
@@ -132,13 +134,26 @@ def read_header(file: BufferedReader, most: int = MAX_JSON) -> bytes:
     return file.read(length)
 
 
-def check_header(path: Path, file: Path, error: type[PerspectronError]) -> None:
-    """`error`, which names `path`: a file's header is over the bound, the same for those who write and who read."""
-    with opened(file, error) as content:
-        size = int.from_bytes(content.read(8), "little")
-        if MAX_JSON < size <= os.fstat(content.fileno()).st_size:
-            why = f"must be ≤ {MAX_JSON:,}; a text of that length can be kept up to an earlier token"
-            raise error(f"{path}: a header of {size:,} bytes, {why}")
+def check_size(path: Path, size: int, error: type[PerspectronError]) -> None:
+    """`error`, which names `path`: a header of so many bytes is over the bound, the same for those who write and who
+    read."""
+    if size > MAX_JSON:
+        why = f"must be ≤ {MAX_JSON:,}; a text of that length can be kept up to an earlier token"
+        raise error(f"{path}: a header of {size:,} bytes, {why}")
+
+
+def compose(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """The header of a file whose data are these tensors, by name in their order, its length included; metadata comes
+    first in it, in its order. ValueError: what `parse_header` would refuse."""
+    fields, at = dict[str, Any]({METADATA: dict(metadata)}), 0
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * dtype.itemsize
+        fields[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    parse_header(text, at)
+    return len(text).to_bytes(8, "little") + text
 
 
 def load_tensors(
@@ -154,7 +169,7 @@ def load_tensors(
             text = read_header(file)
             metadata, places = parse_header(text, size - 8 - len(text))
             del text
-            return metadata, {name: _read(file, place) for name, place in places.items()}
+            return metadata, {name: read_tensor(file, place) for name, place in places.items()}
         except ValueError as cause:
             raise error(f"{path}: not {what} ({cause})") from None
 
@@ -175,14 +190,14 @@ def unread_tensors(
         with opened(path, error) as file:
             file.seek(8 + len(text) + place.start)
             try:
-                return _read(file, place)
+                return read_tensor(file, place)
             except ValueError as cause:
                 raise error(f"{path}: not {what} ({cause})") from None
 
     return {name: (place, partial(read, place)) for name, place in places.items()}
 
 
-def _read(file: BufferedReader, place: Place) -> Tensor:
+def read_tensor(file: BufferedReader, place: Place) -> Tensor:
     """The next tensor of a file. ValueError: the file ends before it does."""
     tensor = torch.empty(place.shape, dtype=place.dtype)
     if place.bytes and file.readinto(tensor.flatten().view(torch.uint8).numpy().data) < place.bytes:

@@ -192,7 +192,7 @@ def test_a_disk_that_is_full_stops_nothing(perspective, tokenizer, tmp_path, mon
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("perspectron.decode.disk.write_state", full)
+    monkeypatch.setattr("perspectron.decode.disk.write", full)
     store, prompt = PrefixStore(perspective, chunk=CHUNK, folder=tmp_path), prompt_of(30, 1)
     same(answered(perspective, tokenizer, prompt, store), answered(perspective, tokenizer, prompt, None))
     assert store.counters.failed > 0 and len(store) > 0 and not list(tmp_path.glob("*.state"))

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from safetensors import safe_open
+from safetensors.torch import load, load_file
 from xxhash import xxh3_64
 
 import perspectron
@@ -33,10 +34,11 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.designs.perspective import safety
 from perspectron.designs.perspective.adapt.adapter import Adapter, AdapterConfig
+from perspectron.model import appended
+from perspectron.model.appended import digest_of
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import mixers
-from perspectron.model.state import digest_of as state_digest
 from perspectron.model.state import load_extra, load_state, save_state
 from perspectron.quant.convert import convert
 from perspectron.serve.states import States
@@ -99,6 +101,21 @@ def digest(*values: Any) -> str:
             else:
                 taken.update(repr(leaf).encode())
     return taken.hexdigest()
+
+
+def reseal_state(path: Path) -> None:
+    """Recompute the digests of each part of a state's file, and where it ends."""
+    data, parts = path.read_bytes(), list[bytes]()
+    while data:
+        fields, rest = header_of(data)
+        end = max(entry["data_offsets"][1] for name, entry in fields.items() if name != "__metadata__")
+        tensors = load(with_header(fields, rest[:end]))
+        before = {} if parts else {"end": "0" * 32}
+        fields["__metadata__"] = before | appended.sealed(fields["__metadata__"], tensors)
+        parts.append(with_header(fields, rest[:end]))
+        data = rest[end:]
+    whole = b"".join(parts)
+    path.write_bytes(whole.replace(b"0" * 32, appended._end(len(whole)), 1))
 
 
 class Samples:
@@ -211,16 +228,9 @@ class Samples:
                 model(torch.ones(rows, 3, dtype=torch.int64), later, consume_state=True)
             return kept
 
-        def reseal(path: Path) -> None:
-            with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                header = file.metadata()
-            header.pop("digest", None)
-            fields, rest = header_of(path.read_bytes())
-            fields["__metadata__"] = header | {"digest": state_digest(header, tensors)}
-            path.write_bytes(with_header(fields, rest))
-
-        return Format("state", folder, folder / "s.state", {"s.state": "safetensors"}, True, read, reseal)
+        return Format(
+            "state", folder, folder / "s.state", {"s.state": "safetensors"}, True, read, reseal_state
+        )
 
     def session(self, folder: Path) -> Format:
         """A text with draws in it, as a server keeps it, in a model with a table of positions."""
@@ -243,8 +253,23 @@ class Samples:
             generate(model, self.tokenizer, ["a"], max_tokens=2, sampling=sampling, conversation=talk)
             return kept
 
-        base = self.state(folder.parent / "unused")
-        return Format("session", folder, folder / "s.state", {"s.state": "session"}, True, read, base.reseal)
+        return Format("session", folder, folder / "s.state", {"s.state": "session"}, True, read, reseal_state)
+
+    def session_parts(self, folder: Path) -> Format:
+        """A text that was saved three times, its file appended to."""
+        format = self.session(folder)
+        path, size = format.path, {"vocab_size": self.tokenizer.vocab_size, "d_model": 32, "layers": 1}
+        session = Session(
+            perspectron.build(presets.small("gpt2", **size, seq_len=96)), self.tokenizer, chunk=16
+        )
+        session.read(self.tokenizer.encode("the cat sat on mat number 7 " * 20)[:70])
+        path.unlink()
+        with patch.object(appended, "LEAST", 0):
+            for _ in range(3):
+                session.say(4)
+                session.save(path, extra={"parent": "none"})
+        assert path.read_bytes().count(b"__metadata__") == 3
+        return dataclasses.replace(format, name="session-parts", files={path.name: "parts"})
 
     def adapter(self, folder: Path) -> Format:
         """With traces, of the trained run."""
@@ -263,10 +288,14 @@ class Samples:
                 model(torch.ones(1, 3, dtype=torch.int64), found.attach(model.init_state(1), traces=True))
             return kept
 
-        base = self.state(folder.parent / "unused")
-        return Format(
-            "adapter", folder, folder / "a.adapter", {"a.adapter": "session"}, True, read, base.reseal
-        )
+        def reseal(path: Path) -> None:
+            fields, rest = header_of(path.read_bytes())
+            header = fields["__metadata__"]
+            header.pop("digest", None)
+            fields["__metadata__"] = header | {"digest": digest_of(header, load_file(path))}
+            path.write_bytes(with_header(fields, rest))
+
+        return Format("adapter", folder, folder / "a.adapter", {"a.adapter": "session"}, True, read, reseal)
 
     def polytope(self, folder: Path) -> Format:
         folder.mkdir(parents=True)
@@ -320,9 +349,8 @@ class Samples:
                     _, state, _ = model.hidden(ids_B1, state, consume_state=True)
             return kept
 
-        base = self.state(folder.parent / "unused")
         return Format(
-            "packed-state", folder, folder / "s.state", {"s.state": "safetensors"}, True, read, base.reseal
+            "packed-state", folder, folder / "s.state", {"s.state": "safetensors"}, True, read, reseal_state
         )
 
     def tokenizer_(self, folder: Path) -> Format:
@@ -506,9 +534,24 @@ class Samples:
         return Format("template", folder, path, {template.FILE: "template"}, False, read)
 
 
-NAMES = {"run-config": "run_config", "packed-state": "packed_state", "tokenizer": "tokenizer_"}
+NAMES = {
+    "run-config": "run_config",
+    "session-parts": "session_parts",
+    "packed-state": "packed_state",
+    "tokenizer": "tokenizer_",
+}
 FORMATS = (
-    *("state", "session", "packed-state", "adapter", "polytope", "checkpoint", "run-config", "metrics"),
+    *(
+        "state",
+        "session",
+        "session-parts",
+        "packed-state",
+        "adapter",
+        "polytope",
+        "checkpoint",
+        "run-config",
+        "metrics",
+    ),
     *("tokenizer", "shards", "artifact", "experts", "trace", "results", "template"),
     *("hf-perspectron", "hf-gpt2", "hf-llama", "hf-mamba2", "hf-bamba", "hf-gguf"),
 )

@@ -27,11 +27,12 @@ import perspectron
 from perspectron.data import Tokenizer
 from perspectron.decode.session import Session
 from perspectron.interop import foreign
+from perspectron.model.appended import sealed
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import mixers
 from perspectron.model.narrow import SCALE
-from perspectron.model.state import digest_of, load_state, save_state
+from perspectron.model.state import load_state, save_state
 from perspectron.stream.reader import ShardFile
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
@@ -81,10 +82,8 @@ def state_with(change: Callable[[dict[str, str], dict[str, Tensor]], object], dt
         with torch.inference_mode():
             save_state(path, model(torch.ones(2, 5, dtype=torch.int64)).state, model, dtype=dtype)
         header, tensors = header_of(path.read_bytes())[0]["__metadata__"], load_file(path)
-        del header["digest"]
         change(header, tensors)
-        header["digest"] = digest_of(header, tensors)
-        save_file(tensors, path, header)
+        save_file(tensors, path, sealed(header, tensors))
 
     def ready(folder: Path) -> Reader:
         model = small_model()

@@ -228,6 +228,17 @@ def of_metadata(data: bytes, draw: Random) -> bytes:
     return with_header(header, rest)
 
 
+def of_part(data: bytes, draw: Random) -> bytes:
+    """What an append wrote: the parts after the first, one of them as a file of its own."""
+    fields, rest = header_of(data)
+    end = max(entry["data_offsets"][1] for name, entry in fields.items() if name != "__metadata__")
+    tail = rest[end:]
+    if draw.randrange(3) == 0 and len(tail) > 8:
+        return data[: len(data) - len(tail)] + of_part(tail, draw)
+    changed = draw.choice((of_metadata, of_safetensors, of_bytes))(tail, draw)
+    return data[: len(data) - len(tail)] + draw.choice((changed, changed, tail + changed))
+
+
 def of_template(data: bytes, draw: Random) -> bytes:
     """Another template, a hostile one inside it, or its tags and words gone, doubled, nested or in each other's
     place."""
@@ -318,5 +329,6 @@ KINDS: dict[str, tuple[Mutator, ...]] = {
     "json": (of_json, of_json, of_json, of_bytes),
     "lines": (of_lines,),
     "safetensors": (of_safetensors, of_safetensors, of_safetensors, of_bytes),
+    "parts": (of_part, of_part, of_part, of_metadata, of_safetensors, of_bytes),
     "session": (of_metadata, of_metadata, of_safetensors),
 }

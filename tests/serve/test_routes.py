@@ -378,7 +378,7 @@ def test_a_full_disk_is_said_and_the_server_goes_on(client, monkeypatch) -> None
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("perspectron.model.state.save_tensors", full)
+        patch.setattr("perspectron.model.appended.write", full)
         answer = client.post("/v1/states", json={"id": "a", "prompt": "The cat"})
         assert answer.status_code == 507 and "No space left" in answer.json()["error"]["message"]
     complete(client)
@@ -396,7 +396,7 @@ def test_no_answer_shows_where_files_are(client, tiny, monkeypatch) -> None:
         client.put("/v1/states/theirs", content=b"junk"),
     ]
     with monkeypatch.context() as patch:
-        patch.setattr("perspectron.model.state.save_tensors", full)
+        patch.setattr("perspectron.model.appended.write", full)
         answers.append(client.post("/v1/states", json={"id": "a", "prompt": "The cat"}))
     assert [answer.status_code for answer in answers] == [400, 400, 400, 507]
     for answer, name in zip(answers, ("mine.state", "mine.state", "theirs", "a.state"), strict=True):
@@ -443,7 +443,7 @@ def test_what_was_drawn_is_answered_also_where_its_state_cannot_be_saved(
         raise OSError(28, "No space left on device")
 
     if wrong == "disk":
-        monkeypatch.setattr("perspectron.model.state.save_tensors", full)
+        monkeypatch.setattr("perspectron.model.appended.write", full)
     else:
         monkeypatch.setattr("perspectron.util.tensors.MAX_JSON", 300)
         monkeypatch.setattr("perspectron.util.tensors.read_header", functools.partial(read_header, most=300))
@@ -459,6 +459,7 @@ def test_what_was_drawn_is_answered_also_where_its_state_cannot_be_saved(
     assert (
         answer.status_code == (507 if wrong == "disk" else 400) and words in answer.json()["error"]["message"]
     )
+    monkeypatch.undo()
     assert [state["id"] for state in client.get("/v1/states").json()["data"]] == ["b"]
 
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from perspectron.designs.perspective.pdr import PDR, Adapted, AdaptedState, PDRState
 from perspectron.designs.perspective.pdr2 import PDR2, AdaptedPDR2State, PDR2State
+from perspectron.model.appended import digest_of
 from perspectron.model.block import Block, of_mixer, with_mixer
 from perspectron.model.model import LanguageModel
-from perspectron.model.state import LMState, digest_of
+from perspectron.model.state import LMState
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.util.config import at_least, load, require
 from perspectron.util.errors import ConfigError, StateError
