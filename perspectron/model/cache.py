@@ -28,6 +28,9 @@ LEAST_OWN = 32
 """Slots of a cache behind pieces, at least."""
 LEAST_PIECE = 64
 """Tokens of a piece at least: fewer are copied."""
+LEAST_CUT, LEAST_JOINED = 512, 2048
+"""Tokens of a text at least of which a part becomes a piece, and of one that is taken into a batch: where they are
+fewer, reading from several places costs more than a copy saves."""
 
 
 @register
@@ -99,7 +102,7 @@ class Cache(Ragged):
         """The cache with memory of its own, with free slots for T tokens more. What others see of it stays where it
         is."""
         used = self.used + T
-        if not self._may_close():
+        if not (self._may_close(LEAST_CUT) and is_lent(self.k_BHSK)):
             if not self.shared:
                 return self.with_slots(room_for(used))
             return self.with_slots(room_for(used, LEAST_OWN if used <= LEAST_OWN else LEAST_SLOTS))
@@ -130,16 +133,18 @@ class Cache(Ragged):
         S = room_for(used + free) if free else used
         grown = [x.new_zeros(x.shape[0], x.shape[1], S, x.shape[3]) for x in (self.k_BHSK, self.v_BHSV)]
         for b, row in enumerate(self.shared):
-            for into, parts in zip(grown, _parts(row, self.k_BHSK[b : b + 1], self.v_BHSV[b : b + 1]), strict=True):
+            both = _parts(row, self.k_BHSK[b : b + 1], self.v_BHSV[b : b + 1])
+            for into, parts in zip(grown, both, strict=True):
                 at = 0
                 for part in parts:
                     some = min(part.shape[2], ends[b] - at)
                     into[b : b + 1, :, at : at + some] = part[:, :, :some]
                     at += some
-        return Cache(*grown, self.length_B, used)
+        k, v = grown
+        return Cache(k, v, self.length_B, used)
 
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys [B,H,stop − start,K] and values of these tokens, all of them filled; views where they lie in one piece."""
+        """Keys [B,H,stop − start,K] and values of these tokens, all of them filled; views where one piece has them."""
         if len(self.shared) > 1:
             return self.whole().span(start, stop)
         found = list[Tensor]()
@@ -198,7 +203,8 @@ class Cache(Ragged):
             return self
         k, v, length_B = (x.to(device) for x in (self.k_BHSK, self.v_BHSV, self.length_B))
         moved = tuple(
-            tuple(Piece(piece.k_1HNK.to(device), piece.v_1HNV.to(device)) for piece in row) for row in self.shared
+            tuple(Piece(piece.k_1HNK.to(device), piece.v_1HNV.to(device)) for piece in row)
+            for row in self.shared
         )
         return Cache(k, v, length_B, self.used, moved)
 
@@ -207,10 +213,11 @@ class Cache(Ragged):
         plain = all(x.device.type == "cpu" and not x.requires_grad for x in parts)
         return plain and not under_tracing(*parts)
 
-    def _may_close(self) -> bool:
-        """True where the slots that are used shall become a piece rather than be copied."""
-        seen = len(self.length_B) == 1 and self.used >= LEAST_PIECE and self._may_lend()
-        return seen and is_lent(self.k_BHSK)
+    def _may_close(self, least: int) -> bool:
+        """True where the slots that are used may become a piece: there are enough of them, and tokens in all."""
+        if len(self.length_B) != 1 or self.used < LEAST_PIECE or sum(self.before) + self.used < least:
+            return False
+        return self._may_lend()
 
     def room(self) -> None:
         K, V, longest = self.k_BHSK.shape[2], self.v_BHSV.shape[2], int(self.length_B.max())
@@ -233,9 +240,9 @@ class Cache(Ragged):
 
     @classmethod
     def stack(cls, parts: Sequence["Cache"]) -> "Cache":
-        """The rows of all, with the slots of the one that has most. What one row alone holds is shared."""
+        """The rows of all, with the slots of the one that has most. What a long row alone holds is shared."""
         if len(parts) > 1:
-            parts = [part.closed() if part._may_join() else part for part in parts]
+            parts = [part._joined() for part in parts]
         S = max(part.k_BHSK.shape[2] for part in parts)
         k = cat([_with_slots(part.k_BHSK, S) for part in parts])
         v = cat([_with_slots(part.v_BHSV, S) for part in parts])
@@ -244,9 +251,12 @@ class Cache(Ragged):
         length_B = cat([part.length_B for part in parts])
         return Cache(k, v, length_B, max(part.used for part in parts), shared)
 
-    def _may_join(self) -> bool:
-        alone = len(self.length_B) == 1 and self.used >= LEAST_PIECE and self._may_lend()
-        return alone and int(self.length_B[0]) - sum(self.before) >= LEAST_PIECE
+    def _joined(self) -> "Cache":
+        """For a batch: a long row in pieces, of which only the last tokens may be in slots, a short one without."""
+        if self._may_close(LEAST_JOINED) and int(self.length_B[0]) - sum(self.before) >= LEAST_PIECE:
+            return self.closed()
+        short = len(self.length_B) == 1 and sum(self.before) + self.used < LEAST_JOINED
+        return self.whole() if short else self
 
 
 def room_for(tokens: int, least: int = LEAST_SLOTS) -> int:
@@ -388,10 +398,12 @@ def _remember(
 
 
 def _inner(cache: Cache, at: attention.Places) -> tuple[Tensor, attention.Places]:
-    """Tokens in the slots [B] of a cache, and the places of a chunk counted as they are, from those after the pieces."""
+    """Tokens in the slots [B] of a cache, and the places of a chunk counted from the first token in the slots."""
     if (tape := recorder()) is not None:  # a token, which is written at its place
         before_B = tape.before(cache.k_BHSK)
-        return cache.length_B, at._replace(position_BT=at.position_BT - before_B[:, None]) if before_B is not None else at
+        return cache.length_B, at._replace(
+            position_BT=at.position_BT - before_B[:, None]
+        ) if before_B is not None else at
     if not cache.shared:
         return cache.length_B, at
     before_B = torch.tensor(cache.before, device=cache.length_B.device)

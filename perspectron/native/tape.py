@@ -291,8 +291,9 @@ def places_of(bases: Sequence[int]) -> Array[c_int64]:
 
 
 class Table(NamedTuple):
-    """For the instruction `attend`: of each layer with a growing cache and each row, how many tokens come before those in
-    its slots, in how many pieces of memory, and where these are listed [L,B,3]; and the lists, which are kept with it."""
+    """For the instruction `attend`: of each layer with a growing cache and each row, how many tokens come before those
+    in its slots, in how many pieces of memory, and where these are listed [L,B,3]; and the lists, which are kept with
+    it."""
 
     rows_LB3: NDArray[np.int64]
     lists: NDArray[np.int64]
@@ -460,7 +461,9 @@ def attend(
     heads = [(x.stride(0), x.stride(1) * (H // G), x.stride(1), 0, 0) for x in (out, q)]
     rings = [(x.stride(0), x.stride(1), x.stride(2), 0, 0) for x in (k, v)]
     more = () if before_B3 is None else (before_B3,)
-    axes = Axes.of((B, G, H // G, K, V), *heads, *rings, *[(x.stride(0), 0, 0, 0, 0) for x in (length_B, *more)])
+    axes = Axes.of(
+        (B, G, H // G, K, V), *heads, *rings, *[(x.stride(0), 0, 0, 0, 0) for x in (length_B, *more)]
+    )
     tape.write("attend", axes, (out, q, k, v, length_B, *more), (scale, slots, cap or 0))
 
 

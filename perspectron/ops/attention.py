@@ -279,8 +279,8 @@ def cached(
     cap: float | None = None,
     drop: Drop = None,
 ) -> Tensor:
-    """A chunk attends to a cache [B,G,S,K] of everything before it, cut along S, and to itself. fresh: there was nothing
-    before."""
+    """A chunk attends to a cache [B,G,S,K] of everything before it, cut along S, and to itself. fresh: there was
+    nothing before."""
     scale = q_BHTK.shape[3] ** -0.5 if scale is None else scale
     if fresh and not at.padded and drop is None and cap is None and _ours(q_BHTK, k_BGTK, v_BGTV, scale):
         return _attended(q_BHTK, k_BGTK, v_BGTV, _first(at, None), scale)

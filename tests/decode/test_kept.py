@@ -44,7 +44,9 @@ def test_memory_counts_once_whoever_holds_it() -> None:
             held.append((which, states[-1], Hold(accounts[which], states[-1])))
         for first in range(3):
             kept = [state for which, state, _ in held if which <= first]
-            assert sum(account.bytes for account in accounts[: first + 1]) == storages(kept) == bytes_of(*kept)
+            assert (
+                sum(account.bytes for account in accounts[: first + 1]) == storages(kept) == bytes_of(*kept)
+            )
     held.clear()
     assert [account.bytes for account in accounts] == [0, 0, 0]
 

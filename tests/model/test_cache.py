@@ -22,6 +22,15 @@ from perspectron.model.state import LMState
 from perspectron.util.errors import StateError
 
 V = 67
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch) -> None:
+    """Texts of a few tokens are cut, as long ones are."""
+    monkeypatch.setattr("perspectron.model.cache.LEAST_CUT", 0)
+    monkeypatch.setattr("perspectron.model.cache.LEAST_JOINED", 0)
+
+
 MIXERS = {
     "groups": (AttentionConfig(4, kv_heads=2, head_dim=10), AttentionConfig(2, head_dim=24)),
     "window": (AttentionConfig(2, window=40), AttentionConfig(2, cap=20.0)),
@@ -89,11 +98,16 @@ def test_programs_of_forks_have_the_bits_of_copies(model, seed) -> None:
         elif deed == "drop" and len(texts) > 1:
             del texts[at]
         elif deed in ("read", "draw", "alone", "keep"):
-            parts = ids(draw.choice([2, 20, 64, 130]), turn).split(1, 1) if deed == "draw" else [ids(70, turn)]
+            parts = (
+                ids(draw.choice([2, 20, 64, 130]), turn).split(1, 1) if deed == "draw" else [ids(70, turn)]
+            )
             how = {"keep": {"consume_state": False}, "alone": {"consume_state": False}}.get(deed, {})
             parts = [ids(1, turn)] if deed == "alone" else parts
             for part in parts[:40]:
-                (found, shared), (wanted, plain) = read(model, shared, part, **how), read(model, plain, part, **how)
+                (found, shared), (wanted, plain) = (
+                    read(model, shared, part, **how),
+                    read(model, plain, part, **how),
+                )
                 assert torch.equal(found, wanted), (turn, deed)
             texts[at] = shared, plain
         elif deed == "batch":
@@ -110,6 +124,17 @@ def test_programs_of_forks_have_the_bits_of_copies(model, seed) -> None:
             texts[0] = together.take(3), copied(beside.take(3))
         assert all(same(one, other) for one, other in texts), (turn, deed)
         del texts[6:]
+
+
+@torch.inference_mode()
+def test_short_texts_are_copied_as_they_grow(groups, monkeypatch) -> None:
+    monkeypatch.undo()
+    texts = [read(groups, groups.init_state(1), ids(count, 0))[1] for count in (300, 600, 2100)]
+    grown = [read(groups, text.fork(), ids(70, 1))[1] for text in texts]
+    assert [len(caches(text)[0].shared) for text in grown] == [0, 1, 1]
+    batch = LMState.stack(grown)
+    assert [len(row) > 0 for row in caches(batch)[0].shared] == [False, False, True]
+    assert all(same(batch.take(n), text) for n, text in enumerate(grown))
 
 
 @torch.inference_mode()
@@ -207,7 +232,9 @@ def test_gradients_go_through_forks(groups) -> None:
     for forked in (state.fork(), state):
         loss = groups.head(groups.hidden(ids(6, 1), forked)[0]).square().sum()
         grads.append(torch.autograd.grad(loss, [*groups.parameters()], allow_unused=True, retain_graph=True))
-    assert all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(*grads, strict=True))
+    assert all(
+        (a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(*grads, strict=True)
+    )
     with torch.no_grad():
         begun = groups.hidden(ids(100, 0), groups.init_state(1))[1]
         fork = begun.fork()
