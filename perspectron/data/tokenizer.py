@@ -15,7 +15,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers, trainers
 
-from perspectron.data import bpe, specials
+from perspectron.data import bpe, specials, world
 from perspectron.data.bpe import END_OF_TEXT, MOST_TOKENS, blank, byte_letters
 from perspectron.data.specials import OURS, Specials
 from perspectron.util.errors import DataError
@@ -110,8 +110,10 @@ class Tokenizer:
 
     @classmethod
     def of_transformers(cls, folder: Path) -> "Tokenizer":
-        """The tokenizer of a folder of transformers, by whose files its special ids are. DataError as `load`."""
-        text, path = bpe.read(folder / "tokenizer.json"), folder / "tokenizer.json"
+        """The tokenizer of a folder of transformers, by whose files its special ids are: that of tokenizer.json, or of
+        RWKV's World vocabulary where there is none. DataError as `load`."""
+        path, vocabulary = folder / "tokenizer.json", folder / world.FILE
+        text = world.loaded(vocabulary) if not path.exists() and vocabulary.exists() else bpe.read(path)
         made = cls(text, bpe.parse(text, path), path)
         made.specials = made.beside(folder)
         return made
@@ -139,7 +141,10 @@ class Tokenizer:
         """Its special ids by the files of transformers in a folder. DataError, naming the field that is wrong."""
         first = self._inner.encode(_NEAR)
         marks = itertools.takewhile(bool, first.special_tokens_mask)
-        return specials.beside(folder, self._spelled, [id for id, _ in zip(first.ids, marks, strict=False)])
+        ids: Mapping[str, int] = self._spelled
+        if isinstance(self._inner, world.Longest):  # of which the files of a folder have texts, not letters
+            ids = {self.token_bytes(id).decode(errors="replace"): id for id in ids.values()} | dict(ids)
+        return specials.beside(folder, ids, [id for id, _ in zip(first.ids, marks, strict=False)])
 
     def save(self, path: Path) -> None:
         """Write the file as it came, and specials.json beside it where the ids are not those of this library, each
@@ -176,6 +181,10 @@ class Tokenizer:
     def pieces(self, text: str) -> Iterator[list[int]]:
         """`encode`, some 65,536 characters at a time where it is known how the text can be cut: the library takes a
         hundred bytes for each token of what it encodes at once."""
+        if isinstance(self._inner, world.Longest):
+            _refuse_surrogates([text])
+            yield from self._inner.pieces(text)
+            return
         for piece in _pieces(text) if self._cut else (text,):
             if len(piece) > _RUN:
                 run = f"{len(piece):,} characters without a place where it can be cut"
@@ -300,14 +309,17 @@ def _decoders(value: Any) -> set[str]:
     return {str(value.get("type"))}
 
 
-def _of(text: str, file: bpe.Read, place: object) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+def _of(text: str, file: bpe.Read, place: object) -> tuple[Any, dict[str, str]]:
     """The library's tokenizer of a file in which special tokens have other names, and these; the same for the same
     text: each one that encodes leaves 5 to 11 kB behind for good (tokenizers 0.23, docs/lab-notes.md)."""
     known = _made.get(text)
     if known is None:
         inner, names = bpe.aliased(file)
         try:
-            known = tokenizers.Tokenizer.from_str(inner), names
+            made = tokenizers.Tokenizer.from_str(inner)
+            known = (world.Longest(made, place) if world.is_one(file.value) else made), names
+        except DataError:
+            raise
         except Exception as error:
             why = " ".join(str(error).split())[:200]
             raise DataError(f"{place}: the tokenizers library cannot read it ({why})") from None
@@ -318,7 +330,7 @@ def _of(text: str, file: bpe.Read, place: object) -> tuple[tokenizers.Tokenizer,
 
 
 _KEPT = 8
-_made: dict[str, tuple[tokenizers.Tokenizer, dict[str, str]]] = {}
+_made: dict[str, tuple[Any, dict[str, str]]] = {}
 
 
 @contextlib.contextmanager

@@ -95,6 +95,7 @@ class Rows:
         min_tokens: int = 0,
         stop_ids: Sequence[int] = (),
         whole: bool = False,
+        shares: bool = True,
     ) -> int:
         """Add a row and return its handle. The following steps read its prompt and draw from it.
 
@@ -105,6 +106,7 @@ class Rows:
         logprobs: pieces carry those of the tokens drawn, and of so many of the most likely ones. hooks: of this row.
         stop_ids: tokens that end the text as those of the tokenizer do ("end"); their bytes are none of it.
         min_tokens: before so many are drawn none of these is, and no stop string counts that they complete.
+        shares: the prompt begins at what the store has, and is stored; else it is read from its first token.
         ConfigError: ids outside the vocabulary, a number out of bounds, settings that do not go together, more tokens
         than a table of learned positions has left. StateError: a conversation of another model, or of several rows.
         What a hook raises as it begins.
@@ -155,7 +157,7 @@ class Rows:
         )  # fmt: skip
         begun = [ask(hook, hook.begin, row) for hook in (*self._shared, *hooks_of(hooks))]
         self._rows[handle], self._hooks[handle] = row, begun
-        shares = all(hook.shares_prefixes for hook in begun)
+        shares = shares and all(hook.shares_prefixes for hook in begun)
         if self.store is not None and conversation is None and shares:
             row.keys = self.store.chain(unread)
         self._reading.append(row)

@@ -78,8 +78,8 @@ def require_exportable(model: LanguageModel, context: int) -> None:
     """ConfigError, naming it, for a part whose step is not exported, and for a context that does not fit."""
     config = model.config
     for i, block in enumerate(cast("list[Block]", model.blocks)):
-        if block.config.mixer is not None:
-            block.mixer.require_onnx(f"blocks[{i}].mixer")
+        for name, mixer in zip(("mixer", "beside"), block.mixers, strict=False):
+            mixer.require_onnx(f"blocks[{i}].{name}")
         ffn = block.config.ffn
         kind = ffn.kind if isinstance(ffn, ExpertsConfig) else ""
         require(not kind, f"blocks[{i}].ffn", kind, "without experts to be exported to ONNX")

@@ -5,13 +5,12 @@ Shapes: B batch, T time, D model width, N parts (mixer and network) that read th
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from perspectron.experts.router import Routed, Views
-from perspectron.model import mixer as mixers
 from perspectron.model.config import (
     BlockConfig,
     Law5Config,
@@ -21,6 +20,7 @@ from perspectron.model.config import (
     SequentialConfig,
 )
 from perspectron.model.ffn import FFNS, TiedConfig
+from perspectron.model.mixer import Mixer, build
 from perspectron.model.parts import Dropout, Shared, TokenShift, ValueResidual
 from perspectron.model.state import register
 from perspectron.ops.dispatch import check_consumed
@@ -51,14 +51,28 @@ class ShiftedState:
     last_BND: Tensor
 
 
+@register
+@dataclass(frozen=True)
+class BesideState:
+    """State of a block with two mixers side by side. mixer, beside: theirs."""
+
+    mixer: Any
+    beside: Any
+
+
 def of_mixer(state: Any) -> Any:
     """The mixer's part of a block's state."""
-    return state.mixer if isinstance(state, ShiftedState) else state
+    return state.mixer if isinstance(state, ShiftedState | BesideState) else state
 
 
 def with_mixer(state: Any, own: Any) -> Any:
     """A block's state with another part of the mixer."""
-    return replace(state, mixer=own) if isinstance(state, ShiftedState) else own
+    return replace(state, mixer=own) if isinstance(state, ShiftedState | BesideState) else own
+
+
+def states_of(state: Any) -> tuple[Any, ...]:
+    """The parts of a block's state by its mixers, in the order of `BlockConfig.mixers`."""
+    return (state.mixer, state.beside) if isinstance(state, BesideState) else (state,)
 
 
 class RouteGate(nn.Module):
@@ -112,7 +126,9 @@ class Block(nn.Module):
                     self.add_module(f"{part}_post_norm", NORMS[norm](d_model, norm_eps))
         if config.mixer is not None:
             self.mixer_norm = nn.Identity() if bare else NORMS[norm](d_model, norm_eps)
-            self.mixer = mixers.build(d_model, norm_eps, config.mixer)
+            self.mixer = build(d_model, norm_eps, config.mixer)
+            if config.beside is not None:
+                self.beside = build(d_model, norm_eps, config.beside)
             if shift and not self.mixer.own_token_shift:
                 self.mixer_shift = TokenShift(config.mixer.d_token or d_model, self.mixer.mix_exponents)
         if config.ffn is not None:
@@ -124,8 +140,17 @@ class Block(nn.Module):
         if isinstance(config.residual, RouteGatedConfig):
             self.route = RouteGate(config.residual)
         self.mixer_dropout, self.ffn_dropout = (Dropout(dropout) if dropout else None for _ in range(2))
-        if dropout and config.mixer is not None and self.mixer.drops:
-            self.mixer.dropout = Dropout(dropout)
+        for mixer in self.mixers:
+            if dropout and mixer.drops:
+                mixer.dropout = Dropout(dropout)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Those of the layer: none, one or two."""
+        names = ("mixer", "beside")
+        return tuple(
+            cast(Mixer, getattr(self, name)) for name in names if getattr(self.config, name) is not None
+        )
 
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
@@ -133,16 +158,17 @@ class Block(nn.Module):
         """The state before any token."""
         state: DataclassInstance = NoState()
         if self.config.mixer is not None:
-            state = self.mixer.init_state(batch_size, device, dtype, capacity)
+            state, *others = (mixer.init_state(batch_size, device, dtype, capacity) for mixer in self.mixers)
+            state = BesideState(state, *others) if others else state
         shifts = [part for part in (self.mixer_shift, self.ffn_shift) if part is not None]
         if not shifts:
             return state
         D, dtype = shifts[0].mix_ND.shape[1], torch.promote_types(dtype, torch.float32)
         return ShiftedState(state, torch.zeros(batch_size, len(shifts), D, device=device, dtype=dtype))
 
-    def handed(self, shared: Shared | None) -> dict[str, Any]:
-        """The mixer's arguments beside tokens and state: what comes from the blocks below."""
-        handed: dict[str, Any] = {"shared": shared} if self.mixer.takes_shared else {}
+    def handed(self, shared: Shared | None, mixer: Mixer | None = None) -> dict[str, Any]:
+        """A mixer's arguments beside tokens and state: what comes from the blocks below. mixer: None is the first."""
+        handed: dict[str, Any] = {"shared": shared} if (mixer or self.mixer).takes_shared else {}
         if self.first_values is not None:
             handed["value_residual"] = partial(
                 self.first_values, shared=Shared() if shared is None else shared
@@ -175,14 +201,17 @@ class Block(nn.Module):
                 assert before_BND is not None
                 read_BTD, last_BD = self.mixer_shift(read_BTD, before_BND[:, 0], reset_BT, pad_BT)
                 lasts.append(last_BD)
-            mixed_BTD, own, aux = self.mixer(
-                read_BTD,
-                own,
-                reset_BT=reset_BT,
-                pad_BT=pad_BT,
-                consume_state=consume_state,
-                **self.handed(shared),
-            )
+            masks = {"reset_BT": reset_BT, "pad_BT": pad_BT, "consume_state": consume_state}
+            mixed_BTD, first_state, aux = self.mixer(read_BTD, of_mixer(own), **masks, **self.handed(shared))
+            if self.config.beside is None:
+                own = first_state
+            else:
+                handed = self.handed(shared, self.beside)
+                other_BTD, other_state, more = self.beside(read_BTD, states_of(own)[1], **masks, **handed)
+                mixed_BTD, own = mixed_BTD + other_BTD, BesideState(first_state, other_state)
+                aux = {
+                    name: term.plus(more.pop(name)) if name in more else term for name, term in aux.items()
+                } | more
             if self.mixer_dropout is not None:
                 mixed_BTD = self.mixer_dropout(mixed_BTD)
             mixed_BTD = self._added(mixed_BTD, "mixer")

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
-from perspectron.model.block import Block, ShiftedState
+from perspectron.model.block import Block, ShiftedState, states_of
 from perspectron.model.config import ModelConfig
 from perspectron.model.ffn import TiedConfig
 from perspectron.model.mixer import Mixer
@@ -123,8 +123,8 @@ def group_of(name: str, ndim: int, blocks: list[Any]) -> str:
         return {"lm_head": "head"}.get(room, room)
     _, index, room, *rest = name.split(".")
     block = blocks[int(index)]
-    if room in ("mixer", "first_values"):
-        return str(block.config.mixer.kind)
+    if room in ("mixer", "beside", "first_values"):
+        return str((block.config.beside if room == "beside" else block.config.mixer).kind)
     if room.endswith("_shift"):
         return "norms and biases"
     if block.config.ffn.kind == "routed":
@@ -175,9 +175,12 @@ def footprint(model: LanguageModel, state: LMState, formats: Mapping[str, str] |
         for layer, block in enumerate(model.config.blocks)
         if isinstance(block.ffn, RoutedConfig)
     }
-    kinds = ["-" if block.mixer is None else block.mixer.kind for block in model.config.blocks]
+    owners = list[tuple[str, Any]]()
+    for block, layer_state in zip(model.config.blocks, state.layers, strict=True):
+        kinds = [mixer.kind for mixer in block.mixers] or ["-"]
+        owners += zip(kinds, states_of(layer_state), strict=True)
     states, cached = dict[str, Part](), 0
-    for kind, layer_state in (*zip(kinds, state.layers, strict=True), ("positions", state.length_B)):
+    for kind, layer_state in (*owners, ("positions", state.length_B)):
         part, keys_and_values = _state(layer_state)
         if part.bytes:
             states[kind] = states.get(kind, NOTHING) + part
@@ -312,16 +315,15 @@ def _step_flops(model: LanguageModel, context: int) -> Counter[str]:
         network = model.ffn_of(block)
         x_11D = torch.zeros(1, 1, model.config.d_token if first == 0 else model.config.d_model, device="meta")
         whole = _count(partial(block, x_11D, layer, network, None, None, False, shared))
-        mixer = 0
-        if config.mixer is not None:
-            own = layer.mixer if isinstance(layer, ShiftedState) else layer
-            mixer = _count(partial(block.mixer, x_11D, own, **block.handed(shared)))
+        mixed, own = 0, states_of(layer.mixer if isinstance(layer, ShiftedState) else layer)
+        for mixer, part, known in zip(block.mixers, own, config.mixers, strict=False):
+            each = _count(partial(mixer, x_11D, part, **block.handed(shared, mixer)))
+            flops[known.kind] += count * each
+            mixed += each
         ffn = 0 if network is None else _count(partial(network, x_11D, x_11D))
-        if config.mixer is not None:
-            flops[config.mixer.kind] += count * mixer
         if config.ffn is not None:
             flops[config.ffn.kind] += count * ffn
-        flops["norms and biases"] += count * (whole - mixer - ffn)
+        flops["norms and biases"] += count * (whole - mixed - ffn)
     return flops
 
 

@@ -74,13 +74,20 @@ class NoResidualConfig(ResidualConfig):
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """One layer: a mixer, then a feed-forward network; either may be missing."""
+    """One layer: a mixer, then a feed-forward network; either may be missing. beside: a second mixer, which reads what
+    the first reads; what both give is added."""
 
     mixer: MixerConfig | None
     ffn: FFNConfig | None
     residual: ResidualConfig = SequentialConfig()
+    beside: MixerConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.beside is not None:
+            require(self.mixer is not None, "mixer", None, "given where beside is")
+            sequential = isinstance(self.residual, SequentialConfig)
+            require(sequential, "beside", self.beside.kind, f"null with residual {self.residual.kind}")
+            require(self.beside.d_token is None, "beside.d_token", self.beside.d_token, "null")
         match self.residual:
             case NoResidualConfig():
                 require(self.mixer is not None, "mixer", None, "given with residual none")
@@ -94,6 +101,11 @@ class BlockConfig:
                     self.mixer is not None or self.ffn is not None, "ffn", None, "given where mixer is not"
                 )
 
+    @property
+    def mixers(self) -> tuple[MixerConfig, ...]:
+        """Those of the layer: none, one or two."""
+        return tuple(mixer for mixer in (self.mixer, self.beside) if mixer is not None)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -101,14 +113,15 @@ class ModelConfig:
 
     head: None uses the transposed embedding. embedding_std: standard deviation of the embedding at initialisation.
     embedding_norm: divide the embedding by its root mean square before the first block, so that it is comparable in
-    size to what the mixers add. embedding_factor: multiply it, by the nearest number of its dtype. logits_factor,
-    logits_cap: of what the head gives, l, logits are factor · l, or cap · tanh(factor · l / cap) where the cap is not
-    0. positions: length of a learned position table, which bounds the length of a document; 0 for none. norm: "rms", or
-    "layer" with biases. dropout: share of the numbers that are zeroed in training, in the embedding, in what mixers and
-    networks add, and in the weights of attention. shift: mixers and networks read a learned mix of each token and the
-    one before (docs/designs/baselines.md#two-parts-for-every-design). first_values: values of mixers lean on those of
-    the first mixer with as many channels. longest: tokens of the longest document that rotary positions were made for,
-    past which nothing is generated; 0 for no bound.
+    size to what the mixers add. first_norm: a norm with weights after the embedding, as in RWKV. embedding_factor:
+    multiply it, by the nearest number of its dtype. logits_factor, logits_cap: of what the head gives, l, logits are
+    factor · l, or cap · tanh(factor · l / cap) where the cap is not 0. positions: length of a learned position table,
+    which bounds the length of a document; 0 for none. norm: "rms", or "layer" with biases. dropout: share of the
+    numbers that are zeroed in training, in the embedding, in what mixers and networks add, and in the weights of
+    attention. shift: mixers and networks read a learned mix of each token and the one before
+    (docs/designs/baselines.md#two-parts-for-every-design). first_values: values of mixers lean on those of the first
+    mixer with as many channels. longest: tokens of the longest document that rotary positions were made for, past which
+    nothing is generated; 0 for no bound.
     """
 
     name: str
@@ -118,6 +131,7 @@ class ModelConfig:
     head: HeadConfig | None = None
     embedding_std: float = 0.02
     embedding_norm: bool = False
+    first_norm: bool = False
     embedding_factor: float = 1.0
     logits_factor: float = 1.0
     logits_cap: float = 0.0
@@ -144,6 +158,8 @@ class ModelConfig:
             first = index == 0 and isinstance(block.residual, NoResidualConfig)
             require(width in (None, self.d_model) or first, f"blocks[{index}].mixer.d_token", width,
                     f"d_model = {self.d_model}, but in a first block with residual none")  # fmt: skip
+            alone = block.beside is None or not (self.shift or self.first_values)
+            require(alone, f"blocks[{index}].beside", "given", "null with shift or first_values")
         require(self.head is not None or self.d_token == self.d_model, "head", None,
                 f"given, because tokens are {self.d_token} wide and the model {self.d_model}")  # fmt: skip
 

@@ -38,11 +38,13 @@ class SwiGLUConfig(FFNConfig):
 
 @dataclass(frozen=True)
 class MLPConfig(FFNConfig):
-    """An MLP of hidden width F = `hidden`. activation: GELU, exact or by tanh as GPT-2 was trained."""
+    """An MLP of hidden width F = `hidden`. activation: GELU, exact or by tanh as GPT-2 was trained, or relu². bias: of
+    both matrices."""
 
     kind = "mlp"
     hidden: int
-    activation: Activation = "gelu"
+    activation: Literal["gelu", "gelu_tanh", "relu2"] = "gelu"
+    bias: bool = True
 
     def __post_init__(self) -> None:
         require(self.hidden >= 1, "hidden", self.hidden, "≥ 1")
@@ -113,16 +115,17 @@ def gelu(x: Tensor, activation: Activation) -> Tensor:
 
 
 class MLP(Network):
-    """W_down GELU(W_up x), with biases."""
+    """W_down GELU(W_up x), or W_down relu(W_up x)²."""
 
     def __init__(self, d_model: int, config: MLPConfig) -> None:
         super().__init__()
         self.config = config
-        self.up_proj = nn.Linear(d_model, config.hidden)
-        self.down_proj = nn.Linear(config.hidden, d_model)
+        self.up_proj = nn.Linear(d_model, config.hidden, bias=config.bias)
+        self.down_proj = nn.Linear(config.hidden, d_model, bias=config.bias)
 
     def output(self, x_BTD: Tensor, context_BTD: Any) -> Tensor:
-        return self.down_proj(gelu(self.up_proj(x_BTD), self.config.activation))
+        up, activation = self.up_proj(x_BTD), self.config.activation
+        return self.down_proj(F.relu(up).square() if activation == "relu2" else gelu(up, activation))
 
 
 class ContextMLP(Network):

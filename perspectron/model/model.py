@@ -70,6 +70,8 @@ class LanguageModel(nn.Module):
         self.embedding = TokenEmbedding(config.vocab_size, config.d_token)
         if config.positions > 0:
             self.positions = TokenEmbedding(config.positions, config.d_token)
+        if config.first_norm:
+            self.first_norm = NORMS[config.norm](config.d_token, config.norm_eps)
         self.blocks = nn.ModuleList(
             Block(config.d_model, config.norm, config.norm_eps, block, config.dropout, shift=config.shift)
             for block in config.blocks
@@ -254,10 +256,12 @@ class LanguageModel(nn.Module):
         pad_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The input of the first block from token embeddings [B,T,·], and the length of each document after them.
-        Embeddings are normed to a mean square of 1 and multiplied if the config says so, and learned positions are
-        added if there are any."""
+        Embeddings are normed, to a mean square of 1 or with weights, and multiplied if the config says so, and learned
+        positions are added if there are any."""
         if self.config.embedding_norm:
             x_BTD = F.rms_norm(x_BTD, x_BTD.shape[-1:], eps=self.config.norm_eps)
+        if self.config.first_norm:
+            x_BTD = self.first_norm(x_BTD)
         if self.config.embedding_factor != 1:
             x_BTD = x_BTD * self._factors.get(x_BTD.dtype, self.config.embedding_factor)
         if length_B is None:

@@ -20,6 +20,7 @@ from perspectron.util.streams import stream
 
 STEP = (0.001, 0.1)  # what Mamba draws its steps Δ from, evenly in their logarithm
 UNIT_EPS = 1e-6
+LEAST_SQUARE = 1e-24
 ValueFunction = Callable[[Tensor, Tensor], Tensor]
 """A function of a mixer's values [B,T,C] and of their input [B,T,D]: values that lean on the first mixer's
 (`ValueResidual`)."""
@@ -160,11 +161,17 @@ def mixes(d_model: int, exponent: float) -> Tensor:
 
 
 def low_rank(
-    d_model: int, size: float, activation: nn.Module, channels: int | None = None, *, bias: bool = True
+    d_model: int,
+    size: float,
+    activation: nn.Module,
+    channels: int | None = None,
+    *,
+    bias: bool = True,
+    rank: int | None = None,
 ) -> nn.Sequential:
-    """W₂ f(W₁ x) + b of a rank near `size`: the nearest multiple of 32 above 0. channels: of the output; D where they
-    are not given."""
-    rank = max(32, round(size / 32) * 32)
+    """W₂ f(W₁ x) + b of a rank, or else of one near `size`: the nearest multiple of 32 above 0. channels: of the
+    output; D where they are not given."""
+    rank = rank or max(32, round(size / 32) * 32)
     return nn.Sequential(
         nn.Linear(d_model, rank, bias=False), activation, nn.Linear(rank, channels or d_model, bias=bias)
     )
@@ -223,9 +230,9 @@ def blend(first_BTC: Tensor, values_BTC: Tensor, gate_BTC: Tensor) -> Tensor:
     return torch.lerp(values_BTC, first_BTC.to(values_BTC.dtype), share_BTC)
 
 
-def value_residual_gate(d_model: int, channels: int) -> nn.Sequential:
+def value_residual_gate(d_model: int, channels: int, rank: int | None = None) -> nn.Sequential:
     """A gate for each channel, before its σ."""
-    return low_rank(d_model, 1.7 * d_model**0.5, nn.Identity(), channels)
+    return low_rank(d_model, 1.7 * d_model**0.5, nn.Identity(), channels, rank=rank)
 
 
 def start_value_residual_gate(gate: nn.Sequential, generator: torch.Generator) -> None:
@@ -235,10 +242,12 @@ def start_value_residual_gate(gate: nn.Sequential, generator: torch.Generator) -
     start_low_rank(gate, generator, 0.73 - 0.4 * (line - 0.5))
 
 
-def unit(x: Tensor) -> Tensor:
-    """x / √(|x|² + 10⁻⁶) along the last dimension, in float32 at least: length 1, and 0 stays 0."""
+def unit(x: Tensor, eps: float = UNIT_EPS) -> Tensor:
+    """x / √(|x|² + eps) along the last dimension, in float32 at least: length 1, and 0 stays 0. eps: 0 is
+    x / max(|x|, 10⁻¹²)."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
+    square = x.square().sum(-1, keepdim=True)
+    return x * torch.rsqrt(square.clamp_min(LEAST_SQUARE) if eps == 0 else square + eps)
 
 
 def softplus(x: Tensor) -> Tensor:

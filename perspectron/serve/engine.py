@@ -46,7 +46,7 @@ class Closed(Exception):
 class Job:
     """One text to go on with. session: what stands there; it is the engine's until the last event. emit: called on the
     engine's thread with every piece, or once with an error; must return at once. stream, logprobs, hooks, min_tokens,
-    stop_ids: as `Rows.add` has them. ids: tokens drawn. spared: tokens of the prompt that the store had.
+    stop_ids, shares: as `Rows.add` has them. ids: tokens drawn. spared: tokens of the prompt that the store had.
     turn: when a piece was read last."""
 
     session: Session
@@ -59,6 +59,7 @@ class Job:
     hooks: Sequence[Hook | Processor] = ()
     min_tokens: int = 0
     stop_ids: Sequence[int] = ()
+    shares: bool = True
     row: int | None = None
     ids: list[int] = field(default_factory=list)
     spared: int = 0
@@ -265,6 +266,7 @@ class Engine:
                 job.row = job.session.enter(
                     self._rows, max_tokens=job.max_tokens, sampling=job.sampling, stop=job.stop, stream=job.stream,
                     logprobs=job.logprobs, hooks=job.hooks, min_tokens=job.min_tokens, stop_ids=job.stop_ids,
+                    shares=job.shares,
                 )  # fmt: skip
             except Exception as error:
                 self.counters.failed += 1
@@ -294,7 +296,7 @@ class Engine:
                 self.counters.failed += 1
             else:
                 self.counters.finished += 1
-                if self.store is not None and len(job.ids) >= self.store.chunk:
+                if self.store is not None and job.shares and len(job.ids) >= self.store.chunk:
                     self._later.append(_Task(self._reread(job.session.tokens), 0))
         self.counters.drawn += piece.id is not None
         job.emit(event)

@@ -40,7 +40,7 @@ def split_sequence(model: LanguageModel, ranks: Ranks) -> None:
 
     for block in model.blocks:
         assert isinstance(block, Block)
-        for module in (getattr(block, "mixer", None), block.mixer_shift, block.ffn_shift):
+        for module in (*block.mixers, block.mixer_shift, block.ffn_shift):
             if module is not None:
                 module.register_forward_pre_hook(before)
                 module.register_forward_hook(after)

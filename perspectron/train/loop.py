@@ -372,8 +372,8 @@ def compiled(model: LanguageModel) -> Callable[..., Any]:
         if isinstance(module, Dropout):
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
     for block in cast("list[Block]", model.blocks):
-        if block.config.mixer is not None:
-            block.mixer.forward = torch.compiler.disable(block.mixer.forward)
+        for mixer in block.mixers:
+            mixer.forward = torch.compiler.disable(mixer.forward)
         if isinstance(block.config.ffn, RoutedConfig):  # how many tokens an expert has differs each time
             block.ffn.forward = torch.compiler.disable(block.ffn.forward)
     result: Callable[..., Any] = torch.compile(model)

@@ -95,7 +95,7 @@ class ParallelTrainer(Trainer):
             if index in shared:
                 fully_shard(block.ffn, mesh=mesh, ignored_params=ignored)
             fully_shard(block, mesh=mesh, ignored_params=ignored)
-            if getattr(getattr(block, "mixer", None), "learned_start", False):
+            if any(mixer.learned_start for mixer in block.mixers):
                 register_fsdp_forward_method(block, "init_state")
         fully_shard(self.model, mesh=mesh, ignored_params=ignored)
         self.model.to_empty(device=self.device)
@@ -331,7 +331,7 @@ def ranks_of(team: Team, layout: Layout, config: RunConfig) -> Ranks:
     require(N % C == 0, "context_parallel", C, f"a divisor of {N}, the ranks")
     require(T % C == 0, "context_parallel", C, f"a divisor of seq_len = {T}")
     if C > 1:
-        for kind in {block.mixer.kind for block in config.model.blocks if block.mixer is not None}:
+        for kind in {mixer.kind for block in config.model.blocks for mixer in block.mixers}:
             splits = registry.part("mixers", kind).splits_time
             require(splits, "context_parallel", C, f"1 for {kind}, whose losses are of whole rows")
         require(not config.train.only, "context_parallel", C, "1 where --only parts of a model learn")

@@ -1,12 +1,5 @@
 """Plain families of transformers as models of ours: the same function, whatever their config leaves out."""
 
-from functools import cache
-from pathlib import Path
-from typing import Any
-
-import pytest
-
-from perspectron.model.model import LanguageModel
 from tests.interop import families
 from tests.interop.families import HEADS, OUTER, Family
 
@@ -39,41 +32,8 @@ CASES = [
 ]  # fmt: skip
 
 
-@cache
-def case(family: int, root: Path) -> tuple[Any, LanguageModel, Path]:
-    theirs = families.made(CASES[family])
-    folder = families.save(theirs, root / str(family))
-    return theirs, families.read(folder), folder
+case = families.cases(CASES)
 
 
-@pytest.fixture(params=range(len(CASES)), ids=[str(family) for family in CASES], scope="module")
-def index(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("families")
-
-
-def test_its_logits_are_those_of_transformers(index, root):
-    theirs, ours, _ = case(index, root)
-    families.logits_are_the_same(theirs, ours)
-
-
-def test_its_logits_in_float64_are_those_of_transformers(index, root):
-    theirs, _, folder = case(index, root)
-    families.logits_are_the_same_in_double(CASES[index], theirs, families.read(folder))
-
-
-def test_its_greedy_tokens_are_those_of_transformers(index, root):
-    theirs, ours, _ = case(index, root)
-    families.greedy_tokens_are_the_same(theirs, ours)
-
-
-def test_it_has_the_bits_of_one_reading(index, root, tmp_path):
-    families.bits_are_those_of_one_reading(case(index, root)[1], tmp_path)
-
-
-def test_every_tensor_is_asked_for(index, root):
-    families.weights_are_all_asked_for(case(index, root)[2])
+class TestEach(families.Questions):
+    """Of each family."""

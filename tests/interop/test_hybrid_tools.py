@@ -18,11 +18,16 @@ from perspectron.model.census import census
 from perspectron.model.model import LanguageModel, build
 from perspectron.quant.convert import convert
 from perspectron.train.lora import LoraConfig, adapt
-from tests.interop import families
-from tests.interop.test_hybrids import CASES
+from tests.interop import families, test_hybrids, test_later_hybrids
 
+CASES = test_hybrids.CASES + test_later_hybrids.CASES
+FIRST = len(test_hybrids.CASES)
+"""The place of the first of the later ones."""
 every_case = pytest.mark.parametrize("index", range(len(CASES)), ids=[str(family) for family in CASES])
-KIND = {"qwen3.5-0.8b": "qwen3_5_text", "granite-4.0-h-350m": "granitemoehybrid", "lfm2-350m": "lfm2"}
+KIND = {
+    "qwen3.5-0.8b": "qwen3_5_text", "granite-4.0-h-350m": "granitemoehybrid", "lfm2-350m": "lfm2",
+    "falcon-h1-0.5b": "falcon_h1",
+}  # fmt: skip
 GRANITE_ATTENTION = (10, 13, 17, 27)
 PUBLISHED = {
     "qwen3.5-0.8b": {
@@ -40,8 +45,16 @@ PUBLISHED = {
         "vocab_size": 65_536, "hidden_size": 1024, "num_hidden_layers": 16, "block_ff_dim": 6656,
         "num_attention_heads": 16, "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
     },
+    "falcon-h1-0.5b": {
+        "vocab_size": 32_784, "hidden_size": 1024, "num_hidden_layers": 36, "intermediate_size": 2048,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 1536, "mamba_n_heads": 24,
+        "mamba_d_head": 64, "mamba_d_state": 128,
+    },
 }  # fmt: skip
-BYTES = {"qwen3.5-0.8b": (20e6, 12_288), "granite-4.0-h-350m": (23e6, 4096), "lfm2-350m": (82e3, 12_288)}
+BYTES = {
+    "qwen3.5-0.8b": (20e6, 12_288), "granite-4.0-h-350m": (23e6, 4096), "lfm2-350m": (82e3, 12_288),
+    "falcon-h1-0.5b": (29e6, 18_432),
+}  # fmt: skip
 """Bytes that stay as they are, and bytes for each token with a cache in 16 bits (families.md)."""
 
 
@@ -104,9 +117,20 @@ def test_their_steps_in_onnx_draw_the_same_tokens(tmp_path):
     """Of one model with a layer of each kind."""
     pytest.importorskip("onnxruntime")
     tokenizer = Tokenizer.train(["the quick brown fox jumps over the lazy dog. " * 9], 280)
-    qwen, granite, lfm2 = (model_of(index, vocab_size=280).config for index in (0, 2, 4))
-    blocks = (qwen.blocks[0], granite.blocks[0], lfm2.blocks[0], qwen.blocks[2])
-    model = build(replace(qwen, blocks=blocks)).eval()
+    kinds = (
+        (0, 0),
+        (2, 0),
+        (4, 0),
+        (0, 2),
+        (FIRST, 0),
+        (FIRST + 2, 0),
+        (FIRST + 2, 1),
+        (FIRST + 4, 0),
+        (FIRST + 4, 1),
+    )
+    whole = model_of(0, vocab_size=280).config
+    blocks = tuple(model_of(case).config.blocks[layer] for case, layer in kinds)
+    model = build(replace(whole, blocks=blocks)).eval()
     families.redraw(model, 3)
     assert onnx.export(model, tokenizer, tmp_path / "model.onnx", context=24).tokens == 23
 

@@ -1,28 +1,18 @@
 """Hybrid families of transformers as models of ours: the same function, whatever their config leaves out."""
 
-import inspect
 import json
-import re
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from perspectron.interop.foreign import KINDS
-from perspectron.interop.foreign.source import Source
-from perspectron.model.config import ModelConfig
-from perspectron.model.model import LanguageModel
 from perspectron.util.errors import CheckpointError
 from tests.interop import families
 from tests.interop.families import HEADS, OUTER, Family
+from tests.refusals import refused
 
 SMALL = OUTER | HEADS
 DELTA = SMALL | {
@@ -62,86 +52,21 @@ CASES = [
 ]  # fmt: skip
 
 
-@cache
-def case(family: int, root: Path) -> tuple[Any, LanguageModel, Path]:
-    theirs = families.made(CASES[family])
-    folder = families.save(theirs, root / str(family))
-    return theirs, families.read(folder), folder
+case, loops = families.cases(CASES), families.loops_of_torch(modeling_qwen3_5)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def loops_of_torch() -> Iterator[None]:
-    """transformers takes kernels for a GPU where a package has them, also on a CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
-            patch.setattr(modeling_qwen3_5, name, inspect.unwrap(getattr(modeling_qwen3_5, name)))
-        yield
+class TestEach(families.Questions):
+    """Of each hybrid."""
 
-
-@pytest.fixture(params=range(len(CASES)), ids=[str(family) for family in CASES], scope="module")
-def index(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hybrids")
-
-
-def test_its_logits_are_those_of_transformers(index, root):
-    theirs, ours, _ = case(index, root)
-    families.logits_are_the_same(theirs, ours)
-
-
-def test_its_logits_in_float64_are_those_of_transformers(index, root):
-    theirs, _, folder = case(index, root)
-    families.logits_are_the_same_in_double(CASES[index], theirs, families.read(folder))
-
-
-def test_what_a_config_leaves_out_is_what_transformers_takes(index, tmp_path):
-    """Each key once: the config, or what is wrong with it, is that of all that transformers makes of the rest; or the
-    key is a size that must be there."""
-    family = CASES[index]
-    for name in family.values:
-        less = {key: value for key, value in family.values.items() if key != name}
-        try:
-            AutoConfig.for_model(family.kind, **less).save_pretrained(tmp_path)
-        except StrictDataclassError:
-            assert isinstance(config_of(family, less), str)
-            continue
-        found = config_of(family, less)
-        if not (isinstance(found, str) and f" {name} is None, must be" in found):
-            assert found == config_of(family, json.loads((tmp_path / "config.json").read_text())), name
-
-
-def config_of(family: Family, values: dict[str, Any]) -> ModelConfig | str:
-    """Ours, or why there is none."""
-    try:
-        return KINDS[family.kind].config(Source(Path(), values))
-    except CheckpointError as error:
-        return str(error)
-
-
-def test_its_greedy_tokens_are_those_of_transformers(index, root):
-    if CASES[index].kind == "bamba":
-        pytest.skip("steps of transformers' own are not its whole forward")
-    theirs, ours, _ = case(index, root)
-    families.greedy_tokens_are_the_same(theirs, ours)
-
-
-def test_it_has_the_bits_of_one_reading(index, root, tmp_path):
-    families.bits_are_those_of_one_reading(case(index, root)[1], tmp_path)
-
-
-def test_every_tensor_is_asked_for(index, root):
-    families.weights_are_all_asked_for(case(index, root)[2])
+    def test_what_a_config_leaves_out_is_what_transformers_takes(self, case, tmp_path):
+        families.configs_are_those_of_the_rest(case.family, tmp_path)
 
 
 @torch.no_grad()
-def test_the_text_of_a_model_of_images_is_read(root, tmp_path):
+def test_the_text_of_a_model_of_images_is_read(tmp_path):
     """Its config is within another, which has the ties; its weights are beside those of images and of guesses."""
     for index in (0, 1):
-        _, ours, folder = case(index, root)
+        _, _, ours, folder = families.Case.of(CASES[index], tmp_path / str(index))
         values = json.loads((folder / "config.json").read_text())
         tensors = {
             name.replace("model.", "model.language_model."): x
@@ -156,27 +81,27 @@ def test_the_text_of_a_model_of_images_is_read(root, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("index", "change", "words"),
+    ("index", "change", "named"),
     [
-        (0, {"layer_types": ["linear_attention"] * 3 + ["conv"]}, "layer_types has 'conv'"),
-        (0, {"linear_num_key_heads": 3}, "linear_num_key_heads is 3, must divide linear_num_value_heads = 4"),
-        (0, {"attn_output_gate": False}, "attn_output_gate is False"),
-        (2, {"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5"),
-        (2, {"mamba_n_heads": 7}, "7 heads of 8 are 56 wide"),
-        (2, {"time_step_limit": [0.5, 0.1]}, "time_step_limit is [0.5, 0.1]"),
-        (2, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        (2, {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
-        (4, {"conv_L_cache": 0}, "conv_L_cache is 0"),
-        (4, {"layer_types": ["mamba"] * 4}, "layer_types has 'linear_attention'"),
-        (4, {"window": 3}, "window is 3, which no model"),
-        (6, {"mlp_bias": True}, "mlp_bias is True"),
-        (7, {"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        (0, {"layer_types": ["linear_attention"] * 3 + ["conv"]}, ["layer_types", "conv"]),
+        (0, {"linear_num_key_heads": 3}, ["linear_num_key_heads", 3]),
+        (0, {"attn_output_gate": False}, ["attn_output_gate", False]),
+        (2, {"num_local_experts": 4, "num_experts_per_tok": 5}, ["num_experts_per_tok", 5]),
+        (2, {"mamba_n_heads": 7}, [7, 8, 56]),
+        (2, {"time_step_limit": [0.5, 0.1]}, ["time_step_limit"]),
+        (2, {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        (2, {"position_embedding_type": "alibi"}, ["position_embedding_type", "alibi"]),
+        (4, {"conv_L_cache": 0}, ["conv_L_cache", 0]),
+        (4, {"layer_types": ["mamba"] * 4}, ["layer_types", "linear_attention"]),
+        (4, {"window": 3}, ["window", 3]),
+        (6, {"mlp_bias": True}, ["mlp_bias", True]),
+        (7, {"hidden_act": "relu"}, ["hidden_act", "relu"]),
     ],
 )
-def test_an_option_that_no_model_of_ours_has_is_named(index, change, words, tmp_path):
+def test_an_option_that_no_model_of_ours_has_is_named(index, change, named, tmp_path):
     config = AutoConfig.for_model(CASES[index].kind, **CASES[index].values)
     (tmp_path / "config.json").write_text(json.dumps(json.loads(config.to_json_string()) | change))
-    with pytest.raises(CheckpointError, match=re.escape(words)):
+    with refused(CheckpointError, *named):
         families.read(tmp_path)
 
 

@@ -24,6 +24,7 @@ from perspectron.serve.states import States
 from perspectron.serve.web.app import create
 from perspectron.serve.web.likely import shown
 from perspectron.util.tensors import read_header
+from tests.refusals import names
 from tests.serve.conftest import TEMPLATE, served
 
 PROMPT = {"prompt": "The cat sat", "seed": 5, "max_tokens": 12}
@@ -60,6 +61,17 @@ def test_a_completion_is_what_generate_says(client, tiny) -> None:
     again = complete(client, prompt=tiny.tokenizer.encode("The cat sat"))
     assert again["choices"] == answer["choices"]
     assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": read}
+
+
+def test_a_prompt_is_read_from_its_first_token_without_its_cache(client, tiny) -> None:
+    """Nothing that was read before is used, of the store or of a slot, and nothing is stored."""
+    answers = [complete(client, cache_prompt=False, id_slot=1, logprobs=3) for _ in range(2)]
+    assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers] == [0, 0]
+    first = complete(client, logprobs=3)
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    cached = complete(client, logprobs=3)
+    assert cached["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert all(answer["choices"] == cached["choices"] for answer in (*answers, first))
 
 
 def test_perspectives_say_what_they_say_of_each_token(tmp_path, tokenizer) -> None:
@@ -326,7 +338,7 @@ def test_paths_that_are_not_there_are_404_for_every_method_and_others_name_their
         for path in ("/v1/embeddings", "/v1/chat", "/nothing.js"):
             answer = client.request(method, path, json={} if method != "GET" else None)
             said = answer.json()["error"]["message"]
-            assert answer.status_code == 404 and f"{method} {path!r}: no such route" in said
+            assert answer.status_code == 404 and names(said, method, path)
     for method, path, allowed in (
         ("GET", "/v1/completions", "POST"), ("POST", "/health", "GET"), ("POST", "/", "GET, HEAD"),
         ("PATCH", "/page.js", "GET, HEAD"), ("POST", "/v1/states/x", "DELETE, GET, PUT"),

@@ -21,7 +21,8 @@ class GDNConfig(MixerConfig):
 
     heads: H. conv: tokens that the short convolution sees. negative: β up to 2 instead of 1, so that a token can negate
     what its key holds (arXiv 2411.12537). key_heads: G, each of which H / G heads in a row share; None is H.
-    key_dim: K; None is 3D/4H, and H must then divide ¾ of the model width. value_dim: V; None is 2K."""
+    key_dim: K; None is 3D/4H, and H must then divide ¾ of the model width. value_dim: V; None is 2K. norm_eps: of the
+    norm of what is read; None is the model's."""
 
     kind = "gdn"
     heads: int
@@ -30,10 +31,12 @@ class GDNConfig(MixerConfig):
     key_heads: int | None = None
     key_dim: int | None = None
     value_dim: int | None = None
+    norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         options = ("key_heads", "key_dim", "value_dim")
         at_least(1, self, "heads", "conv", *(name for name in options if getattr(self, name) is not None))
+        require(self.norm_eps is None or self.norm_eps > 0, "norm_eps", self.norm_eps, "> 0")
         groups = self.key_heads or self.heads
         require(self.heads % groups == 0, "key_heads", groups, f"a divisor of heads = {self.heads}")
 
@@ -54,7 +57,9 @@ class GDN(Delta):
             require(3 * d_model % (4 * H) == 0, "heads", H, bound)
             K = 3 * d_model // (4 * H)
         V = config.value_dim or 2 * K
-        super().__init__(d_model, norm_eps, H, K, V, 1, config.conv, (0.0, 16.0), config.key_heads)
+        super().__init__(
+            d_model, config.norm_eps or norm_eps, H, K, V, 1, config.conv, (0.0, 16.0), config.key_heads
+        )
         self.config = config
         self.a_proj = nn.Linear(d_model, H, bias=False)
         self.b_proj = nn.Linear(d_model, H, bias=False)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import (
+    UNIT_EPS,
     Shared,
     between,
     blend,
@@ -27,7 +28,7 @@ from perspectron.model.parts import (
 from perspectron.model.state import register
 from perspectron.ops import delta
 from perspectron.ops.fused import batch_invariant
-from perspectron.util.config import MixerConfig, at_least, require
+from perspectron.util.config import MixerConfig, at_least, positive, require
 from perspectron.util.terms import Term
 
 MIX_EXPONENTS = (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)  # of the mixes for r, w, k, v, a, g
@@ -39,15 +40,28 @@ class RWKV7Config(MixerConfig):
     """The options of RWKV-7's time mix.
 
     head_dim: K, must divide the model width. layer: its place among the `layers` of this kind, from 0. It starts by it,
-    and the first one hands its values on to the others."""
+    and the first one hands its values on to the others. w_rank, a_rank, v_rank, g_rank: of the low ranks of decays,
+    rates, values and gates; None follows from the width. group_eps: of the norm of each head. unit_eps: added to the
+    square of a key's length before it is divided by it; 0 only keeps the length above 10⁻¹²."""
 
     kind = "rwkv7"
     head_dim: int
     layer: int = 0
     layers: int = 1
+    w_rank: int | None = None
+    a_rank: int | None = None
+    v_rank: int | None = None
+    g_rank: int | None = None
+    group_eps: float = NORM_EPS
+    unit_eps: float = UNIT_EPS
 
     def __post_init__(self) -> None:
         at_least(2, self, "head_dim")
+        for name in ("w_rank", "a_rank", "v_rank", "g_rank"):
+            rank = getattr(self, name)
+            require(rank is None or rank >= 1, name, rank, "≥ 1")
+        positive(self, "group_eps")
+        at_least(0, self, "unit_eps")
         require(0 <= self.layer < self.layers, "layer", self.layer, f"in [0, {self.layers})")
 
 
@@ -82,10 +96,10 @@ class RWKV7(Mixer):
         self.config = config
         self.mix_6D = nn.Parameter(torch.empty(6, D))
         self.r_proj, self.k_proj, self.v_proj = (nn.Linear(D, D, bias=False) for _ in range(3))
-        self.w_low = low_rank(D, 2.5 * D**0.5 * K / 64, nn.Tanh())
-        self.a_low = low_rank(D, 2.5 * D**0.5 * K / 64, nn.Identity())
-        self.g_low = low_rank(D, 5 * D**0.5, nn.Sigmoid(), bias=False)
-        self.v_low = value_residual_gate(D, D) if config.layer > 0 else None
+        self.w_low = low_rank(D, 2.5 * D**0.5 * K / 64, nn.Tanh(), rank=config.w_rank)
+        self.a_low = low_rank(D, 2.5 * D**0.5 * K / 64, nn.Identity(), rank=config.a_rank)
+        self.g_low = low_rank(D, 5 * D**0.5, nn.Sigmoid(), bias=False, rank=config.g_rank)
+        self.v_low = value_residual_gate(D, D, config.v_rank) if config.layer > 0 else None
         self.k_k, self.k_a, self.r_k = (nn.Parameter(torch.empty(D)) for _ in range(3))
         self.norm_weight, self.norm_bias = (nn.Parameter(torch.empty(D)) for _ in range(2))
         self.o_proj = nn.Linear(D, D, bias=False)
@@ -144,7 +158,7 @@ class RWKV7(Mixer):
         key_BTD = k_BTD * (1 + (eta_BTD - 1) * self.k_a)
         inputs = (self.r_proj(x_r), key_BTD, v_BTD, eta_BTD, alpha_BTD, k_BTD * self.k_k)
         r, k, v, eta, alpha, kappa = (x.unflatten(-1, (-1, self.config.head_dim)) for x in inputs)
-        kappa = read = unit(kappa)
+        kappa = read = unit(kappa, self.config.unit_eps)
         if pad_BT is not None:
             k, kappa, read = (x.masked_fill(pad_BT[:, :, None, None], 0) for x in (k, kappa, read))
             alpha = alpha.masked_fill(pad_BT[:, :, None, None], 1)
@@ -157,7 +171,7 @@ class RWKV7(Mixer):
         o_BHTK, memory_BHKK = delta.scan_rwkv7(
             q, k, v, a, b, alpha, state.memory_BHKK, consume_state=consume_state, checked=False
         )
-        o_BTD = F.layer_norm(o_BHTK.transpose(1, 2), o_BHTK.shape[-1:], eps=NORM_EPS).flatten(2)
+        o_BTD = F.layer_norm(o_BHTK.transpose(1, 2), o_BHTK.shape[-1:], eps=self.config.group_eps).flatten(2)
         o_BTD = (o_BTD * self.norm_weight + self.norm_bias + own_BTD).to(x_BTD.dtype)
         return self.o_proj(o_BTD * self.g_low(x_g)), RWKV7State(memory_BHKK, last_BD), {}
 

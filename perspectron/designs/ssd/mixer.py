@@ -32,8 +32,8 @@ class SSDConfig(MixerConfig):
     head_dim: P, must divide the inner width. state: N, rows of a head's memory. expand: the inner width is so many
     times the model's. conv: W, tokens that the short convolution sees. heads: H, so that the inner width is H P,
     whatever `expand` is; None leaves that to `expand`. groups: G, each of which H / G heads in a row share b and c of,
-    and has a norm of its own. bias: of both projections; conv_bias: of the convolution. dt_min, dt_max: bounds of Δ;
-    None is no upper one. norm: after the gate or before it, or no norm."""
+    and has a norm of its own. bias: of both projections; out_bias: of the second; None is as `bias`. conv_bias: of the
+    convolution. dt_min, dt_max: bounds of Δ; None is no upper one. norm: after the gate or before it, or no norm."""
 
     kind = "ssd"
     head_dim: int
@@ -47,6 +47,7 @@ class SSDConfig(MixerConfig):
     dt_min: float = 0.0
     dt_max: float | None = None
     norm: Literal["after", "before", "none"] = "after"
+    out_bias: bool | None = None
 
     def __post_init__(self) -> None:
         at_least(1, self, "head_dim", "state", "expand", "conv", "groups")
@@ -98,7 +99,8 @@ class SSD(Mixer):
         self.D = nn.Parameter(torch.empty(heads))
         if config.norm != "none":
             self.norm = RMSNorm(inner, norm_eps) if G == 1 else GroupedRMSNorm(inner, G, norm_eps)
-        self.o_proj = nn.Linear(inner, d_model, bias=config.bias)
+        out_bias = config.bias if config.out_bias is None else config.out_bias
+        self.o_proj = nn.Linear(inner, d_model, bias=out_bias)
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Spread A and Δ over the heads, D = 1."""

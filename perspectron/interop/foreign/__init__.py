@@ -1,5 +1,5 @@
 """Models of other programs as runs: a folder with a config.json, safetensors and a tokenizer.json, as transformers
-writes it, or a GGUF.
+writes it, a GGUF, or a .pth of RWKV's author.
 
 `read` knows the kinds of model in KINDS; each family is a file with our config of its config, and our weights of its
 weights.
@@ -19,6 +19,7 @@ from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.foreign import (
     bamba,
     decoder,
+    falcon_h1,
     gemma3,
     gguf,
     gpt2,
@@ -27,13 +28,18 @@ from perspectron.interop.foreign import (
     llama,
     mamba2,
     mistral,
+    nemotron_h,
     olmo2,
+    olmo_hybrid,
     olmoe,
     own,
+    pth,
     qwen2,
     qwen3,
     qwen3_5,
     qwen3_moe,
+    qwen3_next,
+    rwkv7,
     smollm3,
 )
 from perspectron.interop.foreign.source import HARMLESS, Source
@@ -74,7 +80,12 @@ KINDS: dict[str, Kind] = {
     "lfm2": Kind(lfm2.config, lfm2.weights, lfm2.HARMLESS),
     "qwen3_5_text": Kind(qwen3_5.config, qwen3_5.weights, qwen3_5.HARMLESS),
     "qwen3_5": Kind(qwen3_5.config_within, qwen3_5.weights, qwen3_5.HARMLESS),
+    "rwkv7": Kind(rwkv7.config, rwkv7.weights, rwkv7.HARMLESS),
     "bamba": Kind(bamba.config, bamba.weights, bamba.HARMLESS),
+    "falcon_h1": Kind(falcon_h1.config, falcon_h1.weights, falcon_h1.HARMLESS),
+    "olmo_hybrid": Kind(olmo_hybrid.config, olmo_hybrid.weights, olmo_hybrid.HARMLESS),
+    "nemotron_h": Kind(nemotron_h.config, nemotron_h.weights, nemotron_h.HARMLESS),
+    "qwen3_next": Kind(qwen3_next.config, qwen3_next.weights, qwen3_next.HARMLESS),
 }
 """The kinds of models that can be read, by the `model_type` of config.json."""
 
@@ -89,8 +100,8 @@ class Imported(NamedTuple):
 
 
 def read(folder: Path, *, lens: bool = False) -> Imported:
-    """The model, tokenizer and chat template in a folder of transformers, or in a GGUF. lens: of a GPT-2, with the
-    parts of the lens design beside its own, at rest. Matrices of 16 bits stay so (`model.half`).
+    """The model, tokenizer and chat template in a folder of transformers, in a GGUF or a .pth. lens: of a GPT-2, with
+    the parts of the lens design beside its own, at rest. Matrices of 16 bits stay so (`model.half`).
 
     DataError for a tokenizer that the tokenizers library cannot read, ConfigError for a template that is none, and for
     a model that does not fit into memory. CheckpointError: no such folder, a kind that is not known, an option that no
@@ -98,6 +109,9 @@ def read(folder: Path, *, lens: bool = False) -> Imported:
     """
     if folder.suffix == gguf.SUFFIX:
         with gguf.unpacked(folder) as source:
+            return _read(source, lens)
+    if folder.suffix == pth.SUFFIX:
+        with pth.unpacked(folder) as source:
             return _read(source, lens)
     return _read(opened(folder), lens)
 

@@ -191,23 +191,32 @@ def model(
     eps: float = 1e-6,
     tied: bool = False,
     longest: int | None = None,
-    residual: SequentialConfig = SequentialConfig(),  # noqa: B008
+    residual: SequentialConfig | Sequence[SequentialConfig] = SequentialConfig(),  # noqa: B008
+    beside: MixerConfig | None = None,
     ties: Source | None = None,
     **options: Any,
 ) -> ModelConfig:
-    """The config of a model with these mixers, each before a network. eps, tied, longest: where the config is silent:
-    of the norms, whether the head is the embedding, and `max_position_embeddings`; None for longest where positions
-    have no bound. ties: where the config says whether the head is the embedding, if elsewhere. options: of
-    `ModelConfig`."""
+    """The config of a model with these mixers, each before a network. residual: of all layers, or of each. beside: a
+    second mixer of every layer. eps, tied, longest: where the config is silent: of the norms, whether the head is the
+    embedding, and `max_position_embeddings`; None for longest where positions have no bound. ties: where the config
+    says whether the head is the embedding, if elsewhere. options: of `ModelConfig`."""
     shared = (networks,) * len(mixers) if isinstance(networks, FFNConfig) else networks
-    blocks = tuple(BlockConfig(m, f, residual) for m, f in zip(mixers, shared, strict=True))
-    scalings = [s for m in mixers if (s := getattr(m, "rope_scaling", None)) is not None]
+    around = (residual,) * len(mixers) if isinstance(residual, SequentialConfig) else residual
+    blocks = tuple(BlockConfig(*parts, beside) for parts in zip(mixers, shared, around, strict=True))
+    scalings = [s for b in blocks for m in b.mixers if (s := getattr(m, "rope_scaling", None)) is not None]
     most = 0 if longest is None else source.number("max_position_embeddings", longest)
     most = max([most, *(int(s.factor * s.original_max_position_embeddings) for s in scalings)])
     return ModelConfig(
         name, source.number("vocab_size"), source.number("hidden_size"), blocks, head(ties or source, tied),
         norm_eps=source.real("rms_norm_eps", eps), longest=most, **options,
     )  # fmt: skip
+
+
+def within(config: Callable[[Source, Source], ModelConfig], source: Source) -> ModelConfig:
+    """The config of the text within another, `text_config`, by the family's of text alone. Ties are the outer's."""
+    text = source.mapping("text_config")
+    text.get("tie_word_embeddings")
+    return config(text, source)
 
 
 def head(source: Source, tied: bool) -> LinearHeadConfig | None:
@@ -242,7 +251,7 @@ def weights(
     config: ModelConfig,
     *,
     mixer: Mixer | None = None,
-    norms: dict[str, str] = PRE,
+    norms: dict[str, str] | Callable[[Source, str, BlockConfig], dict[str, str]] = PRE,
     network: str = "mlp",
     gated: Network | None = None,
     last: str = "norm",
@@ -251,15 +260,15 @@ def weights(
     one: bool = False,
 ) -> dict[str, Tensor]:
     """The weights of a decoder by our names. mixer: takes those of a layer's mixer; None is attention. norms: names of
-    a layer's norms here and there. network, last: names of networks and of the last norm. gated: takes those of a
-    network; None is `network_weights`. top, head: what all names begin with, and the head's. one: weights of norms are
-    stored as what they are more than 1."""
+    a layer's norms here and there, or what gives them by the layer's name there. network, last: names of networks and
+    of the last norm. gated: takes those of a network; None is `network_weights`. top, head: what all names begin with,
+    and the head's. one: weights of norms are stored as what they are more than 1."""
     D = config.d_model
     taken = outer(source, f"{top}embed_tokens.weight", config, head)
     taken["norm.weight"] = norm(source, f"{top}{last}.weight", D, one=one)
     for i, block in enumerate(config.blocks):
         there, here = f"{top}layers.{i}", f"blocks.{i}"
-        for ours, theirs in norms.items():
+        for ours, theirs in (norms(source, there, block) if callable(norms) else norms).items():
             taken[f"{here}.{ours}.weight"] = norm(source, f"{there}.{theirs}.weight", D, one=one)
         if mixer is None:
             taken |= attention_weights(source, f"{there}.self_attn", f"{here}.mixer", D, block.mixer, one=one)

@@ -4,6 +4,8 @@ network gated by GELU. Norms are stored as what they are more than 1.
 `gemma3` has the text's config in `text_config`, and the text's weights beside those of images.
 """
 
+from functools import partial
+
 from torch import Tensor
 
 from perspectron.interop.foreign import decoder
@@ -18,18 +20,7 @@ HARMLESS = (
 )  # fmt: skip
 
 
-def config(source: Source) -> ModelConfig:
-    return _text(source, source)
-
-
-def config_within(source: Source) -> ModelConfig:
-    """Ties are the outer config's."""
-    text = source.mapping("text_config")
-    text.get("tie_word_embeddings")
-    return _text(text, source)
-
-
-def _text(source: Source, ties: Source) -> ModelConfig:
+def config(source: Source, ties: Source | None = None) -> ModelConfig:
     count, every = decoder.layers(source), source.number("sliding_window_pattern", 6)
     for name in ("attn_logit_softcapping", "use_bidirectional_attention"):  # transformers ignores the first
         source.must(name, (None, False))
@@ -57,6 +48,9 @@ def _text(source: Source, ties: Source) -> ModelConfig:
         embedding_factor=source.number("hidden_size") ** 0.5,
         logits_cap=0.0 if cap is None else source.real("final_logit_softcapping"),
     )  # fmt: skip
+
+
+config_within = partial(decoder.within, config)
 
 
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:

@@ -56,23 +56,26 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     return taken
 
 
-def mixer(source: Source, keys: Keys, *, groups: int, state: int, width: int | None = None) -> Any:
+def mixer(
+    source: Source, keys: Keys, *, groups: int, state: int, width: int | None = None, inner: int | None = None,
+    **more: Any,
+) -> Any:  # fmt: skip
     """The config of a mixer. groups, state, width: what a config means that is silent; None for a width of heads that
-    follows from their number."""
+    follows from their number. inner: I; None is expand · D. more: further options of the mixer."""
     D, heads = source.number("hidden_size"), source.number(keys.heads, 128)
-    inner = source.number(keys.expand, 2) * D
+    expand = source.number(keys.expand, 2)
+    sized: dict[str, Any] = {"expand": expand} if inner is None else {"heads": heads}
+    bound = "expand · width = " if inner is None else ""
+    inner = expand * D if inner is None else inner
     follows = source.get(keys.head_dim, "auto" if width is None else width) == "auto"
     width = inner // heads if follows else source.number(keys.head_dim, width)
     if width * heads != inner:
-        raise source.error(
-            f"{heads} heads of {width} are {heads * width} wide, must be expand · width = {inner}"
-        )
+        raise source.error(f"{heads} heads of {width} are {heads * width} wide, must be {bound}{inner}")
     least, most = _limit(source)
     return config_of(
-        "ssd", head_dim=width, state=source.number(keys.state, state), expand=inner // D,
-        conv=source.number(keys.conv, 4), groups=source.number(keys.groups, groups),
-        bias=decoder.flag(source, keys.bias, False), conv_bias=decoder.flag(source, keys.conv_bias, True),
-        dt_min=least, dt_max=most,
+        "ssd", head_dim=width, state=source.number(keys.state, state), conv=source.number(keys.conv, 4),
+        groups=source.number(keys.groups, groups), bias=decoder.flag(source, keys.bias, False),
+        conv_bias=decoder.flag(source, keys.conv_bias, True), **sized | {"dt_min": least, "dt_max": most} | more,
     )  # fmt: skip
 
 
@@ -93,10 +96,14 @@ def mixer_weights(source: Source, there: str, here: str, D: int, mixer: Any) -> 
     H, C = I // mixer.head_dim, I + 2 * mixer.groups * mixer.state
     shapes: dict[str, tuple[int, ...]] = {
         "in_proj.weight": (I + C + H, D), "conv1d.weight": (C, 1, mixer.conv), "dt_bias": (H,), "A_log": (H,),
-        "D": (H,), "norm.weight": (I,), "out_proj.weight": (D, I),
+        "D": (H,), "out_proj.weight": (D, I),
     }  # fmt: skip
+    if mixer.norm != "none":
+        shapes["norm.weight"] = (I,)
     if mixer.bias:
-        shapes |= {"in_proj.bias": (I + C + H,), "out_proj.bias": (D,)}
+        shapes["in_proj.bias"] = (I + C + H,)
+    if mixer.bias if mixer.out_bias is None else mixer.out_bias:
+        shapes["out_proj.bias"] = (D,)
     if mixer.conv_bias:
         shapes["conv1d.bias"] = (C,)
     return {

@@ -6,6 +6,7 @@ Gated DeltaNet are stored as what they are more than 1.
 Shapes: D model width, H heads of queries or of values, G heads of keys, K and V head widths, W taps.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -25,26 +26,24 @@ HARMLESS = (
 )  # fmt: skip
 
 
-def config(source: Source) -> ModelConfig:
-    return _text(source, source)
+def config(source: Source, ties: Source | None = None) -> ModelConfig:
+    source.must("attn_output_gate", (True,), True)
+    source.must("mlp_only_layers", ([],), [])
+    found = mixers(source, key_heads=4)
+    return decoder.model(source, "qwen3_5", found, decoder.network(source), longest=32_768, ties=ties)
 
 
-def config_within(source: Source) -> ModelConfig:
-    """Ties are the outer config's."""
-    text = source.mapping("text_config")
-    text.get("tie_word_embeddings")
-    return _text(text, source)
+config_within = partial(decoder.within, config)
 
 
-def _text(source: Source, ties: Source) -> ModelConfig:
+def mixers(source: Source, *, key_heads: int) -> list[Any]:
+    """Those of all layers. key_heads: of attention where the config is silent."""
     count, every = decoder.layers(source), source.number("full_attention_interval", 4)
     silent = [LINEAR if (i + 1) % every else GLOBAL for i in range(count)]
     kinds = decoder.kinds(source, silent, (LINEAR, GLOBAL))
-    source.must("attn_output_gate", (True,), True)
-    source.must("mlp_only_layers", ([],), [])
     attention = decoder.attention(
-        source, decoder.rope(source, share=0.25), heads=16, key_heads=4, width=256, qk_norm="head", gate="sigmoid",
-        bias=decoder.flag(source, "attention_bias", False),
+        source, decoder.rope(source, share=0.25), heads=16, key_heads=key_heads, width=256, qk_norm="head",
+        gate="sigmoid", bias=decoder.flag(source, "attention_bias", False),
     )  # fmt: skip
     heads, key_heads = source.number("linear_num_value_heads", 32), source.number("linear_num_key_heads", 16)
     if heads % key_heads:
@@ -55,18 +54,17 @@ def _text(source: Source, ties: Source) -> ModelConfig:
         "gdn", heads=heads, key_heads=key_heads, conv=source.number("linear_conv_kernel_dim", 4),
         key_dim=source.number("linear_key_head_dim", 128), value_dim=source.number("linear_value_head_dim", 128),
     )  # fmt: skip
-    mixers = [linear if kind == LINEAR else attention for kind in kinds]
-    return decoder.model(source, "qwen3_5", mixers, decoder.network(source), longest=32_768, ties=ties)
+    return [linear if kind == LINEAR else attention for kind in kinds]
 
 
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     source.drop_all(*LEFT)
     inner = "model.language_model."
     top = inner if source.has(f"{inner}norm.weight") else "model."
-    return decoder.weights(source, config, mixer=_mixer, top=top, one=True)
+    return decoder.weights(source, config, mixer=mixer_weights, top=top, one=True)
 
 
-def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
+def mixer_weights(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
     take = _attention if mixer.kind == "attention" else _linear
     return take(source, there, here, D, mixer)
 

@@ -25,7 +25,7 @@ def _lines(opened: Opened, name: str, remote: bool) -> Iterator[str]:
     model, train = config.model, config.train
     parameters = sum(parameter.numel() for parameter in opened.model.parameters())
     state = opened.model.init_state(1, capacity=1024, device="meta").nbytes
-    mixers = dict.fromkeys(block.mixer.kind for block in model.blocks if block.mixer)
+    mixers = dict.fromkeys(mixer.kind for block in model.blocks for mixer in block.mixers)
     yield from (
         "---",
         "library_name: transformers",

@@ -36,7 +36,7 @@ def sources(config: ModelConfig) -> dict[str, str]:
 
 def _registry(config: ModelConfig) -> tuple[str, list[str]]:
     """The text of a registry of a model's mixers and head, and the modules that it needs."""
-    used = {"mixers": {block.mixer.kind for block in config.blocks if block.mixer is not None}}
+    used = {"mixers": {mixer.kind for block in config.blocks for mixer in block.mixers}}
     used["heads"] = set() if config.head is None else {config.head.kind}
     names, branches, modules = dict[str, list[str]](), list[str](), list[str]()
     for table, kinds in used.items():

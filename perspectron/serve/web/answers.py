@@ -154,7 +154,8 @@ class Answers:
             run.echoed = await self._echoed(asked, body.n, logprobs, begun, request)
         sampling = sampling_of(body)
         for ids in read:
-            session = self._begun(ids, slot, whole) if begun is None else begun.fork()
+            held = slot if body.cache_prompt else None
+            session = self._begun(ids, held, whole) if begun is None else begun.fork()
             more = ids[len(session.tokens) :] if begun is None else ids
             await asyncio.to_thread(session.append, more, whole=whole)  # which looks at each of them
             run.prompt_tokens += len(session.tokens)
@@ -163,7 +164,7 @@ class Answers:
                 own = session if single else session.fork()
                 emit = _into(asyncio.get_running_loop(), run.events, index)
                 job = Job(own, tokens, emit, sampling, body.stop, index, logprobs, hooks, body.min_tokens)
-                job.stop_ids = body.stop_token_ids
+                job.stop_ids, job.shares = body.stop_token_ids, body.cache_prompt
                 run.jobs.append(job)
         for index in range(0 if tokens else run.texts):
             run.events.put_nowait((index, Piece(index, None, "", "length")))

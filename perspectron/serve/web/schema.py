@@ -39,7 +39,7 @@ IGNORED = {
 """Fields on which nothing in an answer depends, and why."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "service_tier": ("auto", "default"),
-    "ignore_eos": (False,), "cache_prompt": (True,), "grammar": ("",), "prompt_cache_retention": (),
+    "ignore_eos": (False,), "grammar": ("",), "prompt_cache_retention": (),
 }  # fmt: skip
 """Fields of what this server does not do, and the values at which they ask for nothing."""
 
@@ -167,7 +167,8 @@ Json = Annotated[Object, BeforeValidator(_parsed, json_schema_input_type=Object 
 
 class Sampled(Body):
     """The fields that completions and chats share. state: go on from this one; save: keep the conversation under this
-    name; id_slot: the slot that holds it. json_schema, guided_json: as llama.cpp and vLLM call a schema to keep to."""
+    name; id_slot: the slot that holds it. cache_prompt: begin at a prefix that was read before. json_schema,
+    guided_json: as llama.cpp and vLLM call a schema to keep to."""
 
     ignored = IGNORED
     neutral = NEUTRAL
@@ -190,6 +191,7 @@ class Sampled(Body):
     state: Name | None = None
     save: Name | None = None
     id_slot: int | None = Field(None, ge=-1, lt=4096)
+    cache_prompt: bool = True
 
 
 class Completion(Sampled):

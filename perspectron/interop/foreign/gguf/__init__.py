@@ -40,7 +40,7 @@ def unpacked(path: Path) -> Iterator[Source]:
     if "token_embd.weight" not in whole.tensors:
         raise whole.error("it has no tensor token_embd.weight")
     family, fields = FAMILIES[arch], families.Fields(whole, arch)
-    config = families.shared(fields)
+    config = families.shared(fields) if family.attends else families.unattended(fields)
     config = {"model_type": family.kind} | config | family.config(fields, config)
     fields.done()
     files = tokenizer.files(whole)

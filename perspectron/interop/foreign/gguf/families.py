@@ -38,6 +38,21 @@ _DELTA = {
     "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
 }  # fmt: skip
 
+_RANKS = {
+    "decay_low_rank_dim": "decay", "a_low_rank_dim": "iclr", "v_low_rank_dim": "value_residual_mix",
+    "gate_low_rank_dim": "gate",
+}  # fmt: skip
+_RWKV7 = {
+    "attn_norm": "attn_norm", "attn_norm_2": "ffn_norm", "time_mix_ln": "attn.g_norm",
+    "time_mix_lerp_fused.weight": "attn.x_x", "time_mix_receptance": "attn.r_proj", "time_mix_key": "attn.k_proj",
+    "time_mix_value": "attn.v_proj", "time_mix_output": "attn.o_proj", "channel_mix_lerp_k.weight": "ffn.x_k",
+    "channel_mix_key": "ffn.key", "channel_mix_value": "ffn.value",
+    **{f"time_mix_{name}.weight": f"attn.{name}" for name in ("k_k", "k_a", "r_k")},
+    **{f"time_mix_{name}0.weight": f"attn.{name}_lora.lora.2.bias" for name in "wav"},
+    **{f"time_mix_{name}1": f"attn.{name}_lora.lora.0" for name in "wavg"},
+    **{f"time_mix_{name}2": f"attn.{name}_lora.lora.2" for name in "wavg"},
+}  # fmt: skip
+
 
 class Fields:
     """The metadata of a container's architecture. What was asked for is remembered, so that the rest can be named."""
@@ -98,6 +113,8 @@ class Family(NamedTuple):
     names: dict[str, str]
     fixes: Callable[[Values], dict[str, Fix]] = lambda values: {}
     outer: dict[str, str] = _OUTER
+    attends: bool = True
+    """False of a family without attention, whose values are `unattended`, not `shared`."""
 
 
 # ---------------------------------------------------------------- configs
@@ -130,6 +147,17 @@ def shared(fields: Fields) -> Values:
         "vocab_size": fields.container.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in fields.container.tensors,
         "rope_parameters": rope,
+    }  # fmt: skip
+
+
+def unattended(fields: Fields) -> Values:
+    """The values that families without attention have."""
+    for name in ("attention.head_count", "context_length", "vocab_size"):
+        fields.get(name)
+    return {
+        "hidden_size": fields.number("embedding_length"), "num_hidden_layers": fields.number("block_count"),
+        "vocab_size": fields.container.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in fields.container.tensors,
     }  # fmt: skip
 
 
@@ -282,6 +310,17 @@ def _lfm2(fields: Fields, values: Values) -> Values:
     }  # fmt: skip
 
 
+def _rwkv7(fields: Fields, values: Values) -> Values:
+    """llama.cpp has the norm of heads with the epsilon of the author's models, and bounds the length of keys."""
+    if (shifts := fields.get("token_shift_count", 2)) != 2:
+        raise fields.error("token_shift_count", shifts, "2")
+    ranks = {name: fields.number(f"attention.{there}_lora_rank") for name, there in _RANKS.items()}
+    return ranks | {
+        "head_dim": fields.number("wkv.head_size"), "intermediate_size": fields.number("feed_forward_length"),
+        "norm_eps": fields.real("attention.layer_norm_epsilon", 1e-5), "group_norm_eps": 64e-5, "fuse_norm": False,
+    }  # fmt: skip
+
+
 # ---------------------------------------------------------------- tensors
 
 
@@ -334,6 +373,14 @@ def _delta(values: Values) -> dict[str, Fix]:
     }  # fmt: skip
 
 
+def _rwkv7_fixes(values: Values) -> dict[str, Fix]:
+    D, K = values["hidden_size"], values["head_dim"]
+    return {
+        "time_mix_lerp_fused.weight": lambda x: x.reshape(6, D),
+        "time_mix_r_k.weight": lambda x: x.reshape(-1, K),
+    }
+
+
 _GEMMA_NORMS = (
     "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm",
 )  # fmt: skip
@@ -355,6 +402,14 @@ FAMILIES = {
     "qwen35": Family("qwen3_5_text", _qwen35, _NORMS | _ATTENTION | _MLP | _POST | _DELTA, _delta),
     "granite": Family("granitemoehybrid", _granite, _GRANITE_NAMES, _permuted),
     "granitehybrid": Family("granitemoehybrid", _granite_hybrid, _GRANITE_NAMES | _MAMBA, _mamba),
+    "rwkv7": Family(
+        "rwkv7", _rwkv7, _RWKV7, _rwkv7_fixes,
+        {
+            "token_embd": "model.embeddings", "token_embd_norm": "model.layers.0.pre_norm", "output_norm": "model.norm",
+            "output": "lm_head",
+        },
+        attends=False,
+    ),
     "lfm2": Family(
         "lfm2", _lfm2,
         {

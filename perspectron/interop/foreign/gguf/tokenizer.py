@@ -5,8 +5,11 @@ It gives the ids that llama.cpp gives. Whether text is brought into a normal for
 a GGUF does not say, and it is not here.
 """
 
+import json
+import re
 from typing import Any
 
+from perspectron.data import world
 from perspectron.interop.foreign.gguf.container import Container
 from perspectron.util.errors import DataError
 
@@ -90,8 +93,8 @@ def files(container: Container) -> dict[str, dict[str, Any]]:
     split text, that is not known."""
     data = _Metadata(container)
     kind, pre = data.get("model"), data.get("pre")
-    if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
-        raise data.error("model", repr(kind), "'gpt2' or 'llama' to be read")
+    if not isinstance(kind, str) or kind not in ("gpt2", "llama", "rwkv"):
+        raise data.error("model", repr(kind), "'gpt2', 'llama' or 'rwkv' to be read")
     if not data.tokens:
         raise data.error("tokens", "missing", "a list")
     if kind == "gpt2" and (not isinstance(pre, str) or pre not in SPLITS):
@@ -105,6 +108,8 @@ def files(container: Container) -> dict[str, dict[str, Any]]:
     spelled = (data.ids[end] for end in ENDS if end in data.ids and data.kinds[data.ids[end]] == CONTROL)
     stops = list(dict.fromkeys(id for id in (*named, *spelled) if id is not None))
     ends = stops[0] if len(stops) == 1 else stops or None
+    if kind == "rwkv":
+        return _world(data, roles, ends)
     made = _spm(data, roles["unknown"]) if kind == "llama" else _bpe(data, str(pre))
     added = [
         {"id": id, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
@@ -120,6 +125,52 @@ def files(container: Container) -> dict[str, dict[str, Any]]:
     return {
         "tokenizer.json": whole | {"post_processor": _begins(roles["bos"], data) if first else None},
         "tokenizer_config.json": {"add_bos_token": first, **spellings, **template},
+        "generation_config.json": dict(zip(ROLES, (roles["bos"], ends, roles["padding"]), strict=True)),
+    }
+
+
+_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|.)", re.DOTALL)
+_ESCAPED = {"t": "\t", "n": "\n", "r": "\r"}
+_WORLD_CHAT = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}User: {{ message['content'] | trim }}\n\nAssistant:"
+    "{% else %}{{ message['content'] | trim }}\n\n{% endif %}{% endfor %}"
+)
+"""What llama.cpp calls rwkv-world."""
+
+
+def _world(data: _Metadata, roles: dict[str, int | None], ends: Any) -> dict[str, dict[str, Any]]:
+    """RWKV's World vocabulary, of which a token is spelled as Python spells its bytes; id 0 is its separator."""
+    if data.count == 0 or data.kinds[0] != CONTROL:
+        raise data.error("token_type", "of token 0 not a control token", "one: it parts texts")
+
+    def raw(match: re.Match[str]) -> str:
+        return (
+            chr(int(match[1][1:], 16))
+            if match[1][0] == "x" and match[1][1:]
+            else _ESCAPED.get(match[1], match[1])
+        )
+
+    ids = dict[bytes, int]()
+    for id, (token, token_kind) in enumerate(zip(data.tokens, data.kinds, strict=True)):
+        if id == 0 or token_kind == UNUSED:
+            continue
+        try:
+            spelled = _ESCAPE.sub(raw, token).encode("latin-1")
+        except UnicodeEncodeError:
+            raise data.error("tokens", repr(token[:40]), "bytes as Python spells them") from None
+        if token_kind != NORMAL or not spelled or ids.setdefault(spelled, id) != id:
+            raise data.error(
+                "tokens", f"{token[:40]!r}, token {id}", "an ordinary one, of which there is no other"
+            )
+    text = world.to_json(world.complete(ids, f"{data.container.path}: tokenizer.ggml.tokens"))
+    template = data.values.get("tokenizer.chat_template")
+    template = _WORLD_CHAT if template == "rwkv-world" else template
+    return {
+        "tokenizer.json": json.loads(text),
+        "tokenizer_config.json": {
+            "add_bos_token": False,
+            **({"chat_template": template} if template else {}),
+        },
         "generation_config.json": dict(zip(ROLES, (roles["bos"], ends, roles["padding"]), strict=True)),
     }
 

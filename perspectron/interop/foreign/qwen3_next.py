@@ -1,0 +1,56 @@
+"""Qwen3-Next: the mixers of Qwen3.5, with queries, keys, values and gates of each key head in turn, and a mixture of
+experts in its layers, or in some of them.
+
+Shapes: D model width, H heads of values, G heads of keys, r = H/G, K and V head widths.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perspectron.interop.foreign import decoder, mixture, qwen3_5
+from perspectron.interop.foreign.source import Source
+from perspectron.model.config import ModelConfig
+
+HARMLESS = (
+    "moe_intermediate_size", "mtp_num_hidden_layers", "norm_topk_prob", "num_experts_per_tok",
+    "shared_expert_intermediate_size", *mixture.HARMLESS,
+)  # fmt: skip
+"""Experts are read where there are some."""
+
+
+def config(source: Source) -> ModelConfig:
+    mixers = qwen3_5.mixers(source, key_heads=2)
+    networks = mixture.networks(
+        source,
+        len(mixers),
+        lambda: decoder.network(source),
+        normed=True,
+        experts=512,
+        used=10,
+        hidden=512,
+        shared=512,
+    )
+    return decoder.model(source, "qwen3_next", mixers, networks, longest=32_768)
+
+
+def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
+    source.drop_all("mtp.")
+    return decoder.weights(source, config, mixer=_mixer, one=True)
+
+
+def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
+    """Those of Qwen3.5, after rows were put together by what they give."""
+    if mixer.kind != "attention":
+        H, G, K, V = mixer.heads, mixer.key_heads, mixer.key_dim, mixer.value_dim
+        r, name = H // G, f"{there}.linear_attn.in_proj_"
+        both = source.take(f"{name}qkvz.weight", 2 * (G * K + H * V), D).unflatten(0, (G, -1))
+        *qkv, z = (x.flatten(0, 1) for x in both.split([K, K, r * V, r * V], 1))
+        b, a = (
+            x.flatten(0, 1)
+            for x in source.take(f"{name}ba.weight", 2 * H, D).unflatten(0, (G, 2, r)).unbind(1)
+        )
+        for part, rows in (("qkv", torch.cat(qkv)), ("z", z), ("a", a), ("b", b)):
+            source.tensors[f"{name}{part}.weight"] = rows.clone
+    return qwen3_5.mixer_weights(source, there, here, D, mixer)

@@ -1,0 +1,118 @@
+"""RWKV-7 as fla has it: a norm of the embedding, then a time mix and a channel mix in each layer, which are two blocks
+here. The author's own files are brought to the same names (`pth`).
+
+Shapes: D model width, H heads, K = D/H head width, F width of a channel mix, R a low rank.
+"""
+
+import torch
+from torch import Tensor
+
+from perspectron.interop.foreign import decoder
+from perspectron.interop.foreign.source import Source
+from perspectron.model.config import MOST_BLOCKS, BlockConfig, ModelConfig
+from perspectron.model.mixer import config_of
+
+HARMLESS = (
+    "attn_mode", "clip_grad", "fuse_cross_entropy", "fuse_linear_cross_entropy", "max_position_embeddings",
+    "use_l2warp",
+)  # fmt: skip
+MIXES = "rwkvag"
+LOW = {"w": "decay_low_rank_dim", "a": "a_low_rank_dim", "v": "v_low_rank_dim", "g": "gate_low_rank_dim"}
+"""Keys of the low ranks, by the letters of what they give."""
+SILENT = {"w": 64, "a": 64, "v": 16, "g": 128}
+FUSED_EPS = 1e-6
+"""What fla's kernel for unit keys adds to their squares; without the kernel it only bounds their length."""
+GROUP_EPS = "group_norm_eps"
+"""The epsilon of the norm of heads, where a source that was not fla's says it."""
+
+
+def config(source: Source) -> ModelConfig:
+    D, layers = source.number("hidden_size"), source.number("num_hidden_layers", most=MOST_BLOCKS // 2)
+    K, heads = source.get("head_dim", None if "head_dim" in source.values else 64), source.get("num_heads")
+    if K is None:
+        K = D // max(1, source.number("num_heads"))
+    elif type(K) is not int or K < 1 or D % K or heads not in (None, D // K):
+        raise source.error(f"head_dim is {K!r}, must divide hidden_size = {D} into num_heads")
+    source.must("hidden_act", ("sqrelu",), "sqrelu")
+    source.must("attn", ((), {}), ())
+    source.must("norm_bias", (True,), True)
+    source.must("value_dim", (D, [D] * layers), D)
+    eps = source.positive("norm_eps", 1e-5)
+    ranks = {f"{name}_rank": _rank(source, name, D, K) for name in LOW}
+    unit = FUSED_EPS if decoder.flag(source, "fuse_norm", True) else 0.0
+    group = source.positive(GROUP_EPS, K * eps)
+    blocks = []
+    for layer in range(layers):
+        place = {"layer": layer, "layers": layers}
+        time = config_of("rwkv7", head_dim=K, **ranks, group_eps=group, unit_eps=unit, **place)
+        channel = config_of("rwkv7_channel", hidden=_hidden(source, D), **place)
+        blocks += [BlockConfig(time, None), BlockConfig(channel, None)]
+    return ModelConfig(
+        "rwkv7", source.number("vocab_size"), D, tuple(blocks), decoder.head(source, False), norm="layer", norm_eps=eps,
+        first_norm=decoder.flag(source, "norm_first", True),
+    )  # fmt: skip
+
+
+def _rank(source: Source, name: str, D: int, K: int) -> int:
+    """A low rank, which follows from the widths where the config has null."""
+    key = LOW[name]
+    if key in source.values and source.get(key) is None:
+        size = {"w": 2.5, "a": 2.5, "v": 1.7, "g": 5.0}[name] * D**0.5 * (1 if name == "g" else K / 64)
+        return max(32, round(size / 32) * 32)
+    return source.number(key, SILENT[name])
+
+
+def _hidden(source: Source, D: int) -> int:
+    ratio = source.positive("hidden_ratio", 4)
+    return source.number("intermediate_size", 32 * -(-int(D * ratio) // 32))
+
+
+def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
+    D = config.d_model
+    taken = decoder.outer(source, "model.embeddings.weight", config)
+    source.drop_all(
+        "model.layers.0.attn.v_lora."
+    )  # of first values, of which the first layer has none before it
+    norms = {"norm": "model.norm"} | ({"first_norm": "model.layers.0.pre_norm"} if config.first_norm else {})
+    for i in range(0, len(config.blocks), 2):
+        there = f"model.layers.{i // 2}"
+        norms |= {
+            f"blocks.{i}.mixer_norm": f"{there}.attn_norm",
+            f"blocks.{i + 1}.mixer_norm": f"{there}.ffn_norm",
+        }
+        taken |= _time(source, f"{there}.attn", f"blocks.{i}.mixer", D, config.blocks[i].mixer)
+        taken |= _channel(source, f"{there}.ffn", f"blocks.{i + 1}.mixer", D, config.blocks[i + 1].mixer)
+    for here, name in norms.items():
+        for part in ("weight", "bias"):
+            taken[f"{here}.{part}"] = source.take(f"{name}.{part}", D)
+    return taken
+
+
+def _time(source: Source, there: str, here: str, D: int, mixer: object) -> dict[str, Tensor]:
+    K: int = getattr(mixer, "head_dim", 0)
+    if source.has(f"{there}.x_x"):
+        taken = {"mix_6D": source.take(f"{there}.x_x", 6, D)}
+    else:
+        mixes = [source.take(f"{there}.x_{name}", 1, 1, D).flatten() for name in MIXES]
+        taken = {"mix_6D": torch.stack(mixes)}
+    taken |= {f"{name}_proj.weight": source.take(f"{there}.{name}_proj.weight", D, D) for name in "rkvo"}
+    for name in LOW:
+        if name == "v" and getattr(mixer, "layer", 0) == 0:
+            continue
+        R = getattr(mixer, f"{name}_rank")
+        shapes = {"0.weight": (R, D), "2.weight": (D, R)} | ({} if name == "g" else {"2.bias": (D,)})
+        for part, shape in shapes.items():
+            taken[f"{name}_low.{part}"] = source.take(f"{there}.{name}_lora.lora.{part}", *shape)
+    taken |= {name: source.take(f"{there}.{name}", D) for name in ("k_k", "k_a")}
+    taken["r_k"] = source.take(f"{there}.r_k", D // K, K).flatten()
+    taken |= {f"norm_{part}": source.take(f"{there}.g_norm.{part}", D) for part in ("weight", "bias")}
+    return {f"{here}.{name}": tensor for name, tensor in taken.items()}
+
+
+def _channel(source: Source, there: str, here: str, D: int, mixer: object) -> dict[str, Tensor]:
+    F: int = getattr(mixer, "hidden", 0)
+    return {
+        f"{here}.mix_D": source.take(f"{there}.x_k", D),
+        f"{here}.k_proj.weight": source.take(f"{there}.key.weight", F, D),
+        f"{here}.v_proj.weight": source.take(f"{there}.value.weight", D, F),
+    }
