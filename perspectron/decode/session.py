@@ -197,7 +197,8 @@ class Session:
         # The row goes on in the memory of the state; the session sees it as it is now.
         state, self._state = self._state, self._state.fork()
         talk = Conversation(state, [unread], [recent], [sum(self._drawn[:])])
-        return rows.add("", conversation=talk, **settings)
+        drawn = unread == self._ids[-1:] and self._drawn[-1:] == [True]
+        return rows.add("", conversation=talk, drawn=drawn, **settings)
 
     def leave(self, rows: Rows, row: int, ids: Sequence[int]) -> None:
         """Let a row go that has drawn `ids`, and go on from there."""
