@@ -211,7 +211,9 @@ class Session:
             return rows.add(unread, whole=True, **settings)
         sampling = settings.get("sampling", SamplingConfig())
         recent, read = self._recent(sampling.repetition_window), self._read
-        talk = Conversation(self._state.fork(), [unread], [recent], [sum(self._drawn[:])])
+        # The row goes on in the memory of the state; the session sees it as it is now.
+        state, self._state = self._state, self._state.fork()
+        talk = Conversation(state, [unread], [recent], [sum(self._drawn[:])])
         settings |= {"lead": read - self._cell(read), "drawn": self._was_drawn(read)}
         return rows.add("", conversation=talk, **settings)
 
