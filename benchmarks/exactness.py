@@ -53,6 +53,7 @@ SLOTS: dict[str, dict[str, Any]] = {
     "llama.cpp, 1 slot": {"n_parallel": 1},
     "llama.cpp, 2 slots": {"n_parallel": 2},
     "llama.cpp, defaults": {"n_parallel": 4, "kv_unified": True},
+    "llama.cpp, 2 slots, no flash attention": {"n_parallel": 2, "flash_attn_type": "DISABLED"},
 }
 """Settings of llama.cpp's server beside its defaults. Its command line takes 4 slots with one cache for all where it is
 not told."""
@@ -107,6 +108,8 @@ def serve_llama(spec: dict[str, Any]) -> None:
     params.endpoint_slots = True
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = spec["threads"]
     for name, value in spec["settings"].items():
+        if name == "flash_attn_type":
+            value = getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{value}")
         setattr(params, name, value)
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
@@ -156,27 +159,27 @@ def measure(
                 report.say(f"  {row.question}, {row.way}: {row.verdict}, {row.texts} of {row.compared}, "
                            f"{exactness.digits(row.largest)} {row.note}")  # fmt: skip
 
-    with ours(run, args.threads) as url:
-        for server, settings in mine.items():
-            add(server, *asked(url, plan, **settings))
+    if mine:
+        with ours(run, args.threads) as url:
+            for server, settings in mine.items():
+                add(server, *asked(url, plan, **settings))
     for server, settings in chosen.items():
         with llama(path, folder, args.threads, settings) as url:
             rows, about = asked(url, plan, keeping="llama.cpp")
         add(server, rows, about | {"settings": settings})
-    if args.quick:
-        return found
-    with ours(run, args.threads, "--deterministic") as other, ours(run, args.threads) as url:
-        only = replace(plan, only=("one server",))
-        rows, _ = asked(url, only, other, keeping="none")
-        found["servers"][next(iter(mine))]["rows"] += [kept(row) for row in rows]
-    with contextlib.ExitStack() as stack:
-        one, other = (
-            stack.enter_context(llama(path, folder, args.threads, {"n_parallel": 1, **more}))
-            for more in ({}, {"n_ubatch": 32})
-        )
-        rows, _ = asked(one, replace(plan, only=("one server",)), other, keeping="none")
-        first = next(iter(chosen))
-        found["servers"][first]["rows"] += [kept(row) for row in rows]
+    only = replace(plan, only=("one server",))
+    for server in () if args.quick else mine:
+        with ours(run, args.threads, "--deterministic") as other, ours(run, args.threads) as url:
+            rows, _ = asked(url, only, other, keeping="none")
+        found["servers"][server]["rows"] += [kept(row) for row in rows]
+    for server, settings in () if args.quick else chosen.items():
+        with contextlib.ExitStack() as stack:
+            one, other = (
+                stack.enter_context(llama(path, folder, args.threads, settings | more))
+                for more in ({}, {"n_ubatch": 32})
+            )
+            rows, _ = asked(one, only, other, keeping="none")
+        found["servers"][server]["rows"] += [kept(row) for row in rows]
     return found
 
 
@@ -260,7 +263,9 @@ def main() -> int:
                 if args.quick
                 else PLANS[name == REAL]
             )
-            found["models"][name] = measure(name, path, folder, args, plan, report)
+            before = found["models"].get(name, {"servers": {}})["servers"]
+            made = measure(name, path, folder, args, plan, report)
+            found["models"][name] = made | {"servers": before | made["servers"]}
         if args.json not in (None, "-"):
             report.finish(found)
     if args.json == "-":
