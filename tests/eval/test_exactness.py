@@ -3,6 +3,7 @@ asks for it."""
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from perspectron.eval.exactness import Asked, Plan, holds
 from tests.eval.engine_fake import Fake, serving
 from tests.refusals import refused
 
+ROOT = Path(__file__).resolve().parents[2]
 PLAN = Plan(length=32, tokens=6, texts=3, rounds=2, seed=3)
 
 
@@ -152,3 +154,12 @@ def test_answers_in_both_forms_of_logprobs_are_read(monkeypatch) -> None:
 def test_slots_are_refused_by_name_without_llama_cpp() -> None:
     with refused(NotOffered, "--save"):
         Server("http://127.0.0.1:1").save(0, "a")
+
+
+def test_the_page_has_the_tables_of_the_results() -> None:
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    from benchmarks import exactness
+
+    page, results = ROOT / "docs" / "exactness.md", ROOT / "results" / "exactness.json"
+    assert exactness.write_page(page, json.loads(results.read_text())) == page.read_text()
