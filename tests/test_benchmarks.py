@@ -49,6 +49,7 @@ SCRIPTS = {
     "routing": [],
     "routed_ffn": [],
     "full_size": [],
+    "olmoe": [],
     "quantised": [],
     "ternary_gemv": [],
     "recall": ["--only", "transformer", "PDR, R = 1", "needle: window 4", "parity: gdn[negative=true]"],
@@ -471,6 +472,16 @@ def test_full_size(results):
     assert set(disk["readers"]["tried"]) == {"1", "2", "4"}
     assert disk["right_guesses"] is None or 0 <= disk["right_guesses"] <= 1
     assert "memory_share" in found["missed"]  # a tiny model is all overhead
+
+
+def test_olmoe(results):
+    found = results("olmoe")
+    for name in ("memory", "cache", "whole"):
+        assert found[name]["tokens_per_second"] > 0 and found[name]["over_budget"] is not None
+    for name in ("cache", "whole"):
+        assert found[name]["same"] and found[name]["share"] > 0
+        assert 0 < found[name]["bytes"]["needed"] <= found[name]["bytes"]["read"]
+    assert not [name for name in found["missed"] if name.endswith("_tokens")]
 
 
 def test_recall(results):

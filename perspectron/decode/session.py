@@ -194,7 +194,9 @@ class Session:
             return rows.add(unread, whole=True, **settings)
         sampling = settings.get("sampling", SamplingConfig())
         recent = self._recent(sampling.repetition_window)
-        talk = Conversation(self._state.fork(), [unread], [recent], [sum(self._drawn[:])])
+        # The row goes on in the memory of the state; the session sees it as it is now.
+        state, self._state = self._state, self._state.fork()
+        talk = Conversation(state, [unread], [recent], [sum(self._drawn[:])])
         drawn = unread == self._ids[-1:] and self._drawn[-1:] == [True]
         return rows.add("", conversation=talk, drawn=drawn, **settings)
 
