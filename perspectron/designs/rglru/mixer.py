@@ -9,6 +9,7 @@ convolution, Z = W − 1 inputs it remembers.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.model.masks import Mask, masked
@@ -50,11 +51,11 @@ class RGLRUConfig(MixerConfig):
 @dataclass(frozen=True)
 class RGLRUState:
     """The state of RG-LRU. hidden: h [B,I]; window: the last W − 1 inputs of the convolution [B,Z,I], zeros before the
-    document's first; begun: 1 where the document has a token, else 0 [B]. All float32 or float64."""
+    document's first; begun: 1 where the document has a token, else 0 [B,1]. All float32 or float64."""
 
     hidden_BI: Tensor
     window_BZI: Tensor
-    begun_B: Tensor
+    begun_B1: Tensor
 
 
 class RGLRU(Mixer):
@@ -90,7 +91,7 @@ class RGLRU(Mixer):
         """The empty state; its size does not depend on `capacity`."""
         window = self.conv1d.window(batch_size, device, dtype)
         hidden = window.new_zeros(batch_size, len(self.decay_I))
-        return RGLRUState(hidden, window, window.new_zeros(batch_size))
+        return RGLRUState(hidden, window, window.new_zeros(batch_size, 1))
 
     @masked
     def forward(
@@ -104,7 +105,7 @@ class RGLRU(Mixer):
         log_BTI = -DECAY * r_BTI * softplus(self.decay_I.to(full))
         a_BTI = batch_invariant(torch.exp, log_BTI)
         size_BTI = torch.sqrt((1 - batch_invariant(torch.exp, 2 * log_BTI)).clamp_min(LEAST))
-        first_BT, begun_B = _first(state.begun_B, x_BTD.shape[1], reset_BT, pad_BT)
+        first_BT, begun_B1 = _first(state.begun_B1, x_BTD.shape[1], reset_BT, pad_BT)
         size_BTI = first_BT[:, :, None] + (1 - first_BT[:, :, None]) * size_BTI
         v_BTI = i_BTI * u_BTI * size_BTI
         if pad_BT is not None:
@@ -118,26 +119,26 @@ class RGLRU(Mixer):
             scale=1.0, consume_state=consume_state, checked=False,
         )  # fmt: skip
         out_BTD = self.o_proj((h_BTI * y_BTI).to(x_BTD.dtype))
-        return out_BTD, RGLRUState(hidden_BI1[..., 0], window_BZI, begun_B), {}
+        return out_BTD, RGLRUState(hidden_BI1[..., 0], window_BZI, begun_B1), {}
 
 
-def _first(begun_B: Tensor, T: int, reset_BT: Mask, pad_BT: Mask) -> tuple[Tensor, Tensor]:
-    """1 at a document's first token and 0 elsewhere [B,T], and whether the last document has a token [B]."""
+def _first(begun_B1: Tensor, T: int, reset_BT: Mask, pad_BT: Mask) -> tuple[Tensor, Tensor]:
+    """1 at a document's first token and 0 elsewhere [B,T], and whether the last document has a token [B,1]."""
     if T == 0:
-        return begun_B[:, None][:, :0], begun_B
+        return begun_B1[:, :0], begun_B1
     if reset_BT is None and pad_BT is None:
-        first_B1 = 1 - begun_B[:, None]
-        rest_BT = [torch.zeros_like(first_B1).expand(-1, T - 1)] if T > 1 else []
-        return torch.cat([first_B1, *rest_BT], 1) if rest_BT else first_B1, torch.ones_like(begun_B)
-    shape = (len(begun_B), T)
-    there_BT = torch.ones(shape, dtype=torch.int64, device=begun_B.device)
+        first_B1 = 1 - begun_B1
+        first_BT = first_B1 if T == 1 else F.pad(first_B1, (0, T - 1))
+        return first_BT, torch.ones_like(begun_B1)
+    shape = (len(begun_B1), T)
+    there_BT = torch.ones(shape, dtype=torch.int64, device=begun_B1.device)
     if pad_BT is not None:
         there_BT = there_BT.masked_fill(pad_BT, 0)
     before_BT = there_BT.cumsum(1) - there_BT
     # tokens before the document's first, less one if it began before these
-    start_BT = -begun_B[:, None].long().expand(shape)
+    start_BT = -begun_B1.long().expand(shape)
     if reset_BT is not None:
         start_BT = torch.where(reset_BT, before_BT, start_BT).cummax(1).values
     first_BT = (there_BT > 0) & (before_BT == start_BT)
-    last_B = before_BT[:, -1] + there_BT[:, -1] - start_BT[:, -1]
-    return first_BT.to(begun_B.dtype), (last_B > 0).to(begun_B.dtype)
+    last_B1 = (before_BT + there_BT - start_BT)[:, -1:]
+    return first_BT.to(begun_B1.dtype), (last_B1 > 0).to(begun_B1.dtype)

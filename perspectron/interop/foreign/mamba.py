@@ -3,6 +3,7 @@
 Shapes: D model width, I inner width, N numbers of a channel's memory, R rank of the steps, W taps.
 """
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -32,20 +33,25 @@ def _model(source: Source, **norms: Any) -> ModelConfig:
     D, expand = source.number("hidden_size"), source.number("expand", 2)
     source.must("hidden_act", ("silu",), "silu")
     source.must("intermediate_size", (expand * D,), expand * D)
-    rank = None if source.get("time_step_rank", "auto") == "auto" else source.number("time_step_rank")
+    auto = source.get("time_step_rank", "auto") == "auto"
+    rank = math.ceil(D / 16) if auto else source.number("time_step_rank")
     mixer = config_of(
         "mamba", state=source.number("state_size", 16), expand=expand, conv=source.number("conv_kernel", 4), rank=rank,
         bias=decoder.flag(source, "use_bias", False), conv_bias=decoder.flag(source, "use_conv_bias", True), **norms,
     )  # fmt: skip
     eps = source.positive("layer_norm_epsilon", 1e-5)
     blocks = (BlockConfig(mixer, None),) * decoder.layers(source)
-    return ModelConfig("mamba", source.number("vocab_size"), D, blocks, decoder.head(source, True), norm_eps=eps)
+    return ModelConfig(
+        "mamba", source.number("vocab_size"), D, blocks, decoder.head(source, True), norm_eps=eps
+    )
 
 
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     D, embedding = config.d_model, "backbone.embeddings.weight"
     older = embedding.replace("embeddings", "embedding")  # as the authors' own files have it
-    taken = decoder.outer(source, embedding if source.has(embedding) or not source.has(older) else older, config)
+    taken = decoder.outer(
+        source, embedding if source.has(embedding) or not source.has(older) else older, config
+    )
     taken["norm.weight"] = source.take("backbone.norm_f.weight", D)
     for i, block in enumerate(config.blocks):
         there, here = f"backbone.layers.{i}", f"blocks.{i}"

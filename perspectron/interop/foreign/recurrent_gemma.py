@@ -37,9 +37,9 @@ def config(source: Source) -> ModelConfig:
         "rglru", heads=H, inner=None if inner == D else inner, conv=source.number("conv1d_width", 4)
     )
     mixers = [recurrent if kind == RECURRENT else attention for kind in _kinds(source)]
-    act = source.must("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
+    source.must("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
+    source.must("embeddings_scale_by_sqrt_dim", (True,), True)  # of published files; transformers does not read it
     hidden = source.number("intermediate_size", least=2) // 2
-    assert act
     return decoder.model(
         source, "recurrent_gemma", mixers, SwiGLUConfig(hidden, "gelu_tanh", True), tied=True,
         embedding_factor=torch.tensor(D**0.5).bfloat16().item(), logits_cap=source.positive("logits_soft_cap", 30.0),
@@ -51,7 +51,9 @@ def _kinds(source: Source) -> list[str]:
     count, pattern = decoder.layers(source), source.items("block_types") or PATTERN
     known = all(kind in (RECURRENT, ATTENTION) for kind in pattern)
     if not known or (source.get("block_types") is not None and len(pattern) * 100 < count):
-        raise source.error(f"block_types is {str(pattern)[:60]}, must be a list of {RECURRENT!r} or {ATTENTION!r}")
+        raise source.error(
+            f"block_types is {str(pattern)[:60]}, must be a list of {RECURRENT!r} or {ATTENTION!r}"
+        )
     return [str(pattern[i % len(pattern)]) for i in range(count)]
 
 
