@@ -104,7 +104,9 @@ class RGLRU(Mixer):
         i_BTI, r_BTI = (sigmoid(torch.cat(parts, -1).to(full)) for parts in zip(*gates, strict=True))
         log_BTI = -DECAY * r_BTI * softplus(self.decay_I.to(full))
         a_BTI = batch_invariant(torch.exp, log_BTI)
-        size_BTI = torch.sqrt((1 - batch_invariant(torch.exp, 2 * log_BTI)).clamp_min(LEAST))
+        # 1 − a² = 2t / (1 + t) of t = tanh(−log a), which does not cancel where a is close to 1
+        t_BTI = batch_invariant(torch.tanh, -log_BTI)
+        size_BTI = torch.sqrt((2 * t_BTI / (1 + t_BTI)).clamp_min(LEAST))
         first_BT, begun_B1 = _first(state.begun_B1, x_BTD.shape[1], reset_BT, pad_BT)
         size_BTI = first_BT[:, :, None] + (1 - first_BT[:, :, None]) * size_BTI
         v_BTI = i_BTI * u_BTI * size_BTI
