@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perspectron.decode.reading import prefill
 from perspectron.decode.session import Session
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.eval.timing import take_turns
@@ -148,10 +149,8 @@ class Ours:
 
     def prompt(self) -> float:
         torch.set_num_threads(self.threads)
-        ids = torch.tensor([[1 + 7 * i for i in range(WINDOW)]])
         start = time.perf_counter()
-        hidden_BTD, _, _ = self.model.hidden(ids, self.model.init_state(1), consume_state=True)
-        self.model.head(hidden_BTD[:, -1])
+        prefill(self.model, [[1 + 7 * i for i in range(WINDOW)]])
         return time.perf_counter() - start
 
 

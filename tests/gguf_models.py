@@ -1,6 +1,7 @@
 """GGUF files of small models of transformers with random weights, written as llama.cpp's converter does."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ GRANITE = {
     "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2, "mamba_n_groups": 2, "mamba_d_state": 5,
     "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0,
 }  # fmt: skip
+EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 24}
 DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
     "linear_conv_kernel_dim": 3,
@@ -68,6 +70,19 @@ ARCHES: dict[str, tuple[str, dict[str, Any]]] = {
         **GRANITE, "layer_types": ["attention"] * 4, "head_dim": 8, "position_embedding_type": "rope",
         "rope_parameters": ROPE,
     }),
+    "olmoe": ("olmoe", {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.6}),
+    "qwen3moe": ("qwen3_moe", {
+        "rope_parameters": ROPE, "num_local_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True,
+        "moe_intermediate_size": 24,
+    }),
+    "granitemoe": ("granitemoehybrid", {
+        **GRANITE, **EXPERTS, "layer_types": ["attention"] * 4, "head_dim": 8, "position_embedding_type": "rope",
+        "rope_parameters": ROPE,
+    }),
+    "granitehybrid-experts": ("granitemoehybrid", {
+        **GRANITE, **EXPERTS, "layer_types": ["mamba", "attention"] * 2, "head_dim": 8,
+        "position_embedding_type": "nope",
+    }),
     "lfm2": ("lfm2", {
         "head_dim": 8, "layer_types": ["conv", "full_attention"] * 2, "norm_eps": 3e-5, "conv_L_cache": 3,
         "block_auto_adjust_ff_dim": False, "rope_parameters": ROPE,
@@ -98,7 +113,7 @@ def rounded(x: Tensor, kind: Any) -> Tensor:
 
 
 def _fits(x: Tensor, kind: Any) -> bool:
-    return x.ndim == 2 and x.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+    return x.ndim in (2, 3) and x.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
 
 
 def arch_of(name: str) -> str:
@@ -160,16 +175,28 @@ def write(path: Path, folder: Path, arch: str, kind: Any = KINDS.F32, **more: An
     _tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
     writer.values(**more)
     names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), LAYERS)
-    for name, x in load_file(folder / "model.safetensors").items():
+    for name, x in stacked(load_file(folder / "model.safetensors"), "blk.{}.ffn_{}_exps.weight").items():
         for there, part in _converted(arch, name, x, config):
             there = there.replace(".dt_bias", ".dt_proj.bias")
             found = names.get_name(there, try_suffixes=(".weight", ".bias"))
-            assert found is not None, there
-            writer.tensor(found, part, kind if x.ndim == 2 else KINDS.F32)
+            writer.tensor(found or there, part, kind if x.ndim > 1 else KINDS.F32)
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         writer.tensor("rope_freqs.weight", _divisors(rope))
     writer.done()
+
+
+def stacked(tensors: dict[str, Tensor], there: str) -> dict[str, Tensor]:
+    """The experts of a layer in one tensor, under a name made of the layer and the matrix."""
+    found, each = dict[str, Tensor](), dict[str, dict[int, Tensor]]()
+    for name, x in tensors.items():
+        if (
+            of := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight", name)
+        ) is not None:
+            each.setdefault(there.format(of[1], of[3]), {})[int(of[2])] = x
+        else:
+            found[name] = x
+    return found | {name: torch.stack([x[e] for e in sorted(x)]) for name, x in each.items()}
 
 
 def _values(writer: Writer, config: dict[str, Any]) -> None:
@@ -203,6 +230,12 @@ def _values(writer: Writer, config: dict[str, Any]) -> None:
             rope__scaling__finetuned=config["position_embedding_type"] == "rope",
             expert_shared_feed_forward_length=config["shared_intermediate_size"],
         )  # fmt: skip
+    if config.get("num_experts_per_tok"):
+        writer.values(
+            expert_count=config.get("num_local_experts") or config.get("num_experts"),
+            expert_used_count=config["num_experts_per_tok"], attention__clamp_kqv=config.get("clip_qkv"),
+            expert_feed_forward_length=config.get("moe_intermediate_size"),
+        )  # fmt: skip
     if writer.arch == "granitehybrid":
         writer.values(
             ssm__conv_kernel=3,
@@ -223,7 +256,7 @@ def _values(writer: Writer, config: dict[str, Any]) -> None:
 
 def _converted(arch: str, name: str, x: Tensor, config: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """A tensor as the converter stores it, under names that gguf knows."""
-    permutes = arch in ("llama", "smollm3", "granite", "granitehybrid")
+    permutes = arch in ("llama", "smollm3", "granite", "granitemoe", "granitehybrid")
     if permutes and (".q_proj." in name or ".k_proj." in name):
         heads = H if ".q_proj." in name else G
         x = x.reshape(heads, 2, len(x) // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
@@ -240,6 +273,15 @@ def _converted(arch: str, name: str, x: Tensor, config: dict[str, Any]) -> list[
         x = x[:, None]
     if name.endswith("mamba.norm.weight"):
         x = x.reshape(2, -1)
+    layer, experts = name.split(".")[2:3], config.get("num_local_experts") and arch.startswith("granite")
+    if experts and name.endswith("input_linear.weight"):
+        of = "shexp" if "shared_mlp" in name else "exps"
+        return [(f"blk.{layer[0]}.ffn_{part}_{of}.weight", half)
+                for part, half in zip(("gate", "up"), x.chunk(2, -2), strict=True)]  # fmt: skip
+    if experts and name.endswith("output_linear.weight"):
+        return [(f"blk.{layer[0]}.ffn_down_{'shexp' if 'shared_mlp' in name else 'exps'}.weight", x)]
+    if name.endswith(("mlp.gate.weight", "router.layer.weight")):
+        return [(f"blk.{layer[0]}.ffn_gate_inp.weight", x)]
     if name.endswith("shared_mlp.input_linear.weight"):
         layer = name.split(".")[2]
         return [(f"model.layers.{layer}.mlp.{part}_proj.weight", half)

@@ -54,6 +54,7 @@ SCRIPTS = {
     "recall": ["--only", "transformer", "PDR, R = 1", "needle: window 4", "parity: gdn[negative=true]"],
     "layer_times": [],
     "sessions": [],
+    "saves": [],
     "fair": [],
     "determinism": [],
     "step": ["--rows", "4"],
@@ -217,6 +218,14 @@ def test_import_gpt2(results):
     found = results("import_gpt2")
     assert set(found) == {"gpt2", "lens"}
     assert all(0 < its["largest_difference"] <= 1e-5 for its in found.values())
+
+
+def test_saves(results):
+    found = results("saves")
+    assert 0 < found["saves"]["second_bytes"] < found["saves"]["first_bytes"] / 2
+    assert found["restore"]["load"]["median"] > 0
+    branches = found["branches"]
+    assert branches["prompt_bytes"] < branches["bytes"] < 5 * branches["prompt_bytes"]
 
 
 def test_contexts(results):

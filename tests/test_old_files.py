@@ -19,6 +19,7 @@ from perspectron.cli.main import main
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
+from tests.refusals import in_a_line
 
 VECTORS = Path(__file__).parent / "vectors"
 RUN, STATE = VECTORS / "run", VECTORS / "state"
@@ -79,5 +80,4 @@ def test_a_run_of_a_version_that_is_no_longer_read_says_so(field, version, tmp_p
     (run / "config.json").write_text(json.dumps(config))
     for command in (["generate", str(run), "the"], ["train", "--resume", str(run)]):
         assert main(command) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert str(run / "config.json") in line and field in line and "no longer read" in line
+        in_a_line(capsys.readouterr().err, run / "config.json", field)

@@ -4,7 +4,6 @@ import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from perspectron import presets
@@ -16,6 +15,7 @@ from perspectron.train import checkpoint
 from perspectron.train.checkpoint import Progress
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.util.errors import DataError
+from tests.refusals import refused
 
 
 def test_shards_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
@@ -28,9 +28,7 @@ def test_shards_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
         model = LanguageModel(presets.get("transformer-tiny", vocab_size=280))
     folder = Folder(tmp_path / "artifact", model.config, trained=Trained(str(data), 0.2, 16))
     assert Opened(folder, model, own).shards(tmp_path / "new").tokenizer_fingerprint == own.fingerprint
-    with pytest.raises(
-        DataError, match=f"encoded with tokenizer {own.fingerprint[:12]}, that of .*artifact is"
-    ):
+    with refused(DataError, own.fingerprint[:12]):
         Opened(folder, model, other).shards(tmp_path / "new")
 
 

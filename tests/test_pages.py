@@ -31,12 +31,12 @@ def test_rules_are_seen_to_be_broken(tmp_path):
     assert all(rule in found for rule in ("image-alt", "color-contrast", "html-has-lang"))
 
 
-def test_the_report():
+def test_the_report_has_no_violations():
     with browsing((ROOT / "results" / "compare.html").as_uri()) as page:
         assert look(page) == []
 
 
-def test_the_playground(tmp_path):
+def test_the_playground_has_no_violations(tmp_path):
     tokenizer = Tokenizer.train([playground.TEXT * 9], 300)
     sizes = {
         "d_model": 32,
@@ -58,7 +58,7 @@ def test_the_playground(tmp_path):
         assert look(page) == []
 
 
-def test_the_demo(tmp_path):
+def test_the_demo_has_no_violations(tmp_path):
     from perspectron.designs.adr import demo
 
     model = {"parameters": 1000, "likeliest": [[" Rome", 0.8]] + [[" ,", 0.1]] * 4,

@@ -9,7 +9,7 @@ import perspectron
 ROOT = Path(__file__).parents[1]
 
 
-def test_one_version():
+def test_the_citation_and_the_changelog_name_the_version():
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert re.findall(r"^version: (.+)$", citation, re.MULTILINE) == [perspectron.__version__]
     (newest, *_) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)

@@ -5,6 +5,7 @@ Shapes: B batch, T time, D model width, V vocabulary.
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -17,10 +18,13 @@ from perspectron.model.state import LMState
 from perspectron.ops.attention import places
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
+from perspectron.util.machine import memory_kept
 
 CHUNK = 128
 """Tokens of a text that are read at once. Another number gives other last bits, so there is one for all: chunks begin
 at multiples of it, counted from where the text begins, and a text that was cut is read as the whole would be."""
+KEPT = 32
+"""Tokens of a chunk from which on memory that is freed stays for what comes next: to say so takes as long as one."""
 
 
 @torch.inference_mode()
@@ -103,9 +107,10 @@ def read_all(
         length = state.document_length_B
         start_B = torch.zeros(B, dtype=torch.int64, device=device) if length is None else length
         views = replace(views, position_BT=places(start_B, T, starts, pad).position_BT)
-    hidden_BTD, state, _ = model.hidden(
-        ids_BT.to(device), state, reset_BT=starts, pad_BT=pad, consume_state=True, views=views
-    )
+    with memory_kept() if ids_BT.numel() >= KEPT else nullcontext():
+        hidden_BTD, state, _ = model.hidden(
+            ids_BT.to(device), state, reset_BT=starts, pad_BT=pad, consume_state=True, views=views
+        )
     return hidden_BTD, state
 
 

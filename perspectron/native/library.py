@@ -58,6 +58,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
         [*[_POINTER] * 3, _INT, _POINTER, *[_LONG] * 6, ctypes.c_double, *[_POINTER] * 2, _INT],
         None,
     ),
+    "pspx_attention_after": ([*[_POINTER] * 4, *[_LONG] * 7, ctypes.c_double, _POINTER, _INT], None),
     "pspx_attention_backward": (
         [*[_POINTER] * 3, _INT, _POINTER, *[_LONG] * 6, ctypes.c_double, *[_POINTER] * 6, _INT],
         None,

@@ -94,6 +94,24 @@ def attention(
     return o_BTHV, lse_BTH
 
 
+def attention_after(q_BTHK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, first_BT: Tensor, scale: float) -> Tensor:
+    """`attention` [B,T,H,V] without gradients, in float32, where token t sees the keys from first[t] to S − T + t. Its
+    bits depend on those keys and their places alone."""
+    (B, T, H, K), (G, S, V) = q_BTHK.shape, v_BGSV.shape[1:]
+    if G < 1 or H % G or not scale > 0 or S < T:
+        raise ValueError(
+            f"G = {G}, S = {S}, scale = {scale}: G must divide H = {H}, S be ≥ T = {T}, and the scale > 0"
+        )
+    _check(q_BTHK, torch.float32)
+    _check(k_BGSK, torch.float32, (B, G, S, K))
+    _check(v_BGSV, torch.float32, (B, G, S, V))
+    _check(first_BT, torch.int32, (B, T))
+    o_BTHV = q_BTHK.new_empty(B, T, H, V)
+    pointers = [x.data_ptr() for x in (q_BTHK, k_BGSK, v_BGSV, first_BT)]
+    _library().pspx_attention_after(*pointers, S - T, B, T, H, G, K, V, scale, o_BTHV.data_ptr(), threads())
+    return o_BTHV
+
+
 def attention_backward(
     q_BTHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, first_BT: Tensor, scale: float, o_BTHV: Tensor, lse_BTH: Tensor,
     do_BTHV: Tensor,

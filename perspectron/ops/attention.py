@@ -147,7 +147,7 @@ def attend(
         scores = capped(shared @ k.mT, cap)
         scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
         return (scores.softmax(-1) @ v).view(B, H, 1, V)
-    if causal and cap is None and _ours(q_BHTK, k, v, scale):
+    if causal and cap is None and k.shape[2] == T and _ours(q_BHTK, k, v, scale):
         return _attended(q_BHTK, k, v, torch.zeros(B, T, dtype=torch.int32, device=k.device), scale)
     if k.shape[1] != H and mask is not None and _takes_no_groups(q_BHTK):
         k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
@@ -183,26 +183,23 @@ def _takes_no_groups(q_BHTK: Tensor) -> bool:
 
 
 def _ours(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """True if the native kernel takes a chunk that attends to itself: in training, and without gradients float32 values
-    narrower than keys."""
-    if k.shape[2] != q.shape[2] or not scale > 0:
+    """True if the native kernel takes a chunk: in training, and without gradients float32."""
+    if not scale > 0:
         return False
     if gradients_off():
         plain = all(x.dtype is torch.float32 and x.device.type == "cpu" for x in (q, k, v))
-        return (
-            plain
-            and v.shape[3] != k.shape[3]
-            and q.numel() > 0
-            and not under_tracing(q, k, v)
-            and native.wanted()
-        )
+        return plain and q.numel() > 0 and not under_tracing(q, k, v) and native.wanted()
     return fits(q, k, v, dtypes=(torch.float32, torch.bfloat16))
 
 
-def _attended(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, first_BT: Tensor, scale: float) -> Tensor:
-    """The same by the native kernel: token t sees the keys from first[t] to t."""
-    parts = (x.transpose(1, 2).contiguous() for x in (q_BHTK, k_BGTK, v_BGTV))
-    o_BTHV: Tensor = _Attended.apply(*parts, first_BT, scale)
+def _attended(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, first_BT: Tensor, scale: float) -> Tensor:
+    """The same by the native kernel: token t sees the keys from first[t] to S − T + t. With gradients S is T."""
+    q_BTHK = q_BHTK.transpose(1, 2).contiguous()
+    if gradients_off():
+        k, v = k_BGSK.contiguous(), v_BGSV.contiguous()
+        return training.attention_after(q_BTHK, k, v, first_BT, scale).transpose(1, 2)
+    k_BTGK, v_BTGV = (x.transpose(1, 2).contiguous() for x in (k_BGSK, v_BGSV))
+    o_BTHV: Tensor = _Attended.apply(q_BTHK, k_BTGK, v_BTGV, first_BT, scale)
     return o_BTHV.transpose(1, 2)
 
 
@@ -233,9 +230,10 @@ def _plain(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, first_BT: Tensor, sca
     return torch.einsum("bhts,bshv->bthv", weights, v)
 
 
-def _first(at: Places, window: int | None) -> Tensor:
-    """The first key [B,T] that each token of a chunk sees in it, where nothing came before the chunk."""
-    time_T = torch.arange(at.position_BT.shape[1], device=at.position_BT.device)
+def _first(at: Places, window: int | None, before: int = 0) -> Tensor:
+    """The first key [B,T] that each token of a chunk sees, among `before` of its document that came before the chunk
+    and those of the chunk."""
+    time_T = torch.arange(before, before + at.position_BT.shape[1], device=at.position_BT.device)
     back_BT = torch.minimum(at.position_BT, time_T)
     back_BT = back_BT if window is None else back_BT.clamp_max(window - 1)
     return torch.where(at.valid_BT, time_T - back_BT, time_T).to(torch.int32).contiguous()
@@ -281,8 +279,9 @@ def cached(
 ) -> Tensor:
     """A chunk attends to a cache [B,G,S,K] of everything before it, and to itself. fresh: there was nothing before."""
     scale = q_BHTK.shape[3] ** -0.5 if scale is None else scale
-    if fresh and not at.padded and drop is None and cap is None and _ours(q_BHTK, k_BGTK, v_BGTV, scale):
-        return _attended(q_BHTK, k_BGTK, v_BGTV, _first(at, None), scale)
+    takes = (gradients_off() or (fresh and drop is None and not at.padded)) and cap is None
+    if takes and _ours(q_BHTK, k_BGTK, v_BGTV, scale):
+        return _after(q_BHTK, k_BGTK, v_BGTV, ring, before_B * (not fresh), at, None, scale)
     old_BS = slots(before_B, ring[0].shape[2])
     own_BT = torch.where(at.valid_BT, at.position_BT, -1)
     position_BS = torch.cat([old_BS, own_BT], 1)
@@ -291,6 +290,45 @@ def cached(
     mask_BTS.diagonal(old_BS.shape[1], 1, 2).fill_(True)  # padding sees itself: no empty softmax
     k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(ring, (k_BGTK, v_BGTV), strict=True))
     return attend(q_BHTK, k, v, mask_BTS, scale=scale, cap=cap, drop=drop)
+
+
+def _after(
+    q_BHTK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTV: Tensor,
+    ring: tuple[Tensor, Tensor],
+    before_B: Tensor,
+    at: Places,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """`cached`, or `windowed`, by the native kernel: rows of one length without padding together, others one by one, so
+    that each has its keys in the places that they have when it is alone."""
+    counts = before_B.tolist()
+    if not at.padded and len(set(counts)) == 1:
+        k, v = (torch.cat([_oldest_first(old, counts[0]).to(new.dtype), new], 2)
+                for old, new in zip(ring, (k_BGTK, v_BGTV), strict=True))  # fmt: skip
+        return _attended(q_BHTK, k, v, _first(at, window, k.shape[2] - k_BGTK.shape[2]), scale)
+    o = q_BHTK.new_zeros(*q_BHTK.shape[:3], v_BGTV.shape[3])
+    for b in range(len(counts)):
+        own = at.valid_BT[b].nonzero()[:, 0]
+        if len(own) > 0:
+            row = slice(b, b + 1)
+            tokens = at._replace(
+                padded=False, **{name: getattr(at, name)[row, own] for name in at._fields[:3]}
+            )
+            q, k, v = (x[row, :, own] for x in (q_BHTK, k_BGTK, v_BGTV))
+            old = ring[0][row], ring[1][row]
+            o[row, :, own] = _after(q, k, v, old, before_B[row], tokens, window, scale)
+    return o
+
+
+def _oldest_first(ring_BGSK: Tensor, count: int) -> Tensor:
+    """What a ring holds after so many tokens, in their order."""
+    S = ring_BGSK.shape[2]
+    if count <= S:
+        return ring_BGSK[:, :, :count]
+    return ring_BGSK.roll(-(count % S), 2)
 
 
 def _columns(x_BHTK: Tensor, order_BT: Tensor) -> Tensor:
@@ -325,8 +363,9 @@ def windowed(
         o = windowed(q, k, v, ring, before_B, tokens, fresh=fresh, scale=scale, cap=cap, drop=drop)
         return _columns(o, order_BT.argsort(1))
     scale = q_BHTK.shape[3] ** -0.5 if scale is None else scale
-    if fresh and drop is None and cap is None and _ours(q_BHTK, k_BGTK, v_BGTK, scale):
-        return _attended(q_BHTK, k_BGTK, v_BGTK, _first(at, W), scale)
+    takes = (gradients_off() or (fresh and drop is None)) and cap is None
+    if takes and _ours(q_BHTK, k_BGTK, v_BGTK, scale):
+        return _after(q_BHTK, k_BGTK, v_BGTK, ring, before_B * (not fresh), at, W, scale)
     c = min(W, T)
     n = -(-T // c)
     tail = n * c - T

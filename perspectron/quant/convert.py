@@ -1,5 +1,6 @@
 """Quantising a trained model: linear layers are packed block by block, each block calibrated on the output of the
-packed blocks before it; the embedding and the head get 8 bits, experts become ternary.
+packed blocks before it; the embedding and the head get 8 bits, experts become ternary, those of a mixture the blocks'
+format.
 
 Shapes: n texts, T tokens of each, B of them at a time, D model width, N × K a matrix, E experts.
 """
@@ -13,17 +14,20 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from perspectron.experts.fetched import Held, PackedMixture, Shard
 from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.mixture import Mixture
 from perspectron.experts.ternary import converted
 from perspectron.model import half
-from perspectron.model.block import Block
+from perspectron.model.block import NORMS, Block
+from perspectron.model.ffn import TiedConfig
 from perspectron.model.mixer import Mixer
 from perspectron.model.model import LanguageModel
 from perspectron.ops import tiles
 from perspectron.ops.packing import Packed, dequantise
 from perspectron.quant.formats import quantise
 from perspectron.quant.gptq import FORMATS, Hessian, together
-from perspectron.quant.linear import QuantEmbedding, QuantLinear, bytes_of
+from perspectron.quant.linear import QuantEmbedding, QuantLinear, bytes_of, is_router
 from perspectron.util.config import one_of, require
 from perspectron.util.hooks import hooked
 
@@ -52,7 +56,8 @@ def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor |
     modules with ternary values, which an artifact packs exactly.
 
     The embedding, learned positions and the output matrix get 8 bits (`eight_bits`), as do matrices that a mixer reads
-    past their layers (`Mixer.calls_linears`), because their inputs are not observed. Routers and matrices with fewer
+    past their layers (`Mixer.calls_linears`), because their inputs are not observed. The experts of a mixture are
+    rounded to nearest: few windows have tokens for all of them. Routers and matrices with fewer
     than 32 rows or columns stay float.
 
     ConfigError for an unknown format, a model that is not float32 or whose experts are only partly converted, or ids
@@ -111,6 +116,23 @@ def rounded(ffn: RoutedSwiGLU) -> RoutedSwiGLU:
     return made.eval().requires_grad_(False)
 
 
+@torch.no_grad()
+def packed_mixture(ffn: Mixture, format: str, layer: int) -> PackedMixture:
+    """The layer with packed experts in memory, each weight rounded to nearest. The experts' matrices are given up one
+    by one."""
+    with torch.device("meta"):
+        made = PackedMixture(ffn.route_proj.in_features, ffn.config, layer, format)
+    packed = dict[str, list[Packed]]()
+    for name, weight in ffn.matrices().items():
+        packed[name] = [quantise(weight_NK, format) for weight_NK in weight]
+        delattr(ffn, name)
+    experts = range(ffn.config.experts)
+    gates: list[Packed] | list[None] = packed.get("gate_EFD") or [None for _ in experts]
+    made.source = Held([Shard(gates[e], packed["up_EFD"][e], packed["down_EDF"][e]) for e in experts])
+    made.load_state_dict(ffn.state_dict(), assign=True)
+    return made.eval().requires_grad_(False)
+
+
 def eight_bits(linear: str) -> str:
     """The format of 8 bits beside one of the blocks' matrices."""
     return "8bit32" if linear in tiles.FORMATS else "int8"
@@ -137,6 +159,7 @@ class _Work:
     def __init__(self, model: LanguageModel, linear: str, report: Report, texts: list[Text]) -> None:
         self.model, self.linear, self.report, self.texts = model, linear, report, texts
         self.waiting = dict[str, Hessian]()
+        self.tied = any(isinstance(block.ffn, TiedConfig) for block in model.config.blocks)
 
     def block(self, index: int) -> None:
         """Pack a block's own matrices, then read on through it."""
@@ -147,6 +170,11 @@ class _Work:
             self.report.experts += len(ffn.gate_EFD)
             one = sum(matrix.nbytes for matrix in pack_expert(ffn, 0))
             self.report.expert_bytes += len(ffn.gate_EFD) * one
+        if isinstance(ffn, Mixture):
+            block.ffn = packed_mixture(ffn, self.linear, index)
+            shards = cast(Held, block.ffn.source).shards
+            self.report.experts += len(shards)
+            self.report.expert_bytes += sum(matrix.nbytes for shard in shards for matrix in shard)
 
         def run(text: Text) -> Tensor:
             state = block.init_state(len(text.x_BTD), self.model.device, self.model.dtype)
@@ -166,20 +194,40 @@ class _Work:
         """Pack the matrices whose names begin with `prefix`, those that read the same together."""
         left, leader = self._linears(prefix), dict[str, str]()
         hessians, first = dict[str, Hessian](), list[tuple[str, Tensor]]()
+        norms = {
+            name: norm
+            for name, norm in self.model.named_modules()
+            if name.startswith(prefix) and _is_norm(norm)
+        }
+        normed, made = dict[str, str](), list[tuple[str, Tensor]]()
 
         def note(name: str, x: Tensor) -> None:
             if name not in leader:
                 leader[name] = next((other for other, y in first if y is x), name)
                 first.append((name, x))
+                normed.update((name, norm) for norm, y in made if y is x)
             if leader[name] == name:
                 if name not in hessians:
                     hessians[name] = self.waiting.get(name) or Hessian(x.shape[-1], x.device)
                 hessians[name].add(x)
 
-        with _watch(left, note):
+        hooks = [
+            norm.register_forward_hook(lambda *call, name=name: made.append((name, call[2])))
+            for name, norm in norms.items()
+        ]
+        with _watch(left, note), hooked(hooks):
             for text in self.texts:
                 run(text)
                 first.clear()
+                made.clear()
+        for name, norm in normed.items():
+            if leader[name] == name:
+                self._even(
+                    [left[other] for other in left if leader.get(other) == name],
+                    norms[norm],
+                    hessians[name],
+                    run,
+                )
         stages = defaultdict[tuple[str, str], list[str]](list)
         for name in left:
             self.waiting.pop(name, None)
@@ -187,13 +235,38 @@ class _Work:
         for (name, format), names in stages.items():
             self._pack({name: left[name] for name in names}, format, hessians.get(name))
 
+    def _even(
+        self, linears: list[nn.Linear], norm: nn.Module, hessian: Hessian, run: Callable[[Text], Tensor]
+    ) -> None:
+        """Have the channels that these matrices read from a norm differ less in size, so that rounding those of a group
+        to 8 bits loses less, and their columns the more (SmoothQuant: Xiao et al. 2022, arXiv 2211.10438). The norm's
+        weights take it, unless something else reads what it gives. Columns of 4 bits would lose more than it gains."""
+        if self.linear != "8bit32" or self.tied:
+            return
+        size_K = hessian.sum_KK.diagonal().sqrt()
+        by_K = size_K.clamp_min(1e-3 * float(size_K.max())).sqrt()
+        by_K = (by_K / by_K.log().mean().exp()).float()
+        before = run(self.texts[0])
+        parts = [x.data for x in norm.parameters()]
+        weights = [linear.weight.data for linear in linears]
+        kept = [x.clone() for x in (*parts, *weights)]
+        for x in parts:
+            x /= by_K
+        for x in weights:
+            x *= by_K
+        if torch.allclose(run(self.texts[0]), before, rtol=0, atol=1e-4 * float(before.abs().max())):
+            hessian.sum_KK /= by_K.double().outer(by_K.double())
+        else:
+            for x, old in zip((*parts, *weights), kept, strict=True):
+                x.copy_(old)
+
     def _linears(self, prefix: str) -> dict[str, nn.Linear]:
         """Matrices with this prefix that are still to be packed; those that stay float are reported."""
         linears = {}
         for name, module in self.model.named_modules():
             if not isinstance(module, nn.Linear) or not name.startswith(prefix):
                 continue
-            if isinstance(self.model.get_submodule(name.rpartition(".")[0]), RoutedSwiGLU):
+            if is_router(self.model, name):
                 self.report.kept[name] = "router"
             elif min(module.weight.shape) < SMALL:
                 self.report.kept[name] = f"fewer than {SMALL} rows or columns"
@@ -221,6 +294,11 @@ class _Work:
         for (name, linear), matrix in zip(linears.items(), packed, strict=True):
             parent, _, own = name.rpartition(".")
             setattr(self.model.get_submodule(parent), own, QuantLinear.of(matrix, linear.bias))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """True of a norm with a weight for each channel."""
+    return isinstance(module, tuple(NORMS.values())) and getattr(module, "weight", None) is not None
 
 
 @contextmanager

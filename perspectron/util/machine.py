@@ -6,6 +6,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from perspectron.util.version import __version__
 LARGE = 1 << 21  # bytes of a large page
 MADV_COLLAPSE = 25  # of Linux from 6.1 on
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
+RETURNED = {M_MMAP_THRESHOLD: 1 << 20, M_TRIM_THRESHOLD: 1 << 17, M_TOP_PAD: 1 << 17}
 
 
 def pick_device(name: str) -> torch.device:
@@ -82,20 +84,39 @@ def memory() -> int:
 def return_memory() -> None:
     """Have large blocks given back to the system when they are freed. The C library keeps them once it has seen one
     freed, and pieces of what a prompt took stay for good: 80 MB in full size."""
-    _mallopt({M_MMAP_THRESHOLD: 1 << 20})
+    with _HEAP.lock:
+        if _HEAP.keeping == 0:
+            _mallopt(RETURNED)
 
 
 @contextmanager
 def memory_kept() -> Iterator[None]:
-    """Blocks that are freed stay with the process, until the end of the block. An update of a training frees what the
-    next one takes; to give it back to the system and get it again, page by page, is some 7% of an update at 2 M
-    parameters (docs/lab-notes.md). What is free at the end goes back."""
-    _mallopt({M_MMAP_THRESHOLD: 1 << 25, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 1 << 26})
+    """Blocks that are freed stay with the process, until the end of the block, or of the one that this is in. An update
+    of a training and a chunk of a prompt free what the next one takes; to give it back to the system and get it again,
+    page by page, is some 7% of an update at 2 M parameters and 20% of a prompt at 135 M (docs/lab-notes.md). What is
+    free at the end goes back."""
+    with _HEAP.lock:
+        _HEAP.keeping += 1
+        if _HEAP.keeping == 1:
+            _mallopt({M_MMAP_THRESHOLD: 1 << 25, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 1 << 26})
     try:
         yield
     finally:
-        _mallopt({M_MMAP_THRESHOLD: 1 << 20, M_TRIM_THRESHOLD: 1 << 17, M_TOP_PAD: 1 << 17})
-        trim()
+        with _HEAP.lock:
+            _HEAP.keeping -= 1
+            if _HEAP.keeping == 0:
+                _mallopt(RETURNED)
+                trim()
+
+
+class _Heap:
+    """keeping: the blocks of `memory_kept` that are open."""
+
+    def __init__(self) -> None:
+        self.lock, self.keeping = threading.Lock(), 0
+
+
+_HEAP = _Heap()
 
 
 def in_large_pages() -> None:

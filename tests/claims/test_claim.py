@@ -56,7 +56,7 @@ def test_less_than_stated_is_as_good():
     assert 0.001 not in at_most("0.07 ms")
 
 
-def test_verdicts():
+def test_a_verdict_is_of_the_numbers_and_of_what_excuses_them():
     assert verdict("60", 60) == "holds"
     assert verdict("60", 40) == "fails"
     assert verdict("60", nan) == "fails"

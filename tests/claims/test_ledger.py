@@ -15,6 +15,7 @@ from claims.results import COMMANDS, COMPARISONS, Results, command
 from perspectron.cli import main
 from perspectron.util.config import between_commas
 from tests.claims.conftest import ARMS
+from tests.refusals import in_a_line
 
 ROOT = Path(__file__).resolve().parents[2]
 LEDGER, RESULTS = ROOT / "docs" / "claims.md", ROOT / "results"
@@ -135,16 +136,16 @@ def test_mistakes_are_one_line(capsys, tmp_path):
         return line
 
     assert "pdr-flops" in refused("pdr-flopz")
-    assert "results = " in refused("pdr-flops", tmp_path / "none")
+    in_a_line(refused("pdr-flops", tmp_path / "none"), "results")
     kernels, compare = tmp_path / "kernels.json", tmp_path / "compare.json"
     kernels.write_text("{")
-    assert "unreadable" in refused("drm-o1-time")
+    in_a_line(refused("drm-o1-time"), kernels)
     kernels.write_text('{"results": {}}')
-    assert "kernels.json: has no drm" in refused("drm-o1-time")
+    in_a_line(refused("drm-o1-time"), "kernels.json", "drm")
     kernels.unlink()
     compare.write_text(
         '{"version": 1, "kind": "designs", "settings": {}, "arms": {}}'
     )  # the plan of a comparison
-    assert "compare.json: not the results of a comparison" in refused("adr-loss")
+    in_a_line(refused("adr-loss"), "compare.json")
     compare.write_text('{"version": 9, "plan": {}, "designs": {}}')
-    assert "compare.json: version 9, must be 1" in refused("adr-loss")
+    in_a_line(refused("adr-loss"), "compare.json", 9, 1)

@@ -6,6 +6,7 @@ import pytest
 
 from perspectron.cli.main import main
 from tests.cli.small import SIZES
+from tests.refusals import in_a_line
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +39,8 @@ def test_a_text_goes_on(run, tmp_path, capsys, adapts):
     assert first + second + third == whole
 
 
-def test_what_cannot_go_on(run, tmp_path, capsys):
+def test_options_for_what_is_not_there_are_refused_by_name(run, tmp_path, capsys):
     assert main(["generate", str(run), "--save-adapter", str(tmp_path / "a")]) == 2
-    assert "with --adapt or --adapter" in capsys.readouterr().err
+    in_a_line(capsys.readouterr().err, "--adapt", "--adapter")
     assert main(["generate", str(run), "--warm"]) == 2
-    assert "artifacts have experts on disk" in capsys.readouterr().err
+    in_a_line(capsys.readouterr().err, "warm")

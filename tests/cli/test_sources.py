@@ -8,6 +8,7 @@ import pytest
 from perspectron.cli.main import _one_source, main
 from perspectron.data import Tokenizer, open_shards
 from perspectron.train import checkpoint
+from tests.refusals import in_a_line, names
 
 TINY = ["--preset", "transformer-tiny", "--set", "layers=1", "d_model=16", "heads=2", "--steps", "2"]
 TINY += ["--seq-len", "16", "--batch-size", "2", "--eval-tokens", "64", "--dtype", "float32"]
@@ -35,7 +36,7 @@ def test_training_on_several_sources_goes_on_with_them(
     run = tmp_path / "run"
     data = [word for text in texts for word in ("--data", text)]
     assert main(["train", *data, *TINY, "--tokenizer", "characters", "--out", str(run)]) == 0
-    assert "MB to train on" in capsys.readouterr().err
+    assert names(capsys.readouterr().err, "MB")
     config = checkpoint.load_config(run)
     assert config.train.data == " ".join(texts) and config.train.tokenizer == "characters"
     assert [source.name for source in open_shards(run / "data").split("train").sources] == ["code", "prose"]
@@ -68,24 +69,22 @@ def test_a_text_is_tokenized_once_and_by_any_tokenizer(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        (["--data", "{0}", "--data", "plain.txt"], "data: 'plain.txt' is one of 2 sources; give each a name"),
-        (
-            ["--data", "code=0.7:a.txt", "--data", "prose=0.2:b.txt"],
-            "the weights sum to 0.9 (code 0.7, prose 0.2)",
-        ),
-        (["--data", "code=0.7:no.txt", "--data", "prose=0.3:b.txt"], "source code: "),
-        (
-            ["--data", "code=1:{1}", "--tokenizer", "letters"],
-            "tokenizer: 'letters' is no file, and not one of bpe",
-        ),
+        (["--data", "{0}", "--data", "plain.txt"], ["data", "plain.txt", 2]),
+        (["--data", "code=0.7:a.txt", "--data", "prose=0.2:b.txt"], [0.9, "code", 0.7, "prose", 0.2]),
+        (["--data", "code=0.7:no.txt", "--data", "prose=0.3:b.txt"], ["code", "no.txt"]),
+        (["--data", "code=1:{1}", "--tokenizer", "letters"], ["tokenizer", "letters", "bpe"]),
     ],
 )
 def test_sources_that_make_no_sense_leave_nothing_behind(
-    texts: list[str], tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    texts: list[str],
+    tmp_path: Path,
+    arguments: list[str],
+    named: list[object],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     filled = [word.format(texts[0], tmp_path / "code.txt") for word in arguments]
     assert main(["train", *filled, *TINY, "--out", str(tmp_path / "run")]) == 2
-    assert message in capsys.readouterr().err
+    in_a_line(capsys.readouterr().err, *named)
     assert not (tmp_path / "run").exists()

@@ -22,6 +22,7 @@ from perspectron.model.census import active_parameters
 from perspectron.train import checkpoint
 from perspectron.train.pace import Pace
 from tests.cli.small import PLAIN
+from tests.refusals import in_a_line, names
 
 QUICK = ["--seq-len", "32", "--batch-size", "2", "--dtype", "float32"]
 
@@ -70,11 +71,11 @@ def test_the_last_line_is_what_eval_says_of_the_same_bytes(play, capsys):
     first = capsys.readouterr().out.splitlines()[0]
     assert first == f"transformer-tiny: {said}"
     size = open_shards(Path("runs/play/data")).split("heldout").text_bytes
-    assert f"on all {size:,} held-out bytes (gzip -9 " in said
+    assert names(said, size, "gzip")
     kept = json.loads(Path("runs/play/heldout.json").read_text())
     assert perplexity.said(kept) == said and kept["whole"] and kept["text_bytes"] == size
     assert main(["eval", "runs/play", "--tokens", "64"]) == 0
-    assert "on the first " in capsys.readouterr().out
+    assert names(capsys.readouterr().out, 63)
 
 
 def test_where_all_of_the_held_out_text_takes_long_the_last_line_says_that_it_is_of_a_sample(
@@ -92,23 +93,22 @@ def test_a_text_of_another_encoding_is_trained_on_resumed_and_measured(play, cap
     Path("wide.txt").write_bytes(play.read_text().encode("utf-16"))
     train = ["train", "--data", "wide.txt", *SMALL, "--steps", "3", "--out", "run"]
     assert main(train) == 2
-    assert "--encoding utf-16 reads it" in capsys.readouterr().err
+    in_a_line(capsys.readouterr().err, "wide.txt", "--encoding", "utf-16")
     assert main([*train, "--encoding", "utf16"]) == 0
     assert checkpoint.load_config(Path("run")).train.data == f"{Path('wide.txt').resolve()}#encoding=utf-16"
     assert main(["train", "--resume", "run"]) == 0
     assert main(["train", "--resume", "run", "--encoding", "utf-16"]) == 2
-    assert "--encoding cannot be changed with --resume" in capsys.readouterr().err
+    in_a_line(capsys.readouterr().err.splitlines()[-1], "--encoding", "--resume")
     assert main(["eval", "run", "--data", "wide.txt", "--encoding", "utf-16"]) == 0
     assert main(["eval", "run", "--encoding", "utf-16"]) == 2
-    assert "encoding = 'utf-16', must be left out without --data" in capsys.readouterr().err
+    in_a_line(capsys.readouterr().err.splitlines()[-1], "encoding", "utf-16", "--data")
     assert main(["train", "--init", "run", "--encoding", "utf-16", "--steps", "1", "--out", "next"]) == 0
 
 
 def test_too_few_minutes_are_refused_with_how_many_it_takes(play, capsys, monkeypatch):
     monkeypatch.setattr(budget, "seconds_of", lambda model, train: 3.0)
     assert main(["train", "--data", "play.txt", "--minutes", "0.2", *PLAIN, *QUICK]) == 2
-    said = capsys.readouterr().err
-    assert re.search(r"minutes = '0.2', must be ≥ 1.\d: an update takes 3 s here$", said.strip())
+    in_a_line(capsys.readouterr().err.splitlines()[-1], "minutes", 0.2, 3)
     assert not list(Path("runs").iterdir())
 
 
@@ -148,40 +148,39 @@ def test_a_run_from_anothers_weights_reads_its_text(play, capsys):
 
 
 REFUSED = [
-    (["--minutes", "0.01"], "minutes = 0.01, must be ≥ 0.1: reading the text and timing this machine takes seconds"),
-    (["--minutes", "0"], "minutes = 0.0, must be ≥ 0.1"),
-    (["--minutes", "-3"], "minutes = -3.0, must be ≥ 0.1"),
-    (["--minutes", "nan"], "minutes = nan, must be finite"),
-    (["--tokens", "0"], "tokens = '0', must be a number like 5M or 20M, from 1"),
-    (["--steps", "3000000000"], "steps = 3000000000, must be ≤ 1,000,000,000"),
-    (["--data", "play.txt#body"], "'body' names a field of records"),
-    (["--data", "play.txt", "--encoding", "klingon"], "encoding = 'klingon', must be one that Python has"),
-    (["--data", "stdlib", "--encoding", "utf-16", "--steps", "1"], "encoding is utf-16, must be left out: stdlib"),
-    (["--minutes", "1", "--epochs", "2"], "--minutes and --epochs both set the length of the training"),
-    (["--steps", "1", "--tokens", "2M"], "--tokens and --steps both set the length"),
-    (["--tokens", "many"], "tokens = 'many', must be a number like 5M or 20M"),
-    (["--epochs", "0"], "epochs = 0.0, must be > 0"),
-    (["--preset", "perspective-1t", "--steps", "1"], "memory to train perspective-1t, 1,045,671.0 M parameters = "),
-    (["--data", "https://example.org/a/play.txt"], "(curl -LO https://example.org/a/play.txt) and give"),
-    (["--data", "short.txt"], "tokens, need at least 257 (seq_len + 1): about "),
-    (["--data", "short.txt"], ", or --seq-len "),
-    (["--data", "empty.txt"], "empty.txt: empty, there is no text in it"),
-    (["--data", "none"], "none: no text in it (1 files, none of them non-empty UTF-8)"),
-    (["--recipe", "staged", "--minutes", "1"], "minutes = 1.0, must be left out with a recipe"),
-    (["--set", "vocab_size=3"], "vocab_size = 3, must be ≥ 257"),
+    (["--minutes", "0.01"], ["minutes", 0.01, 0.1]),
+    (["--minutes", "0"], ["minutes", 0.0]),
+    (["--minutes", "-3"], ["minutes", -3.0]),
+    (["--minutes", "nan"], ["minutes", "nan"]),
+    (["--tokens", "0"], ["tokens", "'0'"]),
+    (["--steps", "3000000000"], ["steps", 3000000000]),
+    (["--data", "play.txt#body"], ["#body"]),
+    (["--data", "play.txt", "--encoding", "klingon"], ["encoding", "klingon"]),
+    (["--data", "stdlib", "--encoding", "utf-16", "--steps", "1"], ["encoding", "utf-16", "stdlib"]),
+    (["--minutes", "1", "--epochs", "2"], ["--minutes", "--epochs"]),
+    (["--steps", "1", "--tokens", "2M"], ["--tokens", "--steps"]),
+    (["--tokens", "many"], ["tokens", "many"]),
+    (["--epochs", "0"], ["epochs", 0.0]),
+    (["--preset", "perspective-1t", "--steps", "1"], ["perspective-1t"]),
+    (["--data", "https://example.org/a/play.txt"], ["https://example.org/a/play.txt"]),
+    (["--data", "short.txt"], [257, "seq_len"]),
+    (["--data", "short.txt"], ["--seq-len"]),
+    (["--data", "empty.txt"], ["empty.txt"]),
+    (["--data", "none"], ["none", 1]),
+    (["--recipe", "staged", "--minutes", "1"], ["minutes", 1.0]),
+    (["--set", "vocab_size=3"], ["vocab_size", 3]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "words"), REFUSED, ids=[" ".join(r[0]) for r in REFUSED])
-def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(options, words, play, capsys):
+@pytest.mark.parametrize(("options", "named"), REFUSED, ids=[" ".join(r[0]) for r in REFUSED])
+def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(options, named, play, capsys):
     Path("short.txt").write_text("Two hundred bytes of a play, in which a king says nothing of note.\n" * 3)
     Path("empty.txt").touch()
     Path("none").mkdir()
     Path("none/picture").write_bytes(b"\x89PNG\xff")
     data = [] if "--data" in options else ["--data", "play.txt"]
     assert main(["train", *data, *options]) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
+    in_a_line(capsys.readouterr().err, *named)
     assert not Path("runs").exists() or not list(Path("runs").iterdir())
 
 
@@ -200,8 +199,7 @@ def test_numbers_that_run_away_end_with_what_to_do(play, capsys):
     command = ["train", "--data", "play.txt", "--steps", "30", "--out", "run", "--lr", "1e30", "--clip", "0"]
     assert main([*command, *PLAIN, *QUICK]) == 3
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "loss is" in said or "gradient is not finite" in said
-    assert "Start again in another folder with a lower learning rate: --lr 5e+29 --out run-2" in said
+    assert "--lr 5e+29 --out run-2" in said
 
 
 def test_a_stopped_run_says_how_to_go_on_and_where_from(play, capsys, monkeypatch):
@@ -221,16 +219,14 @@ def test_a_stopped_run_says_how_to_go_on_and_where_from(play, capsys, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(fit_room.Trainer, "fit", lambda self, **_: 15 if self.save() else None)
         assert main(command) == 128 + 15
-    assert (
-        "stopped and saved at step 0; resume with: perspectron train --resume run" in capsys.readouterr().err
-    )
+    assert "perspectron train --resume run" in capsys.readouterr().err
     trainer_fit = fit_room.Trainer.fit
     with monkeypatch.context() as patch:
         patch.setattr(fit_room.Trainer, "fit", lambda self, **more: trainer_fit(self, until=4, **more) or 2)
         assert main(["train", "--resume", "run"]) == 130
     assert main(["train", "--resume", "run"]) == 0
     said = capsys.readouterr().err
-    assert "resuming from step 4 of 6" in said and "done in" in said
+    assert names(said, 4, 6)
 
 
 def test_without_a_terminal_there_is_a_line_at_least_every_ten_seconds(monkeypatch):

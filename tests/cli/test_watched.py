@@ -5,6 +5,7 @@ import json
 import pytest
 
 from perspectron.cli import main
+from tests.refusals import in_a_line, names
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def asked(capsys, *words) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
-def test_calibrate_and_generate(run, capsys):
+def test_a_calibration_is_fitted_and_generation_takes_it(run, capsys):
     file = run / "calibration.json"
     code, out, _ = asked(capsys, "perspective", "views", run / "run", "--out", file, "--tokens", 64, "--json")
     rates = json.loads(out)
@@ -53,19 +54,19 @@ def test_calibrate_and_generate(run, capsys):
     words = ("generate", run / "run", "the", "--max-tokens", 6, "--temperature", 0)
     code, plain, _ = asked(capsys, *words)
     code, out, err = asked(capsys, *words, "--perspectives", "--calibration", file)
-    assert code == 0 and "views asked at" in err and "tokens a second" in err
+    assert code == 0 and err
     probe = ("--trigger", 0, "--probe", 0.5, "--tokens", 96)
     code, out, err = asked(capsys, "perspective", "views", run / "run", "--out", file, *probe)
     assert code == 0, err
     fitted = json.loads(file.read_text())["config"]
-    assert code == 0 and "AUROC for wrong tokens" in out and fitted["trigger_p"] == 0 and fitted["probe"]
+    assert code == 0 and names(out, "AUROC") and fitted["trigger_p"] == 0 and fitted["probe"]
     assert asked(capsys, *words, "--perspectives", "--calibration", file)[0] == 0
     code, out, _ = asked(capsys, *words, "--perspectives", "--json")
     assert code == 0 and len(json.loads(out)["verdicts"][0]) == 6
     assert asked(capsys, *words)[1] == plain
 
 
-def test_fit_test_and_generate(run, capsys):
+def test_a_safe_set_is_fitted_tested_and_generation_takes_it(run, capsys):
     file, texts = run / "set.safe", ("--allowed", run / "fine.txt", "--blocked", f"keys={run / 'keys.txt'}")
     code, out, _ = asked(capsys, "perspective", "safety", "fit", run / "run", file, *texts, "--json")
     assert code == 0 and json.loads(out)["half_spaces"] > 0
@@ -79,29 +80,20 @@ def test_fit_test_and_generate(run, capsys):
 
 
 def test_mistakes_are_a_line(run, capsys):
-    for words, said in (
-        (("generate", run / "run", "x", "--calibration", "c.json"), "calibration = "),
+    for words, named in (
+        (("generate", run / "run", "x", "--calibration", "c.json"), ["calibration"]),
         (
             ("generate", run / "run", "x", "--perspectives", "--calibration", run / "fine.txt"),
-            "unreadable JSON",
+            [run / "fine.txt"],
         ),
-        (("generate", run / "run", "x", "--safety", run / "fine.txt"), "fine.txt"),
-        (("generate", run / "run", "x", "--bench", "--perspectives"), "left out with --bench"),
-        (
-            ("perspective", "views", run / "run", "--out", "c", "--tokens", 10**7),
-            "ask for as many or fewer",
-        ),
-        (
-            ("perspective", "views", run / "run", "--out", "c", "--probe", 1),
-            "probe = 1.0, must be in (0, 1)",
-        ),
-        (
-            ("perspective", "views", run / "run", "--out", "c", "--flag", 2),
-            "flag = 2.0, must be in (0, 1)",
-        ),
+        (("generate", run / "run", "x", "--safety", run / "fine.txt"), [run / "fine.txt"]),
+        (("generate", run / "run", "x", "--bench", "--perspectives"), ["perspectives"]),
+        (("perspective", "views", run / "run", "--out", "c", "--tokens", 10**7), [10**7]),
+        (("perspective", "views", run / "run", "--out", "c", "--probe", 1), ["probe", 1.0]),
+        (("perspective", "views", run / "run", "--out", "c", "--flag", 2), ["flag", 2.0]),
         (
             ("perspective", "safety", "fit", run / "run", "s", "--allowed", "none.txt", "--blocked", "b.txt"),
-            "none.txt: no such",
+            ["none.txt"],
         ),
         (
             (
@@ -117,8 +109,9 @@ def test_mistakes_are_a_line(run, capsys):
                 "--alpha",
                 0.001,
             ),
-            "alpha = 0.001, must be larger, or 1,998 allowed texts",
+            ["alpha", 0.001, 1998],
         ),
     ):
         code, _, err = asked(capsys, *words)
-        assert code == 2 and said in err and err.count("\n") == 1, (words, err)
+        assert code == 2
+        in_a_line(err, *named)

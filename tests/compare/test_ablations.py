@@ -19,6 +19,7 @@ from perspectron.model.model import LanguageModel
 from perspectron.presets import small
 from perspectron.util import registry
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 V, T = 64, 24
 ABLATIONS = dict(registry.parts("ablations"))
@@ -92,7 +93,7 @@ def test_what_has_no_gradient_is_counted_as_idle(name):
 # ---------------------------------------------------------------- what is gone
 
 
-def test_perspective():
+def test_ablations_of_perspective_change_their_part_alone():
     rank = parameters(left("perspective", "low_rank_gate"))
     assert rank["blocks.0.mixer.p_proj.weight"] == (64, GATE_RANK)
     assert rank["blocks.0.mixer.p_down.weight"] == (GATE_RANK, 64)
@@ -158,23 +159,23 @@ def test_adr():
 
 
 @pytest.mark.parametrize(
-    ("config", "name", "message"),
+    ("config", "name", "named"),
     [
-        (whole("adr"), "no_gate", "ablation of adr = 'no_gate', must be one of no_decay, no_law5"),
-        (small("gpt2", vocab_size=V), "plain", "gpt2 = 'plain', must be one of no_embedding_norm, half_depth"),
-        (small("perspective", vocab_size=V), "no_gqa", "ablation = 'no_gqa', must be of a part that perspective has"),
-        (small("perspective", vocab_size=V), "no_pdr", "model = 'perspective', must be one with a window_gqa layer"),
+        (whole("adr"), "no_gate", ["adr", "no_gate", "no_decay", "no_law5"]),
+        (small("gpt2", vocab_size=V), "plain", ["gpt2", "plain"]),
+        (small("perspective", vocab_size=V), "no_gqa", ["ablation", "no_gqa"]),
+        (small("perspective", vocab_size=V), "no_pdr", ["model", "perspective"]),
     ],
 )  # fmt: skip
-def test_what_cannot_be_removed_is_named(config, name, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_removed_is_named(config, name, named):
+    with refused(ConfigError, *named):
         ablate(config, name)
 
 
 def test_a_size_out_of_reach_is_named():
-    with pytest.raises(ConfigError, match="must be within 2% of 1,000 by some hidden width"):
+    with refused(ConfigError, 1000):
         rematch(whole("adr"), 1000)
-    with pytest.raises(ConfigError, match="model = 'ssd',"):
+    with refused(ConfigError, "model", "ssd"):
         rematch(small("ssd", vocab_size=V), 10**5)
 
 
@@ -201,5 +202,5 @@ def test_general_ablations_are_those_that_change_the_model():
         "half_depth",
     }
     assert set(ablations_of(whole("ssd"))) == {"no_embedding_norm"}
-    with pytest.raises(ConfigError, match="ablation of ssd = 'no_rope',"):
+    with refused(ConfigError, "ablation", "ssd", "no_rope"):
         ablate(whole("ssd"), "no_rope")

@@ -9,6 +9,7 @@ from perspectron.cli.main import main
 from perspectron.compare import run, search
 from perspectron.compare.run import Rate
 from perspectron.train import checkpoint
+from tests.refusals import in_a_line
 
 SPACE = "heads = [1, 2]\nlr = [8e-3]\nembedding_norm = [true]\n"
 OPTIONS = [
@@ -75,7 +76,7 @@ def test_of_all_candidates_the_best_go_on(text, space, tmp_path, capsys):
     assert json.loads((out / search.RESULTS).read_text()) == found
     space.write_text(SPACE.replace("8e-3", "9e-3"))
     assert main([*command, "--keep", "2"]) == 2
-    assert "must be a new folder, or one with the search of" in capsys.readouterr().err
+    in_a_line(capsys.readouterr().err.splitlines()[-1], "out")
 
 
 def test_a_large_space_is_drawn_from_without_return():
@@ -89,29 +90,28 @@ def test_a_large_space_is_drawn_from_without_return():
 
 
 @pytest.mark.parametrize(
-    ("space", "options", "words"),
+    ("space", "options", "named"),
     [
-        ("rank = [1]", [], "gla[rank=1]: key = 'rank', must be one of vocab_size, d_model"),
-        ("heads = []", [], "heads = [], must be a list of one or more values"),
-        ("heads = 2", [], "heads = 2, must be a list of one or more values"),
-        ("", [], "= 'nothing', must be one or more sizes"),
-        ("heads = [", [], "not TOML"),
-        ("hidden = [8]", [], "must be left out: it is solved to match the parameters"),
-        ("lr = [2.0]", [], "must be numbers above 0, up to 1"),
-        ("lr = [0]", [], "must be numbers above 0, up to 1"),
-        ("warmup = [true]", [], "must be numbers from 0 to 1"),
-        ("heads = [7]", [], "heads = 7, must be a divisor of"),
-        ("heads = [1]", ["--params", "10"], "params = 10, must be about"),
-        ("heads = [1]", ["--tokens", "1M,300k"], "tokens = '1M,300k', must be in increasing order"),
-        ("heads = [1]", ["--keep", "1"], "keep = 1, must be ≥ 2"),
-        ("heads = [1]", ["--dev", "0"], "dev = 0.0, must be > 0"),
-        ("heads = [1]", ["--design", "glb"], "design = 'glb', must be one of "),
+        ("rank = [1]", [], ["gla[rank=1]", "rank", "d_model"]),
+        ("heads = []", [], ["heads", "[]"]),
+        ("heads = 2", [], ["heads", 2]),
+        ("", [], ["space.toml"]),
+        ("heads = [", [], ["space.toml"]),
+        ("hidden = [8]", [], ["hidden"]),
+        ("lr = [2.0]", [], ["lr"]),
+        ("lr = [0]", [], ["lr"]),
+        ("warmup = [true]", [], ["warmup"]),
+        ("heads = [7]", [], ["heads", 7]),
+        ("heads = [1]", ["--params", "10"], ["params", 10]),
+        ("heads = [1]", ["--tokens", "1M,300k"], ["tokens", "1M,300k"]),
+        ("heads = [1]", ["--keep", "1"], ["keep", 1]),
+        ("heads = [1]", ["--dev", "0"], ["dev", 0.0]),
+        ("heads = [1]", ["--design", "glb"], ["design", "glb"]),
     ],
 )
-def test_a_users_mistake_is_one_line(text, tmp_path, capsys, space, options, words):
+def test_a_users_mistake_is_one_line(text, tmp_path, capsys, space, options, named):
     path = tmp_path / "space.toml"
     path.write_text(space)
     command = ["search", "--design", "gla", "--space", str(path), "--data", str(text)]
     assert main([*command, "--out", str(tmp_path / "out"), *OPTIONS, *options]) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.strip().count("\n") == 0
+    in_a_line(capsys.readouterr().err, *named)

@@ -12,6 +12,7 @@ from perspectron.data import named as named_module
 from perspectron.data import reading as reading_module
 from perspectron.data import tables as tables_module
 from perspectron.util.errors import DataError
+from tests.refusals import refused
 
 
 def texts(corpus: Corpus, split: SplitName) -> dict[str, str]:
@@ -182,7 +183,7 @@ def test_tiny_files_give_both_splits(tmp_path: Path, text: str, heldout: float) 
 @pytest.mark.parametrize("text", ["a", "\n", "😀"])
 def test_one_character_is_too_little(tmp_path: Path, text: str) -> None:
     (tmp_path / "one").write_text(text)
-    with pytest.raises(DataError, match=rf"one: {len(text.encode())} bytes .* at least 2 characters"):
+    with refused(DataError, tmp_path / "one", len(text.encode())):
         open_corpus(str(tmp_path / "one"))
 
 
@@ -191,7 +192,7 @@ def test_a_file_that_shrank_since_it_was_opened_is_an_error(tmp_path: Path) -> N
     path.write_text("line\n" * 100)
     corpus = open_corpus(str(path))
     path.write_text("line\n" * 50)
-    with pytest.raises(DataError, match="book: 225 bytes shorter"):
+    with refused(DataError, path, 225):
         list(corpus.documents("train"))
 
 
@@ -244,7 +245,7 @@ def test_jsonl_reads_the_field_it_is_told(tmp_path: Path) -> None:
     read = [*texts(corpus, "train").values(), *texts(corpus, "heldout").values()]
     assert sorted(read) == [f"yes {i}" for i in range(5)]
     assert corpus.fingerprint != open_corpus(path).fingerprint
-    with pytest.raises(DataError, match=r"d\.jsonl: no record with text under 'nope'"):
+    with refused(DataError, "d.jsonl", "nope"):
         open_corpus(f"{path}#nope")
 
 
@@ -253,14 +254,14 @@ def test_equal_records_stand_in_one_split(tmp_path: Path) -> None:
     corpus = open_corpus(str(write_records(tmp_path / "d.jsonl", lines)))
     train, heldout = (set(texts(corpus, split).values()) for split in ("train", "heldout"))
     assert train | heldout == {"same", "other"} and not train & heldout
-    with pytest.raises(DataError, match="1 record with text, need at least 2"):
+    with refused(DataError, "e.jsonl"):
         open_corpus(str(write_records(tmp_path / "e.jsonl", lines[:3])))
 
 
 def test_a_line_that_is_too_long_is_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(tables_module, "LONGEST", 100)
     lines = [b'{"text": "short"}', b'{"text": "' + b"x" * 200 + b'"}']
-    with pytest.raises(DataError, match=r"d\.jsonl: line 2 is longer than"):
+    with refused(DataError, "d.jsonl", 2):
         open_corpus(str(write_records(tmp_path / "d.jsonl", lines)))
 
 
@@ -268,14 +269,14 @@ def test_a_file_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
     """Beside tables, too."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(20)))
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress(os.urandom(3000).hex().encode())[:-100])
-    with pytest.raises(DataError, match=r"c\.txt\.gz"):
+    with refused(DataError, "c.txt.gz"):
         open_corpus(str(tmp_path))
 
 
 # Refusals
 
 
-def refusals(root: Path) -> list[tuple[str, str]]:
+def refusals(root: Path) -> list[str]:
     (root / "empty_folder").mkdir()
     (root / "empty_file").touch()
     (root / "binary").write_bytes(b"\x00\xff")
@@ -288,37 +289,35 @@ def refusals(root: Path) -> list[tuple[str, str]]:
     (root / "cut.jsonl.gz").write_bytes(gzip.compress(b"\n".join(records(3)))[:-12])
     os.mkfifo(root / "pipe")
     return [
-        ("missing", "no such file or folder"),
-        ("empty_folder", r"no text in it \(0 files"),
-        ("empty_file", "empty, there is no text in it"),
-        ("binary", "not UTF-8 text"),
-        ("only_binary", r"no text in it \(1 files"),
-        ("none.jsonl", "no record with text"),
-        ("single.jsonl", "1 record with text, need at least 2"),
-        ("cut.txt.gz", "cannot be read"),
-        ("not.txt.gz", "cannot be read"),
-        ("cut.jsonl.gz", "cannot be read"),
-        ("pipe", "not a file or folder"),
+        "missing",
+        "empty_folder",
+        "empty_file",
+        "binary",
+        "only_binary",
+        "none.jsonl",
+        "single.jsonl",
+        "cut.txt.gz",
+        "not.txt.gz",
+        "cut.jsonl.gz",
+        "pipe",
     ]
 
 
 def test_refusals_are_one_line_that_names_the_path(tmp_path: Path) -> None:
-    for name, message in refusals(tmp_path):
-        with pytest.raises(DataError, match=message) as caught:
+    for name in refusals(tmp_path):
+        with refused(DataError, tmp_path / name):
             list(open_corpus(str(tmp_path / name)).documents("train"))
-        assert str(caught.value).startswith(str(tmp_path / name) + ": ")
-        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("heldout", [0.0, 1.0, -0.1, float("nan")])
-def test_heldout_out_of_bounds(heldout: float) -> None:
-    with pytest.raises(DataError, match=f"heldout: {heldout} is not between"):
+def test_a_held_out_share_out_of_bounds_is_refused(heldout: float) -> None:
+    with refused(DataError, "heldout", heldout):
         open_corpus("stdlib", heldout=heldout)
 
 
-def test_unknown_split(tmp_path: Path) -> None:
+def test_an_unknown_split_is_refused_with_those_there_are(tmp_path: Path) -> None:
     corpus = open_corpus(str(folder(tmp_path, 3)))
-    with pytest.raises(DataError, match="'test' is not one of train, heldout"):
+    with refused(DataError, "test", "train", "heldout"):
         corpus.documents("test")  # type: ignore[arg-type]
 
 
@@ -377,9 +376,7 @@ def test_few_records_give_all_three_splits(tmp_path: Path) -> None:
     path = str(write_records(tmp_path / "three.jsonl", records(3)))
     corpus = open_corpus(path, 1e-6, dev=1e-6)
     assert [len(texts(corpus, split)) for split in corpus.splits] == [1, 1, 1]
-    with pytest.raises(
-        DataError, match="2 records with text, need at least 3, one for each of train, dev, heldout"
-    ):
+    with refused(DataError, "two.jsonl", "dev"):
         open_corpus(str(write_records(tmp_path / "two.jsonl", records(2))), dev=0.1)
 
 
@@ -394,7 +391,7 @@ def test_the_only_dev_record_is_not_left_to_the_held_out_text(tmp_path: Path) ->
 
 @pytest.mark.parametrize("dev", [-0.1, 0.95, float("nan")])
 def test_a_dev_share_out_of_bounds_is_an_error(tmp_path: Path, dev: float) -> None:
-    with pytest.raises(DataError, match="dev: "):
+    with refused(DataError, "dev", dev):
         open_corpus(str(folder(tmp_path, 5)), dev=dev)
 
 

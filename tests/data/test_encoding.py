@@ -13,6 +13,7 @@ from perspectron.data import encoding as encoding_module
 from perspectron.data.vocabulary import BYTES, characters, made
 from perspectron.util.errors import DataError
 from tests.data.conftest import sentence
+from tests.refusals import refused
 
 WEIGHTS = {"digits": 0.7, "words": 0.3}
 
@@ -195,66 +196,62 @@ def test_a_position_in_other_weights_is_refused(texts: str, tokenizer: Tokenizer
     first = loader(texts).state_dict()
     second = loader(texts.replace("0.7", "0.4").replace("0.3", "0.6"))
     assert second.windows == first["windows"]
-    with pytest.raises(DataError, match=r"of other texts or weights than here, digits 0\.4, words 0\.6"):
+    with refused(DataError, "digits", 0.4, "words", 0.6):
         second.load_state_dict(first)
     alone = loader(texts.split("0.3:")[1])
-    with pytest.raises(DataError, match="weights than here, where there is one text"):
+    with refused(DataError):
         alone.load_state_dict(first)
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "named"),
     [
-        ("a=0.7:{0} b=0.2:{0}", r"the weights sum to 0\.9 \(a 0\.7, b 0\.2\), must sum to 1"),
-        ("a=0.7:{0} a=0.3:{0}", "source 'a' is named twice"),
-        ("a=0.7:{0} b=x:{0}", "weight of b is 'x', must be above 0 and at most 1, to 6 decimals"),
-        ("a=0.7:{0} b=:{0}", "weight of b is ''"),
-        ("a=1.3:{0} b=-0.3:{0}", r"weight of a is '1\.3'"),
-        ("a=1:{0} b=0:{0}", "weight of b is '0', must be above 0"),
-        ("a=1:{0} b=-1:{0}", "weight of b is '-1', must be above 0"),
-        ("a=nan:{0} b=1:{0}", "weight of a is 'nan', must be above 0"),
-        ("a=inf:{0} b=1:{0}", "weight of a is 'inf', must be above 0"),
-        ("a=1/0:{0} b=1:{0}", "weight of a is '1/0', must be above 0"),
-        ("a=0.7:{0} b=0.3:nowhere", "source b: nowhere: no such file or folder"),
-        ("a=0.7:{0} b=0.3:{1}", "source b: .*encoded already; only texts can be mixed"),
+        ("a=0.7:{0} b=0.2:{0}", [0.9, "a", 0.7, "b", 0.2]),
+        ("a=0.7:{0} a=0.3:{0}", ["'a'"]),
+        ("a=0.7:{0} b=x:{0}", ["b", "'x'"]),
+        ("a=0.7:{0} b=:{0}", ["b", "''"]),
+        ("a=1.3:{0} b=-0.3:{0}", ["a", "'1.3'"]),
+        ("a=1:{0} b=0:{0}", ["b", "'0'"]),
+        ("a=1:{0} b=-1:{0}", ["b", "'-1'"]),
+        ("a=nan:{0} b=1:{0}", ["a", "'nan'"]),
+        ("a=inf:{0} b=1:{0}", ["a", "'inf'"]),
+        ("a=1/0:{0} b=1:{0}", ["a", "'1/0'"]),
+        ("a=0.7:{0} b=0.3:nowhere", ["b", "nowhere"]),
+        ("a=0.7:{0} b=0.3:{1}", ["b", "{1}"]),
     ],
 )
-def test_mixtures_that_make_no_sense(texts: str, mixed: Shards, source: str, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_mixtures_that_make_no_sense(texts: str, mixed: Shards, source: str, named: list[Any]) -> None:
+    named = [mixed.path if name == "{1}" else name for name in named]
+    with refused(DataError, *named):
         open_corpus(source.format(texts.split("0.3:")[1], mixed.path))
 
 
 def test_a_source_that_is_too_short_for_a_window_is_named(mixed: Shards) -> None:
     tokens = mixed.split("train").sources[1].tokens
-    with pytest.raises(
-        DataError, match=rf"train of words: {tokens} tokens, need at least {tokens + 1} \(seq"
-    ):
+    with refused(DataError, "train", "words", tokens, tokens + 1):
         Loader(mixed.split("train"), batch_size=1, seq_len=tokens, seed=0)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ({"sources": {}}, r"sources: expected `object` of length >= 1"),
-        ({"sources": {"digits": "1/2"}}, "the weights sum to 0.5, expected 1"),
-        ({"sources": {"digits": 0.7, "words": 0.3}}, r"sources\[\.\.\.\]: expected `str`, got `float`"),
-        (
-            {"sources": {"digits": "1e99999999", "words": "3/10"}},
-            "sources.digits is '1e99999999', must be above 0",
-        ),
-        ({"sources": {"digits": "7/10", "gone": "3/10"}}, "gone/manifest.json: no such file"),
-        ({"sources": {"digits": "7/10", "../up": "3/10"}}, "must be a short relative path"),
-        ({"version": 2}, "version: expected `int` <= 1"),
-        ({"more": 1}, "unknown field `more`"),
+        ({"sources": {}}, ["sources"]),
+        ({"sources": {"digits": "1/2"}}, [0.5]),
+        ({"sources": {"digits": 0.7, "words": 0.3}}, ["sources[...]", "float"]),
+        ({"sources": {"digits": "1e99999999", "words": "3/10"}}, ["sources.digits", "1e99999999"]),
+        ({"sources": {"digits": "7/10", "gone": "3/10"}}, ["gone/manifest.json"]),
+        ({"sources": {"digits": "7/10", "../up": "3/10"}}, ["../up"]),
+        ({"version": 2}, ["version"]),
+        ({"more": 1}, ["more"]),
     ],
 )
 def test_a_manifest_of_sources_must_say_what_it_should(
-    mixed: Shards, tmp_path: Path, change: dict[str, Any], message: str
+    mixed: Shards, tmp_path: Path, change: dict[str, Any], named: list[Any]
 ) -> None:
     shutil.copytree(mixed.path, tmp_path / "copy")
     path = tmp_path / "copy" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(DataError, match=message):
+    with refused(DataError, "manifest.json", *named):
         open_shards(tmp_path / "copy")
 
 
@@ -284,7 +281,7 @@ def test_characters_are_tokens_as_far_as_the_vocabulary_reaches(tmp_path: Path) 
     assert few.vocab_size == BYTES + 1 and len(few.encode("ü日")) == 1 + 3
     tokenizer.save(tmp_path / "tokenizer.json")
     assert Tokenizer.load(tmp_path / "tokenizer.json").fingerprint == tokenizer.fingerprint
-    with pytest.raises(DataError, match="no text"):
+    with refused(DataError, "tokenizer"):
         characters([], 300)
 
 
@@ -297,7 +294,7 @@ def test_a_tokenizer_of_a_file_is_that_of_the_file_as_it_is_now(tmp_path: Path) 
         found = made_in(tmp_path / "out", str(file), corpus, 300)
         assert found.vocab_size == size and found.fingerprint == wanted.fingerprint
     file.unlink()
-    with pytest.raises(DataError, match=r"own\.json' is no file, and not one of bpe"):
+    with refused(DataError, file):
         made_in(tmp_path / "out", str(file), corpus, 300)
 
 
@@ -324,9 +321,7 @@ def test_a_tokenizer_is_made_once_for_the_same_text(tmp_path: Path, monkeypatch:
     (tmp_path / "out" / "tokenizer.json").write_text("{")
     assert made_in(tmp_path / "out", "bpe", corpus, 300).fingerprint == first.fingerprint
     assert made(str(tmp_path / "out" / "tokenizer.json"), corpus, 0).fingerprint == first.fingerprint
-    with pytest.raises(
-        DataError, match="tokenizer: 'nope' is no file, and not one of bpe, bytes, characters"
-    ):
+    with refused(DataError, "tokenizer", "nope", "bpe", "bytes", "characters"):
         made("nope", corpus, 300)
-    with pytest.raises(DataError, match="vocab_size: 256 is below 257"):
+    with refused(DataError, "vocab_size", 256):
         made("characters", corpus, 256)

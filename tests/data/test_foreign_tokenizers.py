@@ -14,6 +14,7 @@ from perspectron.interop.foreign.gguf.container import read
 from perspectron.interop.foreign.gguf.tokenizer import files
 from perspectron.util.errors import DataError
 from tests.foreign_tokenizers import KINDS, ORDINARY, TEXT
+from tests.refusals import refused
 
 TEXTS = (
     *(TEXT, "", "a", "  x  y ", " hello\n\n", "e\u0301é", "ｆｕｌｌ ① ﬁ", "\x00\x04\x7fÿ\U0010ffff"),
@@ -143,9 +144,8 @@ def test_a_prefix_may_be_said_beside(tmp_path) -> None:
 def test_special_ids_that_are_no_tokens_are_refused(tmp_path, name, value) -> None:
     KINDS["gpt2"]().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / f"{name}.json").write_text(json.dumps(value))
-    with pytest.raises(DataError) as error:
+    with refused(DataError, tmp_path / f"{name}.json"):
         Tokenizer.load(tmp_path / "tokenizer.json")
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("kind", "stops"), [("llama2", (2,)), ("gpt2", (2,)), ("qwen2", ())])
@@ -220,5 +220,5 @@ def test_the_vocabulary_of_smollm2_is_that_of_transformers(tmp_path) -> None:
 
 def test_a_long_prefix_is_refused() -> None:
     Specials((1,) * 16).check("specials.json", 2)
-    with pytest.raises(DataError, match=r"specials\.json"):
+    with refused(DataError, "specials.json"):
         Specials((1,) * 17).check("specials.json", 2)

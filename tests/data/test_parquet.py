@@ -10,6 +10,7 @@ import pytest
 
 from perspectron.data import open_corpus
 from perspectron.util.errors import DataError
+from tests.refusals import refused
 
 MIB = 1 << 20
 READ = """
@@ -43,7 +44,7 @@ def test_a_value_that_stands_for_every_row_takes_little_memory(tmp_path: Path) -
 
 def test_a_value_that_is_too_long_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "long.parquet", ["x" * (65 * MIB), "y"])
-    with pytest.raises(DataError, match=r"long\.parquet: row 1 is longer than 64 MiB, a record's most"):
+    with refused(DataError, path, 1):
         open_corpus(str(path))
 
 
@@ -56,24 +57,17 @@ def test_a_page_whose_size_is_not_so_is_refused(tmp_path: Path) -> None:
             broken = bytearray(data)
             broken[at : at + 4] = bytes([byte] * 4)
             path.write_bytes(broken)
-            with pytest.raises(DataError, match="cannot be read"):
+            with refused(DataError, path):
                 open_corpus(str(path))
 
 
 @pytest.mark.parametrize(
     ("values", "kind"),
-    [
-        ([["a"], ["b"]], "list<.*string>"),
-        ([b"a", b"b"], "binary"),
-        ([1, 2], "int64"),
-        ([{"a": "b"}] * 2, "struct<.*>"),
-    ],
+    [([["a"], ["b"]], "list"), ([b"a", b"b"], "binary"), ([1, 2], "int64"), ([{"a": "b"}] * 2, "struct")],
 )
 def test_a_column_of_other_values_is_named(tmp_path: Path, values: list[object], kind: str) -> None:
     pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet")
-    with pytest.raises(
-        DataError, match=rf"a\.parquet: column 'text' has values of type {kind}, must have strings"
-    ):
+    with refused(DataError, "a.parquet", "'text'", kind):
         open_corpus(str(tmp_path / "a.parquet"))
 
 

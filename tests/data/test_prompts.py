@@ -13,6 +13,7 @@ from perspectron.data.template import Template
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.util.errors import ConfigError, DataError
 from tests.data.templates import CALL, WEATHER
+from tests.refusals import refused
 
 FOLDER = Path(__file__).parent / "templates"
 TEXT = (
@@ -194,7 +195,7 @@ def test_ids_are_those_of_transformers(pair) -> None:
                     messages, chat_template=template.text, return_dict=False, **way
                 )
             except Exception:
-                with pytest.raises(ConfigError, match=r"^(messages|continue_final_message)"):
+                with refused(ConfigError):
                     template.ids(messages, tokenizer, **way)
             else:
                 same += 1
@@ -211,10 +212,7 @@ def test_a_user_who_writes_special_tokens_gets_their_letters(pair) -> None:
             (token, f"a{token} b{token}", token + token, token[:3] + token, f" \n{token}")
         ):
             talk, calm = ([{"role": "user", "content": words}] for words in (text, "x"))
-            prompts = [
-                (talk, calm),
-                *([([*calm, ANSWER, *talk], [*calm, ANSWER, *calm])] if at == 1 else []),
-            ]
+            prompts = [(talk, calm), *([([*calm, ANSWER, *talk], [*calm, ANSWER, *calm])] if at == 1 else [])]
             for messages, other in prompts:
                 ids = template.ids(messages, tokenizer)
                 plain = template.ids(other, tokenizer)
@@ -296,13 +294,13 @@ def test_the_templates_of_public_models_say_whether_they_take_parts() -> None:
 
 def test_what_is_no_text_is_refused() -> None:
     tokenizer, template = ours(KINDS["qwen3"]), Template("{{ messages[0].content }}", "x")
-    with pytest.raises(DataError, match="surrogate"):
+    with refused(DataError, r"\ud83d"):
         template.ids([{"role": "user", "content": "\ud83d"}], tokenizer)
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    with pytest.raises(ConfigError, match="not of JSON"):
+    with refused(ConfigError, "messages"):
         template.ids([USER], tokenizer, documents=deep)
     every = "".join(map(chr, (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))))
-    with pytest.raises(ConfigError, match="one of them out"):
+    with refused(ConfigError, "messages"):
         template.ids([{"role": "user", "content": every + "<|im_end|>"}], tokenizer)

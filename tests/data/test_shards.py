@@ -15,6 +15,7 @@ from perspectron.data import encoding as encoding_module
 from perspectron.data import manifest as manifest_module
 from perspectron.util.errors import DataError, StorageError
 from perspectron.util.files import sha256
+from tests.refusals import refused
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -114,12 +115,12 @@ def test_read_crosses_shards_anywhere(shards: Shards) -> None:
     for start, stop in np.sort(generator.integers(0, split.tokens + 1, (200, 2))):
         assert np.array_equal(split.read(start, stop), whole[start:stop])
     for start, stop in ((-1, 3), (0, split.tokens + 1), (5, 4)):
-        with pytest.raises(IndexError, match="not inside"):
+        with refused(IndexError, start, stop):
             split.read(start, stop)
     for i in (-1, split.documents):
-        with pytest.raises(IndexError, match=f"document {i} is not between"):
+        with refused(IndexError, i):
             split.document(i)
-    with pytest.raises(DataError, match="'test' is not one of"):
+    with refused(DataError, "'test'"):
         shards.split("test")  # type: ignore[arg-type]
 
 
@@ -235,7 +236,7 @@ def test_a_damaged_shard_is_not_continued(text_folder: Path, tokenizer: Tokenize
     with pytest.raises(Interrupted):
         encode(interrupt(corpus_of(text_folder), "heldout", 0), tokenizer, out, shard_tokens=256)
     flip(out / "train-00001.bin")
-    with pytest.raises(DataError, match=r"train-00001\.bin: SHA-256"):
+    with refused(DataError, "train-00001.bin"):
         encode(corpus_of(text_folder), tokenizer, out, shard_tokens=256)
 
 
@@ -267,7 +268,7 @@ def test_a_full_disk_leaves_what_stood_there(
     if survives == 10**6:
         encode(corpus_of(text_folder), tokenizer, out, shard_tokens=256)
     else:
-        with pytest.raises(StorageError, match="No space left on device"):
+        with refused(StorageError, out):
             encode(corpus_of(text_folder), tokenizer, out, shard_tokens=256)
         whole = contents(shards.path)
         for file, data in contents(out).items():
@@ -291,32 +292,32 @@ def test_a_sound_copy_opens(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["train-00001.bin", "heldout-00000.bin", "train-00002.starts"])
-def test_truncated_and_missing_files(copy: Path, file: str) -> None:
+def test_a_file_that_is_cut_off_or_missing_is_named(copy: Path, file: str) -> None:
     data = (copy / file).read_bytes()
     (copy / file).write_bytes(data[:-2])
     for verify in (True, False):
-        with pytest.raises(DataError, match=rf"{file}: {len(data) - 2} bytes, expected {len(data)}"):
+        with refused(DataError, copy / file, len(data) - 2, len(data)):
             open_shards(copy, verify)
     (copy / file).unlink()
     for verify in (True, False):
-        with pytest.raises(DataError, match=rf"{file}: no such file"):
+        with refused(DataError, copy / file):
             open_shards(copy, verify)
 
 
 @pytest.mark.parametrize("file", ["train-00001.bin", "heldout-00000.bin", "train-00002.starts"])
-def test_flipped_bits(copy: Path, file: str) -> None:
+def test_a_file_with_a_flipped_bit_is_named_with_its_digest(copy: Path, file: str) -> None:
     digest = sha256(copy / file)
     flip(copy / file)
-    with pytest.raises(DataError, match=rf"{file}: SHA-256 is [0-9a-f]{{64}}, expected {digest}"):
+    with refused(DataError, copy / file, digest):
         open_shards(copy)
 
 
-def test_a_shard_of_another_encoding(copy: Path) -> None:
+def test_a_shard_of_another_encoding_is_refused(copy: Path) -> None:
     first, second = copy / "train-00000.bin", copy / "train-00001.bin"
     digest = sha256(first)
     data = second.read_bytes() * 2
     first.write_bytes(data[: first.stat().st_size])
-    with pytest.raises(DataError, match=rf"train-00000\.bin: SHA-256 .* expected {digest}"):
+    with refused(DataError, first, digest):
         open_shards(copy)
 
 
@@ -335,71 +336,59 @@ def overwrite(folder: Path, position: int, id: int) -> None:
     edit(folder, lambda m: m["splits"]["train"][0].update(sha256=sha256(path)))
 
 
-def test_ids_beyond_the_vocabulary(copy: Path, shards: Shards) -> None:
+def test_ids_beyond_the_vocabulary_are_refused(copy: Path, shards: Shards) -> None:
     overwrite(copy, 5, shards.vocab_size)
-    with pytest.raises(
-        DataError, match=rf"00000\.bin: id {shards.vocab_size} at 5, expected below {shards.vocab_size}"
-    ):
+    with refused(DataError, "train-00000.bin", shards.vocab_size, 5):
         open_shards(copy)
 
 
 @pytest.mark.parametrize(("at", "value"), [(0, 3), (1, 0), (1, -1), (-1, 2**40)])
-def test_starts_that_are_no_places_of_documents(copy: Path, at: int, value: int) -> None:
+def test_starts_that_are_no_places_of_documents_are_refused(copy: Path, at: int, value: int) -> None:
     path = copy / "train-00000.starts"
     starts = np.fromfile(path, "<i8")
     starts[at] = value
     path.write_bytes(starts.tobytes())
     edit(copy, lambda m: m["splits"]["train"][0].update(starts_sha256=sha256(path)))
-    with pytest.raises(DataError, match=r"train-00000\.starts: not the positions"):
+    with refused(DataError, path):
         open_shards(copy)
 
 
 def test_a_manifest_must_say_exactly_what_it_should(copy: Path) -> None:
     sound = (copy / "manifest.json").read_text()
     changes: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
-        ("not a manifest of encoded text", lambda m: m.update(format="other")),
-        ("version: expected `int` <= 1", lambda m: m.update(version=2)),
-        ("unknown field `extra`", lambda m: m.update(extra=1)),
-        ("missing required field `corpus`", lambda m: m.pop("corpus")),
-        ("dtype: invalid enum value '<i8'", lambda m: m.update(dtype="<i8")),
-        ("dtype is '<u4', expected '<u2' for", lambda m: m.update(dtype="<u4")),
-        ("vocab_size: expected `int`, got `str`", lambda m: m.update(vocab_size="400")),
-        ("vocab_size: expected `int`, got `bool`", lambda m: m.update(vocab_size=True)),
-        ("tokenizer: expected `str`, got `null`", lambda m: m.update(tokenizer=None)),
-        ("splits: object missing required field `heldout`", lambda m: m["splits"].pop("heldout")),
-        ("missing required field `splits`", lambda m: m.pop("splits")),
-        ("splits.train: expected `array`, got `object`", lambda m: m["splits"].update(train={})),
-        ("splits.train has 0 shards", lambda m: m["splits"].update(train=[])),
-        (
-            r"splits.train\[1\]: object contains unknown field `x`",
-            lambda m: m["splits"]["train"][1].update(x=1),
-        ),
-        (
-            r"train\[1\].tokens: expected `int` >= 1",
-            lambda m: m["splits"]["train"][1].update(tokens=0),
-        ),
-        (
-            r"train\[1\].documents: expected `int` >= 0",
-            lambda m: m["splits"]["train"][1].update(documents=-1),
-        ),
-        (r"train\[0\].documents is 0", lambda m: m["splits"]["train"][0].update(documents=0)),
-        (r"train-00001\.bin: \d+ bytes, expected", lambda m: m["splits"]["train"][1].update(tokens=9)),
-        (r"train-00001\.starts: \d+ bytes, expected", lambda m: m["splits"]["train"][1].update(documents=99)),
+        ("manifest.json", lambda m: m.update(format="other")),
+        ("version", lambda m: m.update(version=2)),
+        ("extra", lambda m: m.update(extra=1)),
+        ("corpus", lambda m: m.pop("corpus")),
+        ("dtype", lambda m: m.update(dtype="<i8")),
+        ("dtype", lambda m: m.update(dtype="<u4")),
+        ("vocab_size", lambda m: m.update(vocab_size="400")),
+        ("vocab_size", lambda m: m.update(vocab_size=True)),
+        ("tokenizer", lambda m: m.update(tokenizer=None)),
+        ("heldout", lambda m: m["splits"].pop("heldout")),
+        ("splits", lambda m: m.pop("splits")),
+        ("splits.train", lambda m: m["splits"].update(train={})),
+        ("splits.train", lambda m: m["splits"].update(train=[])),
+        ("splits.train[1]", lambda m: m["splits"]["train"][1].update(x=1)),
+        ("splits.train[1].tokens", lambda m: m["splits"]["train"][1].update(tokens=0)),
+        ("splits.train[1].documents", lambda m: m["splits"]["train"][1].update(documents=-1)),
+        ("splits.train[0].documents", lambda m: m["splits"]["train"][0].update(documents=0)),
+        ("train-00001.bin", lambda m: m["splits"]["train"][1].update(tokens=9)),
+        ("train-00001.starts", lambda m: m["splits"]["train"][1].update(documents=99)),
     ]
-    for message, change in changes:
+    for name, change in changes:
         edit(copy, change)
-        with pytest.raises(DataError, match=message) as caught:
+        with refused(DataError, copy, name):
             open_shards(copy)
-        assert str(copy) in str(caught.value)
         (copy / "manifest.json").write_text(sound)
     open_shards(copy)
 
 
-def test_missing_and_malformed_manifests(copy: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere/manifest\.json: no such file"):
+def test_a_manifest_that_is_missing_or_no_json_is_named(copy: Path, tmp_path: Path) -> None:
+    with refused(DataError, tmp_path / "nowhere" / "manifest.json"):
         open_shards(tmp_path / "nowhere")
     (copy / "manifest.json").write_text('{"format"')
-    with pytest.raises(DataError, match=r"manifest\.json: unreadable JSON"):
+    with refused(DataError, copy / "manifest.json"):
         open_shards(copy)
 
 
@@ -409,16 +398,18 @@ def test_a_folder_of_something_else_is_not_touched(
     (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
     (tmp_path / "train-00000.bin").write_bytes(b"not ours")
     before = contents(tmp_path)
-    with pytest.raises(DataError, match="not a manifest of encoded text"):
+    with refused(DataError, tmp_path / "manifest.json"):
         encode(corpus_of(text_folder), tokenizer, tmp_path)
     assert contents(tmp_path) == before
 
 
-def test_refused_arguments_and_places(text_folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="shard_tokens: 0 is below 1"):
+def test_a_length_and_a_place_that_cannot_be_are_refused_by_name(
+    text_folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with refused(DataError, "shard_tokens", 0):
         encode(corpus_of(text_folder), tokenizer, tmp_path / "out", shard_tokens=0)
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="file: not a folder"):
+    with refused(StorageError, tmp_path / "file"):
         encode(corpus_of(text_folder), tokenizer, tmp_path / "file")
 
 

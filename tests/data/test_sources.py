@@ -14,6 +14,7 @@ from perspectron.data import Corpus, SplitName, absolute, label, open_corpus, wi
 from perspectron.data import reading as reading_module
 from perspectron.data.template import Template
 from perspectron.util.errors import DataError
+from tests.refusals import refused
 
 TEXTS = [f"Row {i} says {'well, ' * (i % 4)}ünïcode {i * 7919}.\n" for i in range(300)]
 
@@ -60,7 +61,7 @@ def test_a_zstd_file_of_several_frames_is_a_text_cut_at_a_line(
     plain, packed = (read(open_corpus(str(tmp_path / name))) for name in ("a.txt", "a.txt.zst"))
     assert packed == plain and "".join(plain["train"] + plain["heldout"]).encode() == whole
     (tmp_path / "cut.txt.zst").write_bytes(zstd.compress(whole)[:-9])
-    with pytest.raises(DataError, match=r"cut\.txt\.zst: cannot be read"):
+    with refused(DataError, "cut.txt.zst"):
         open_corpus(str(tmp_path / "cut.txt.zst"))
 
 
@@ -87,7 +88,7 @@ def test_a_pattern_names_files(tmp_path: Path) -> None:
     found = read(open_corpus(str(tmp_path / "part-*.parquet")))
     assert sorted([text for part in found.values() for text in part]) == sorted(TEXTS)
     assert everything(open_corpus(str(tmp_path / "part-[02].parquet"))) == sorted(TEXTS[:100] + TEXTS[200:])
-    with pytest.raises(DataError, match=r"none-\*: no file fits this pattern"):
+    with refused(DataError, tmp_path / "none-*"):
         open_corpus(str(tmp_path / "none-*"))
 
 
@@ -109,11 +110,9 @@ def test_a_dataset_of_a_folder_is_its_rows(tmp_path: Path) -> None:
     assert read(open_corpus(f"hf:{tmp_path}:train")) == read(corpus)
     table(tmp_path / "a.parquet", TEXTS[:-1])
     assert open_corpus(f"hf:{tmp_path}").fingerprint != corpus.fingerprint
-    with pytest.raises(
-        DataError, match=r"cannot be opened \(Bad split: nope\. Available splits: \['train'\]\)"
-    ):
+    with refused(DataError, "nope", "train"):
         open_corpus(f"hf:{tmp_path}:nope")
-    with pytest.raises(DataError, match=r"no column 'body', its columns are id, text; name the one with"):
+    with refused(DataError, "'body'", "id", "text"):
         open_corpus(f"hf:{tmp_path}#body")
 
 
@@ -127,7 +126,7 @@ def test_a_dataset_that_was_saved_is_its_rows(tmp_path: Path) -> None:
     for source in (f"hf:{tmp_path / 'one'}", f"hf:{tmp_path / 'all'}"):
         assert everything(open_corpus(source)) == sorted(TEXTS)
     assert everything(open_corpus(f"hf:{tmp_path / 'all'}:more")) == sorted(TEXTS[:9])
-    with pytest.raises(DataError, match="split 'nope' is not one of train, more"):
+    with refused(DataError, "'nope'", "train", "more"):
         open_corpus(f"hf:{tmp_path / 'all'}:nope")
 
 
@@ -136,13 +135,11 @@ def test_a_dataset_that_was_saved_is_its_rows(tmp_path: Path) -> None:
 
 def test_a_table_without_a_column_of_text_says_which_it_has(tmp_path: Path) -> None:
     path = table(tmp_path / "a.parquet", name="body")
-    with pytest.raises(
-        DataError, match=rf"a\.parquet: no column 'text', its columns are id, body; .*{path}#id"
-    ):
+    with refused(DataError, path, "'text'", "body", f"{path}#id"):
         open_corpus(str(path))
     assert everything(open_corpus(f"{path}#body")) == sorted(TEXTS)
     (tmp_path / "no.parquet").write_bytes(b"PAR1 and nothing else")
-    with pytest.raises(DataError, match=r"no\.parquet: cannot be read"):
+    with refused(DataError, "no.parquet"):
         open_corpus(str(tmp_path / "no.parquet"))
 
 
@@ -157,7 +154,7 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
     table(tmp_path / "a.parquet")
     there = reading_module.find_spec
     monkeypatch.setattr(reading_module, "find_spec", lambda n: None if n.startswith(missing) else there(n))
-    with pytest.raises(DataError, match=rf"{missing}.* is not installed: pip install 'perspectron\[data\]'"):
+    with refused(DataError, missing, "perspectron[data]"):
         open_corpus(name)
 
 
@@ -207,9 +204,11 @@ def test_the_column_of_a_text_table_is_read_and_no_other_text(
     packed = tmp_path / f"packed-{name}.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert everything(open_corpus(f"{packed}#body")) == wanted
-    for source, words in ((f"{path}#nosuch", "no column 'nosuch', its columns are id, body"),
-                          (str(path), rf"no column 'text'.*{path}#id; .* name it {path}\.txt")):  # fmt: skip
-        with pytest.raises(DataError, match=words):
+    for source, named in (
+        (f"{path}#nosuch", ["'nosuch'", "id", "body"]),
+        (str(path), ["'text'", f"{path}#id", f"{path}.txt"]),
+    ):
+        with refused(DataError, *named):
             open_corpus(source)
 
 
@@ -226,24 +225,24 @@ def test_a_json_of_objects_is_read_by_record(tmp_path: Path, kind: str) -> None:
     assert everything(corpus) == sorted(TEXTS) and corpus.notes() == []
     same = open_corpus(str(lines(tmp_path / "same.jsonl")), 0.2)
     assert read(corpus) == read(same)  # and the same records are held out
-    with pytest.raises(DataError, match="no column 'nosuch', its columns are text, n"):
+    with refused(DataError, path, "'nosuch'", "text", "n"):
         open_corpus(f"{path}#nosuch")
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "words"),
+    ("name", "data", "named"),
     [
-        ("cut.json", '[{"text": "a"}, {"text": "b"}, {"te', "no JSON from byte 29 on"),
-        ("open.json", '[{"text": "a"}, {"text": "b"}', "ends inside its array, at byte 29"),
-        ("words.json", '["a", "b"]', "not records but other JSON"),
-        ("quote.csv", 'text\na\n"b\nc\nd\n', "no table of cells between ',': unexpected end of data"),
+        ("cut.json", '[{"text": "a"}, {"text": "b"}, {"te', [29]),
+        ("open.json", '[{"text": "a"}, {"text": "b"}', [29]),
+        ("words.json", '["a", "b"]', []),
+        ("quote.csv", 'text\na\n"b\nc\nd\n', ["','"]),
     ],
 )
 def test_a_text_table_that_is_none_is_refused_with_its_place(
-    tmp_path: Path, name: str, data: str, words: str
+    tmp_path: Path, name: str, data: str, named: list[object]
 ) -> None:
     (tmp_path / name).write_text(data)
-    with pytest.raises(DataError, match=words):
+    with refused(DataError, name, *named):
         list(open_corpus(str(tmp_path / name)).documents("train"))
 
 
@@ -268,10 +267,10 @@ def test_a_text_table_as_spreadsheets_write_it_is_read(tmp_path: Path) -> None:
         corpus = open_corpus(str(tmp_path / name))
         assert everything(corpus) == sorted(TEXTS) and not corpus.notes()
     (tmp_path / "f.csv").write_text("\n\n")
-    with pytest.raises(DataError, match="its columns are none; to train"):
+    with refused(DataError, "f.csv"):
         open_corpus(str(tmp_path / "f.csv"))
     (tmp_path / "g.csv").write_text("text,text\na,b\nc,d\n")
-    with pytest.raises(DataError, match="2 columns are called 'text',"):
+    with refused(DataError, "g.csv", "'text'"):
         open_corpus(str(tmp_path / "g.csv"))
 
 
@@ -279,17 +278,17 @@ def test_a_field_beside_a_template_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"prompt": text, "completion": text}) + "\n" for text in TEXTS))
     template = Template.named("plain")
-    with pytest.raises(DataError, match=r"#body must be left out: .* under 'prompt' and 'completion'"):
+    with refused(DataError, "#body", "'prompt'", "'completion'"):
         open_corpus(f"{path}#body", template=template)
 
 
 def test_a_field_of_a_text_without_records_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("line\n" * 50)
     for source in (tmp_path / "a.txt", tmp_path):
-        with pytest.raises(DataError, match=f"{source}#body: 'body' names a field of records.*leave #body"):
+        with refused(DataError, f"{source}#body"):
             open_corpus(f"{source}#body")
     lines(tmp_path / "b.jsonl")
-    with pytest.raises(DataError, match=r"no record with text under 'body' \(no 'body', they have text\)"):
+    with refused(DataError, "'body'", "text"):
         open_corpus(f"{tmp_path}#body")
 
 
@@ -373,7 +372,7 @@ def test_a_text_of_another_encoding_is_the_same_text(
     path.write_bytes(gzip.compress(data) if packed else data)
     assert read(open_corpus(with_encoding(str(path), name))) == read(open_corpus(str(tmp_path / "plain.txt")))
     if name in ("utf-16", "utf-32"):  # with a mark
-        with pytest.raises(DataError, match=rf"looks like {name}, at byte \d+: --encoding {name} reads it"):
+        with refused(DataError, path, name, "--encoding"):
             open_corpus(str(path))
 
 
@@ -384,8 +383,8 @@ def test_records_of_another_encoding_are_the_same_records(tmp_path: Path) -> Non
     assert everything(open_corpus(f"{tmp_path}/a.jsonl#body&encoding=utf-16")) == sorted(TEXTS)
     assert everything(open_corpus(with_encoding(f"{tmp_path}/a.csv#body", "latin-1"))) == sorted(TEXTS)
     table(tmp_path / "a.parquet")
-    for source, words in (("a.parquet", "parquet has strings"), ("a.jsonl", "names utf-16")):
-        with pytest.raises(DataError, match=f"must be left out: .*{words}"):
+    for source, named in (("a.parquet", ["a.parquet"]), ("a.jsonl", ["a.jsonl", "utf-16"])):
+        with refused(DataError, *named):
             open_corpus(with_encoding(f"{tmp_path}/{source}#text&encoding=utf-16", "latin-1")
                         if source == "a.jsonl" else f"{tmp_path}/{source}#encoding=latin-1")  # fmt: skip
 
@@ -405,30 +404,23 @@ def test_records_that_are_not_of_the_encoding_say_so(tmp_path: Path) -> None:
         assert corpus.notes() == [f"left out records of {name}: 10 (not UTF-8; --encoding reads others)"]
     for name in ("c.csv", "d.tsv", "e.jsonl", "f.json"):
         (tmp_path / name).write_bytes((data.decode("latin-1")).encode("utf-16"))
-        with pytest.raises(
-            DataError, match=f"{name}: not UTF-8 text, it looks like utf-16, at byte 0: --enc"
-        ):
+        with refused(DataError, name, "utf-16", 0, "--encoding"):
             open_corpus(str(tmp_path / name))
 
 
 def test_a_fault_is_named_with_its_byte(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    for data, encoding, words in (
-        (
-            b"x" * 1_100_000 + b"\xff\n",
-            "",
-            "not UTF-8 text, at byte 1,100,000: --encoding latin-1, cp1252 or",
-        ),
-        (b"ab\0c", "", "a NUL byte, not UTF-8 text, at byte 2"),
-        (b"caf\xe9", "", "not UTF-8 text, at byte 3"),
-        (b"caf\x81 e\n", "cp1252", "a.txt: not cp1252: character maps to <undefined>"),
-        (b"ab\0c", "cp1252", "a NUL byte, not cp1252 text, at byte 2"),
-        (b"ab\0c", "cp1252", "a NUL byte, not cp1252 text, at byte 2"),
-        (b"x\n", "klingon", "encoding = 'klingon', must be one that Python has"),
-        (b"x\n", "rot13", "encoding = 'rot13', must be one that Python has"),
+    for data, encoding, named in (
+        (b"x" * 1_100_000 + b"\xff\n", "", [1_100_000, "--encoding", "latin-1", "cp1252"]),
+        (b"ab\0c", "", ["UTF-8", 2]),
+        (b"caf\xe9", "", ["UTF-8", 3]),
+        (b"caf\x81 e\n", "cp1252", ["a.txt", "cp1252"]),
+        (b"ab\0c", "cp1252", ["cp1252", 2]),
+        (b"x\n", "klingon", ["encoding", "klingon"]),
+        (b"x\n", "rot13", ["encoding", "rot13"]),
     ):
         path.write_bytes(data)
-        with pytest.raises(DataError, match=words):
+        with refused(DataError, *named):
             open_corpus(f"{path}#encoding={encoding}" if encoding else str(path))
 
 
@@ -441,5 +433,5 @@ def test_a_character_that_the_end_cuts_off_is_left_out_and_told_of(tmp_path: Pat
         (note,) = corpus.notes()
         assert "the last 2 bytes, a character that the end of a.txt cuts off" in note
     (tmp_path / "b.txt").write_bytes(WORDS.encode("utf-16-le")[:-1])
-    with pytest.raises(DataError, match="not utf-16-le: truncated data"):
+    with refused(DataError, "b.txt", "utf-16-le"):
         open_corpus(f"{tmp_path / 'b.txt'}#encoding=utf-16-le")

@@ -13,6 +13,7 @@ from perspectron.data import END_OF_TEXT, Tokenizer, bpe, open_corpus, tokenizer
 from perspectron.data.specials import OURS
 from perspectron.util.errors import DataError, StorageError
 from perspectron.util.machine import Peak
+from tests.refusals import refused
 
 TEXTS = ["def f(x):\n        return x + 1\n" * 20, "The cat sat on the mat. 123456 äöü 😀\r\n" * 20]
 TOKENIZER = Tokenizer.train(TEXTS, 300)
@@ -98,18 +99,18 @@ def test_incomplete_characters_decode_to_a_mark() -> None:
 
 @pytest.mark.parametrize("bad", [-1, 300])
 def test_unknown_ids_are_refused(bad: int) -> None:
-    with pytest.raises(DataError, match=f"{bad} is not between 0 and 299"):
+    with refused(DataError, bad, 299):
         TOKENIZER.decode([1, bad])
 
 
-def test_refusals() -> None:
-    with pytest.raises(DataError, match="vocab_size: 256 is below 257"):
+def test_a_tokenizer_of_no_text_or_too_few_ids_and_half_a_character_are_refused() -> None:
+    with refused(DataError, "vocab_size", 256):
         Tokenizer.train(TEXTS, 256)
-    with pytest.raises(DataError, match="no text"):
+    with refused(DataError, "tokenizer"):
         Tokenizer.train(["", ""], 300)
-    with pytest.raises(DataError, match=r"'\\ud800' at 1 is half of a surrogate pair"):
+    with refused(DataError, r"'\ud800'", 1):
         TOKENIZER.encode("a\ud800")
-    with pytest.raises(DataError, match="surrogate"):
+    with refused(DataError):
         Tokenizer.train(["a\ud800"], 300)
 
 
@@ -118,7 +119,7 @@ def test_an_error_in_the_texts_reaches_the_caller() -> None:
         yield "some"
         raise DataError("gone")
 
-    with pytest.raises(DataError, match="gone"):
+    with refused(DataError, "gone"):
         Tokenizer.train(texts(), 300)
 
 
@@ -128,31 +129,31 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     return path, json.loads(path.read_text())
 
 
-DAMAGED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda v: v["model"]["vocab"].update(def_=2**40), "model.vocab has id 1099511627776, must be in 0 … 16777215"),
-    (lambda v: v["model"]["vocab"].update({"def": 2**24}), "model.vocab has id 16777216"),
-    (lambda v: v["model"]["vocab"].update({"def": -1}), "model.vocab has id -1"),
-    (lambda v: v["model"]["vocab"].update({"def": 256.0}), r"model.vocab\[...\]: expected `int`, got `float`"),
-    (lambda v: v["model"]["vocab"].update({"!": True}), r"model.vocab\[...\]: expected `int`, got `bool`"),
-    (lambda v: v["model"]["vocab"].update({"!": "1"}), r"model.vocab\[...\]: expected `int`, got `str`"),
-    (lambda v: v["model"].update(vocab=5), "model.vocab: expected"),
-    (lambda v: v["model"].update(unk_token={}), "model.unk_token: expected"),
-    (lambda v: v["model"].update(dropout=0.5), "model.dropout is 0.5, must be null"),
-    (lambda v: v.update(added_tokens=[{}]), r"added_tokens\[0\]: object missing required field `content`"),
-    (lambda v: v.pop("model"), "missing required field `model`"),
+DAMAGED: list[tuple[Callable[[dict[str, Any]], object], list[Any]]] = [
+    (lambda v: v["model"]["vocab"].update(def_=2**40), ["model.vocab", 2**40]),
+    (lambda v: v["model"]["vocab"].update({"def": 2**24}), ["model.vocab", 2**24]),
+    (lambda v: v["model"]["vocab"].update({"def": -1}), ["model.vocab", -1]),
+    (lambda v: v["model"]["vocab"].update({"def": 256.0}), ["model.vocab[...]", "float"]),
+    (lambda v: v["model"]["vocab"].update({"!": True}), ["model.vocab[...]", "bool"]),
+    (lambda v: v["model"]["vocab"].update({"!": "1"}), ["model.vocab[...]", "str"]),
+    (lambda v: v["model"].update(vocab=5), ["model.vocab"]),
+    (lambda v: v["model"].update(unk_token={}), ["model.unk_token"]),
+    (lambda v: v["model"].update(dropout=0.5), ["model.dropout", 0.5]),
+    (lambda v: v.update(added_tokens=[{}]), ["added_tokens[0]", "content"]),
+    (lambda v: v.pop("model"), ["model"]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "message"), DAMAGED, ids=range(len(DAMAGED)))
+@pytest.mark.parametrize(("change", "named"), DAMAGED, ids=range(len(DAMAGED)))
 def test_what_the_library_would_believe_is_refused_before_it_sees_it(
-    tmp_path: Path, change, message: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, change, named: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids that make tables of terabytes, merges that are drawn."""
     path, value = saved(tmp_path)
     change(value)
     path.write_text(json.dumps(value))
     monkeypatch.setattr(tokenizer.tokenizers.Tokenizer, "from_str", None)  # must not be called
-    with pytest.raises(DataError, match=message) as error:
+    with refused(DataError, *named) as error:
         Tokenizer.load(path)
     said = str(error.value)
     assert said.startswith(f"{path}: ") and "\n" not in said and len(said) < len(str(path)) + 250
@@ -176,9 +177,8 @@ def test_what_the_library_cannot_read_is_refused_in_a_line(tmp_path: Path, chang
     path, value = saved(tmp_path)
     change(value)
     path.write_text(json.dumps(value))
-    with pytest.raises(DataError, match="the tokenizers library cannot read it") as error:
+    with refused(DataError, path):
         Tokenizer.load(path)
-    assert "\n" not in str(error.value)
 
 
 def test_no_merge_gives_the_separator(tmp_path: Path) -> None:
@@ -209,10 +209,10 @@ def test_files_that_are_no_files_or_too_large(tmp_path: Path, monkeypatch: pytes
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zeros").symlink_to("/dev/zero")
     for name in ("pipe", "zeros"):
-        with pytest.raises(DataError, match="not a regular file"):
+        with refused(DataError, tmp_path / name):
             Tokenizer.load(tmp_path / name)
     monkeypatch.setattr(bpe, "MOST_BYTES", 1000)
-    with pytest.raises(DataError, match=r"tokenizer\.json: .*more than 1000 bytes"):
+    with refused(DataError, path, 1000):
         Tokenizer.load(path)
 
 
@@ -221,7 +221,7 @@ def test_a_vast_file_is_not_read(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 36)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(DataError, match="more than 67108864 bytes"):
+    with refused(DataError, path, 67108864):
         Tokenizer.load(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 160 << 10
 
@@ -236,14 +236,12 @@ def test_what_the_library_dies_of_is_an_error(tmp_path: Path, monkeypatch: pytes
     path, _ = saved(tmp_path)
 
     monkeypatch.setattr(tokenizer, "_of", panics)
-    with pytest.raises(
-        DataError, match=r"tokenizer.json: the tokenizer's library failed \(called .* a `None`"
-    ):
+    with refused(DataError, path):
         Tokenizer.load(path)
     broken = Tokenizer.__new__(Tokenizer)
     broken._cut = True
     broken._inner = type("Broken", (), {"encode_batch_fast": panics})()
-    with pytest.raises(DataError, match="text: the tokenizer's library failed"):
+    with refused(DataError, "text"):
         broken.encode("a")
 
 
@@ -253,10 +251,10 @@ def test_what_the_library_dies_of_is_an_error(tmp_path: Path, monkeypatch: pytes
 def test_load_refuses_damaged_files(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"tokenizer\.json: not a tokenizer file"):
+    with refused(DataError, path):
         Tokenizer.load(path)
     path.unlink()
-    with pytest.raises(DataError, match=r"tokenizer\.json: no such file"):
+    with refused(DataError, path):
         Tokenizer.load(path)
 
 
@@ -268,7 +266,7 @@ def test_save_to_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", full)
-    with pytest.raises(StorageError, match="No space left"):
+    with refused(StorageError, path):
         Tokenizer.train(["ab ab"], 300).save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -301,7 +299,7 @@ def test_the_same_tokenizer_is_made_once(tmp_path):
 
 
 def test_a_run_that_no_border_cuts_is_refused_where_it_would_take_gigabytes() -> None:
-    with pytest.raises(DataError, match=r"text: 4,194,305 characters without a place where it can be cut"):
+    with refused(DataError, "text", 4_194_305):
         TOKENIZER.encode('"' * (2**22 + 1))
     assert len(TOKENIZER.encode('"' * 2**16)) > 0
 
@@ -309,6 +307,5 @@ def test_a_run_that_no_border_cuts_is_refused_where_it_would_take_gigabytes() ->
 def test_what_an_earlier_version_imported_is_refused_as_its_ends_would_be_text(tmp_path: Path) -> None:
     vocab = {token: id for id, token in enumerate([END_OF_TEXT, *bpe.byte_letters(), "<|stop|><|eot|>"])}
     (tmp_path / "tokenizer.json").write_text(bpe.to_json(vocab, []))
-    with pytest.raises(DataError) as error:
+    with refused(DataError, tmp_path / "tokenizer.json"):
         Tokenizer.load(tmp_path / "tokenizer.json")
-    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)

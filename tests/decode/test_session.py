@@ -22,6 +22,7 @@ from perspectron.util.errors import ConfigError, StateError
 from tests.decode.conftest import VOCAB, make
 from tests.decode.test_rows import GREEDY, SETTINGS, equal, prompt_of
 from tests.decode.test_store import CHUNK, small
+from tests.refusals import refused
 
 SAMPLED = SETTINGS[2]
 
@@ -150,9 +151,7 @@ def test_of_a_loaded_conversation_no_more_is_gone_back_than_is_known(
     early = session.at(2)
     session.save(tmp_path / "session")
     again = Session.load(tmp_path / "session", perspective, tokenizer)
-    with pytest.raises(
-        ConfigError, match=r"token = 2, must be ≥ \d+: what a loaded text began with is remembered"
-    ):
+    with refused(ConfigError, "token", 2):
         again.at(2)
     whole = again.at(len(again.tokens)).say(3, sampling=GREEDY)
     assert whole == session.say(3, sampling=GREEDY)
@@ -210,11 +209,11 @@ def test_the_marks_of_all_sessions_are_within_one_bound(tokenizer, monkeypatch) 
 def test_what_is_wrong_is_said_and_changes_nothing(perspective, tokenizer, tmp_path) -> None:
     session = Session(perspective, tokenizer)
     session.read("The cat")
-    with pytest.raises(ConfigError, match="token id"):
+    with refused(ConfigError, VOCAB):
         session.read([VOCAB])
-    with pytest.raises(ConfigError, match="text = b'ab', must be a text or its ids"):
+    with refused(ConfigError, "text"):
         session.read(b"ab")
-    with pytest.raises(ConfigError, match="token = 99, must be ≥ 0 and ≤ "):
+    with refused(ConfigError, "token", 99):
         session.at(99)
 
     def stop(_: str) -> None:
@@ -227,12 +226,12 @@ def test_what_is_wrong_is_said_and_changes_nothing(perspective, tokenizer, tmp_p
         9, sampling=GREEDY
     )
     session.save(tmp_path / "a")
-    with pytest.raises(StateError, match="state of model"):
+    with refused(StateError, tmp_path / "a"):
         Session.load(tmp_path / "a", make("transformer-tiny"), tokenizer)
     table = small("gpt2")
-    with pytest.raises(ConfigError, match="tokens of one document = 65, must be ≤ positions = 64"):
+    with refused(ConfigError, 65, "positions", 64):
         Session(table, tokenizer).read([5] * 64)
-    with pytest.raises(ConfigError, match="tokens of one document = 65, must be ≤ positions = 64"):
+    with refused(ConfigError, 65, "positions", 64):
         Session(table, tokenizer).read([*[5] * 64, 0, 5])  # also one that ends
 
 
@@ -258,7 +257,7 @@ def test_a_file_whose_tokens_do_not_fit_is_refused(perspective, tokenizer, tmp_p
             perspective,
             extra={"conversation": talk, "session": own},
         )
-    with pytest.raises(StateError, match="its tokens are not those of a session"):
+    with refused(StateError, tmp_path / "a"):
         Session.load(tmp_path / "a", perspective, tokenizer)
 
 
@@ -282,7 +281,7 @@ def test_no_number_of_a_file_is_believed(perspective, tokenizer, tmp_path, part,
     with pytest.raises(StateError):
         Session.load(tmp_path / "bad", perspective, tokenizer)
     if part == "conversation" and value != [99]:
-        with pytest.raises(StateError, match=f"{field} holds -?[0-9]+, must be ≥ 0 and < [0-9]+"):
+        with refused(StateError, tmp_path / "bad", field):
             Conversation.load(tmp_path / "bad", perspective)
 
 
@@ -292,7 +291,7 @@ def test_a_conversation_that_was_made_up_is_refused_where_it_would_be_used(persp
     for change in ({"recent": [[VOCAB]]}, {"recent": [[-5]]}, {"drawn": [-1]}):
         talk = generate(perspective, tokenizer, ["The cat"], max_tokens=5, sampling=GREEDY).conversation
         talk = dataclasses.replace(talk, **change)
-        with pytest.raises(StateError, match="remembers what is none of"):
+        with refused(StateError):
             generate(perspective, tokenizer, [""], max_tokens=2, sampling=sampling, conversation=talk)
 
 
@@ -301,7 +300,7 @@ def test_a_file_that_was_read_in_larger_calls_is_not_read_again_in_them(
 ) -> None:
     """The way back reads a text in the calls that its file tells: one of a million tokens would take all memory."""
     Session(perspective, tokenizer, chunk=512).read(prompt_of(600, 1)).save(tmp_path / "wide")
-    with pytest.raises(StateError, match="read 512 tokens at a time, must be ≤ 128; load it with chunk=512"):
+    with refused(StateError, tmp_path / "wide", 512, 128):
         Session.load(tmp_path / "wide", perspective, tokenizer)
     wide = Session.load(tmp_path / "wide", perspective, tokenizer, chunk=512)
     assert wide.at(100).tokens == prompt_of(100, 1)

@@ -19,6 +19,7 @@ from perspectron.ops import fused
 from tests.decode.conftest import make
 from tests.decode.test_steps import ATTENTION, attentive
 from tests.decode.test_store import small
+from tests.refusals import names
 
 pytestmark = pytest.mark.cpu_only("the same bits alone and together are promised on a CPU")
 
@@ -115,13 +116,13 @@ def test_gates_of_few_heads_depend_on_no_other_row(tokenizer) -> None:
     assert len(set(said)) == 1
 
 
-def test_the_command(capsys, monkeypatch) -> None:
+def test_the_command_says_which_ways_agree_and_fails_where_one_differs(capsys, monkeypatch) -> None:
     run = "tests/vectors/run"
     for name, few in (("BATCHES", (1, 3)), ("PIECES", (5,))):
         monkeypatch.setattr(verify.ways, "__kwdefaults__", verify.ways.__kwdefaults__ | {name.lower(): few})
     assert main(["verify", run, "--here"]) == 0
     said = capsys.readouterr().out
-    assert "all rows in one step:" in said and "batch of 1, batch of 3, pieces of 5" in said
+    assert names(said, 1, 3, 5)
     assert main(["verify", run, "--here", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["holds"]
     monkeypatch.setattr(batch, "WIDTH", 1)

@@ -80,4 +80,5 @@ def test_the_others_are_listed_and_trained(rest):
 
 def test_the_tests_of_the_rest_pass(rest):
     files = os.environ["REST"].split() if "REST" in os.environ else REST
-    run(rest, "-m", "pytest", "-p", "no:cacheprovider", "-k", "not drm and not DRM", *files)
+    kept = ["-k", "not drm and not DRM", "--ignore", "tests/test_messages.py"]  # its list has those of DRM
+    run(rest, "-m", "pytest", "-p", "no:cacheprovider", *kept, *files)

@@ -17,6 +17,7 @@ from perspectron.model.config import ModelConfig
 from perspectron.opening import Folder, Opened
 from perspectron.presets import DESIGNS, small
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 TINY = Options(contexts=(16, 128), rounds=2, visit=1, seconds=0, batch_size=2, seq_len=16, dtype="bfloat16")
 
@@ -112,42 +113,39 @@ def test_a_process_that_dies_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "named"),
     [
-        ({"contexts": ()}, "contexts = ()"),
-        ({"contexts": (1024, 3), "visit": 4}, "contexts = 3, must be ≥ 6"),
-        ({"rounds": 0}, "rounds = 0"),
-        ({"visit": 0}, "visit = 0"),
-        ({"seconds": -1.0}, "seconds = -1.0"),
-        ({"dtype": "float16"}, "dtype = 'float16', must be one of None, float32, bfloat16"),
+        ({"contexts": ()}, ["contexts"]),
+        ({"contexts": (1024, 3), "visit": 4}, ["contexts", 3]),
+        ({"rounds": 0}, ["rounds", 0]),
+        ({"visit": 0}, ["visit", 0]),
+        ({"seconds": -1.0}, ["seconds"]),
+        ({"dtype": "float16"}, ["dtype", "float16"]),
     ],
 )
-def test_refused_options(change, says):
-    with pytest.raises(ConfigError) as error:
+def test_an_option_out_of_bounds_is_refused_by_name(change, named):
+    with refused(ConfigError, *named):
         replace(QUICK, **change)
-    assert says in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "named"),
     [
-        ({"seq_len": 17}, "seq_len = 17, must be ≤ positions = 16, the learned table of gpt2"),
-        ({"seq_len": 0}, "seq_len = 0"),
-        ({"batch_size": 0}, "batch_size = 0"),
-        ({"device": "cuda:7"}, "device = 'cuda:7'"),
+        ({"seq_len": 17}, ["seq_len", 17]),
+        ({"seq_len": 0}, ["seq_len", 0]),
+        ({"batch_size": 0}, ["batch_size", 0]),
+        ({"device": "cuda:7"}, ["device", "cuda:7"]),
     ],
 )
-def test_refused_settings(change, says):
-    with pytest.raises(ConfigError) as error:
+def test_a_setting_out_of_bounds_is_refused_by_name(change, named):
+    with refused(ConfigError, *named):
         compare_costs({"gpt2": config_of("gpt2")}, replace(TINY, **change))
-    assert says in str(error.value) and "\n" not in str(error.value)
 
 
-def test_refused_subjects():
-    with pytest.raises(ConfigError, match="designs = "):
+def test_no_designs_and_packed_models_are_refused():
+    with refused(ConfigError, "designs"):
         compare_costs({}, TINY)
     subject = subject_of(config_of("gla"))
     packed = replace(subject.opened, folder=replace(subject.opened.folder, quant={}))
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError):
         cost.measure(replace(subject, opened=packed), TINY)
-    assert "must be a run" in str(error.value) and "\n" not in str(error.value)

@@ -10,6 +10,7 @@ from perspectron.cli.main import main
 from perspectron.eval.engines import Answer, EngineError, NotOffered, Server, difference
 from perspectron.eval.exactness import Asked, Plan, holds
 from tests.eval.engine_fake import Fake, serving
+from tests.refusals import refused
 
 PLAN = Plan(length=32, tokens=6, texts=3, rounds=2, seed=3)
 
@@ -149,5 +150,5 @@ def test_answers_in_both_forms_of_logprobs_are_read(monkeypatch) -> None:
 
 
 def test_slots_are_refused_by_name_without_llama_cpp() -> None:
-    with pytest.raises(NotOffered, match="--save"):
+    with refused(NotOffered, "--save"):
         Server("http://127.0.0.1:1").save(0, "a")

@@ -21,6 +21,7 @@ from perspectron.eval import harness
 from perspectron.eval.harness import Answers
 from perspectron.train.heldout import heldout
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 PAIRS = [
     ("The quick brown", " fox"),
@@ -97,7 +98,7 @@ def test_a_long_context_keeps_its_end_where_a_table_ends(subject):
     scored = len(ids) - len(asked.tokenizer.encode(context.rstrip()))
     (score,) = asked.log_likelihoods([(context, "quick brown")])
     assert score.log_likelihood == pytest.approx(plain(asked, ids[-33:], scored)[0], abs=1e-4)
-    with pytest.raises(ConfigError, match=r"tokens of a continuation = \d+,"):
+    with refused(ConfigError, "tokens"):
         asked.log_likelihoods([("fox", "ZQ" * 100)])
 
 
@@ -163,7 +164,7 @@ def test_null_is_as_if_it_were_not_given(subject):
     found = [asked.continuations([("fox", {"do_sample": True} | options)]) for options in (null, plain)]
     assert found[0] == found[1]
     for name, value in (("temperature", "hot"), ("max_gen_toks", [6])):
-        with pytest.raises(ConfigError, match=f"{name} = .*, must be a number or null"):
+        with refused(ConfigError, name):
             asked.continuations([("fox", {"do_sample": True, name: value})])
 
 
@@ -177,9 +178,9 @@ def test_generation_leaves_room_in_a_table_of_positions(subject):
     )
     assert text == made.texts[0]
     assert asked.continuations([(long, {})])
-    with pytest.raises(ConfigError, match="max_gen_toks = 32,"):
+    with refused(ConfigError, "max_gen_toks", 32):
         asked.continuations([("fox", {"max_gen_toks": 32})])
-    with pytest.raises(ConfigError, match="generation option = 'num_beams',"):
+    with refused(ConfigError, "num_beams"):
         asked.continuations([("fox", {"num_beams": 4})])
 
 

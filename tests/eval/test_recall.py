@@ -20,6 +20,7 @@ from perspectron.model.ffn import SwiGLUConfig
 from perspectron.opening import Folder, Opened
 from perspectron.util.config import dump, load
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 EASY = SelectiveCopy(8, letters=1, kinds=4)
 
@@ -135,21 +136,21 @@ def test_a_table_of_positions_that_ends_is_not_read_past():
 
 
 def test_a_vocabulary_too_small_is_an_error():
-    with pytest.raises(ConfigError, match="vocab_size = 4,"):
+    with refused(ConfigError, "vocab_size", 4):
         solve_task(blind(4), EASY, steps=1)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"profile": "slow"}, "profile = 'slow', must be one of quick, full"),
-        ({"seeds": 0}, "seeds = 0, must be ≥ 1"),
-        ({"rates": ()}, "rates = \\(\\), must be one or more numbers > 0"),
-        ({"batch_tokens": 0}, "batch_tokens = 0, must be ≥ 1"),
+        ({"profile": "slow"}, ["profile", "slow"]),
+        ({"seeds": 0}, ["seeds", 0]),
+        ({"rates": ()}, ["rates"]),
+        ({"batch_tokens": 0}, ["batch_tokens", 0]),
     ],
 )
-def test_bad_options(changes, message):
-    with pytest.raises(ConfigError, match=message):
+def test_an_option_that_cannot_be_is_refused_by_name(changes, named):
+    with refused(ConfigError, *named):
         Options(**changes)
 
 

@@ -47,6 +47,6 @@ def test_what_is_left_to_a_device_counts(clock, monkeypatch):
     assert timed(lambda: None, clock=lambda: clock[0])() == 0.0
 
 
-def test_spreads():
+def test_a_spread_is_the_median_and_the_middle_half():
     assert Spread.middle([1.0, 2.0, 3.0, 4.0, 100.0]) == Spread(3.0, 2.0, 4.0, 5)
     assert Spread.middle([7.0]) == Spread(7.0, 7.0, 7.0, 1)

@@ -22,6 +22,7 @@ from perspectron.model.census import census
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.ops import experts
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 D = 32
 WEIGHTS = ("gate_EFD", "up_EFD", "down_EDF")
@@ -582,21 +583,21 @@ def test_eight_bit_activations_reach_both_products():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"experts": 7}, r"^experts = 7, must be the 8 that fill a torus of \(4, 2\)$"),
-        ({"torus": (4, 0)}, r"^torus = \(4, 0\), must be one or more lengths ≥ 1$"),
-        ({"torus": ()}, r"^torus = \(\), must be one or more"),
-        ({"hidden": 0}, r"^hidden = 0, must be ≥ 1"),
-        ({"temperature": 0.0}, r"^temperature = 0.0, must be > 0"),
-        ({"nearest": 0}, r"^nearest = 0, must be ≥ 1"),
-        ({"gate": "hard"}, r"^gate = 'hard', must be one of none, straight_through, soft"),
-        ({"delta": -1.0}, r"^delta = -1.0, must be ≥ 0"),
+        ({"experts": 7}, ["experts", 7]),
+        ({"torus": (4, 0)}, ["torus"]),
+        ({"torus": ()}, ["torus"]),
+        ({"hidden": 0}, ["hidden", 0]),
+        ({"temperature": 0.0}, ["temperature"]),
+        ({"nearest": 0}, ["nearest", 0]),
+        ({"gate": "hard"}, ["gate", "hard"]),
+        ({"delta": -1.0}, ["delta"]),
     ],
     ids=str,
 )
-def test_a_config_that_cannot_be_is_named(options, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_config_that_cannot_be_is_named(options, named):
+    with refused(ConfigError, *named):
         dataclasses.replace(
             RoutedConfig(8, (4, 2), 8), experts=0, **options
         ) if "experts" not in options else (dataclasses.replace(RoutedConfig(8, (4, 2)), **options))
@@ -631,7 +632,7 @@ def test_what_training_counts_is_no_part_of_the_fingerprint():
 
 
 def test_sizes_of_experts_are_refused_where_there_are_none():
-    with pytest.raises(ConfigError, match=r"^ternary = True,"):
+    with refused(ConfigError, "ternary", True):
         presets.get("perspective-tiny-dense", ternary=True)
 
 
@@ -641,7 +642,7 @@ def test_a_second_derivative_through_the_gate_is_an_error():
     w = torch.randn(4, dtype=torch.float64, requires_grad=True)
     y = _StraightThrough.apply(x**2, w.exp())
     gradient = torch.autograd.grad((y**2).sum() + (x**3).sum() + (w**3).sum(), (x, w), create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
+    with refused(RuntimeError, "create_graph"):
         torch.autograd.grad(sum(part.sum() for part in gradient), (x, w))
 
 
@@ -654,7 +655,7 @@ def test_a_router_that_reads_what_the_mixer_gave():
              "period": 3, "torus": [2, 2]}  # fmt: skip
     config = presets.get("perspective-tiny", **sizes, reads="mixer")
     bare = (dataclasses.replace(config.blocks[0], mixer=None), *config.blocks[1:])
-    with pytest.raises(ConfigError, match="reads = 'mixer',"):
+    with refused(ConfigError, "reads", "mixer"):
         perspectron.build(dataclasses.replace(config, blocks=bare))
     model = perspectron.build(config).eval()
     seen, ids = [], torch.arange(40)[None] % 60

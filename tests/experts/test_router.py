@@ -25,6 +25,7 @@ from perspectron.experts.torus import cells, distance2, lattice
 from perspectron.stream.experts import PackedExperts
 from perspectron.util.errors import ConfigError
 from tests.native.isa import forced_isa
+from tests.refusals import refused
 
 D = 24
 TORI = [(8, 4), (3, 2, 5), (7,), (1, 4), (2, 1, 2)]
@@ -112,7 +113,7 @@ def test_ties_go_to_the_lowest_id_in_every_view():
     assert router.select(distances, "antipode").tolist() == [0]  # between 0, 3, 4 and 7
 
 
-def test_a_switch():
+def test_a_switch_chooses_by_its_logits():
     layer = made((3, 2), router="switch", smooth=0.0)
     router, x = layer.router, tokens(40)
     logit_NE = x @ layer.route_proj.weight.T + layer.route_proj.bias + layer.bias_E
@@ -132,7 +133,7 @@ def test_random_depends_on_seed_and_position_alone_and_is_even():
     assert not torch.equal(router.select(distances, "random", seed=4), drawn)
     few = Distances(distances.query_NA[:3], distances.distance2_NE[:3])
     assert torch.equal(router.select(few, "random", seed=3, position_N=[7, 3999, 0]), drawn[[7, 3999, 0]])
-    with pytest.raises(ConfigError, match="position_N has 2 numbers"):
+    with refused(ConfigError, "position_N", 2):
         router.select(few, "random", seed=3, position_N=[7, 3999])
     load_E = torch.bincount(drawn, minlength=8).double()
     assert ((load_E - 500).square() / 500).sum() < 24.3  # χ² of 7 degrees of freedom, 0.1%
@@ -176,26 +177,25 @@ def test_views_change_their_own_rows_and_layers_alone():
 
 
 @pytest.mark.parametrize(
-    ("view", "options", "message"),
+    ("view", "options", "named"),
     [
-        ("nearer", {}, "view = 'nearer', must be one of nearest, second, antipode, random, perturbed"),
-        ("random", {}, "seed = None, must be in 0 … 2^128 − 1 for view = 'random'"),
-        ("random", {"seed": -1}, "seed = -1"),
-        ("random", {"seed": 2**128}, "seed = 3402"),
+        ("nearer", {}, ["view", "nearer"]),
+        ("random", {}, ["seed", None]),
+        ("random", {"seed": -1}, ["seed", -1]),
+        ("random", {"seed": 2**128}, ["seed", str(2**128)]),
     ],
 )
-def test_what_cannot_be_asked_is_said_in_a_line(view, options, message):
+def test_what_cannot_be_asked_is_said_in_a_line(view, options, named):
     router = made((4, 2)).router
-    with pytest.raises(ConfigError, match=message.replace("^", r"\^")) as error:
+    with refused(ConfigError, *named):
         router.select(router.distances(tokens(2)), view, **options)
-    assert "\n" not in str(error.value)
 
 
 def test_one_expert_has_no_second():
     router = made((1,)).router
     distances = router.distances(tokens(3))
     assert router.select(distances).tolist() == [0, 0, 0]
-    with pytest.raises(ConfigError, match="view = 'second',"):
+    with refused(ConfigError, "view", "second"):
         router.select(distances, "second")
 
 
@@ -217,9 +217,7 @@ def test_gradients_reach_the_parameters_through_a_router_made_at_each_call():
 
 @pytest.mark.parametrize("torus", [*TORI, (8, 4, 4)])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"offsets": False}, {"bias_rate": 0.0}, {"router": "switch", "smooth": 0.0}],
-    ids=str,
+    "options", [{}, {"offsets": False}, {"bias_rate": 0.0}, {"router": "switch", "smooth": 0.0}], ids=str
 )
 def test_the_packed_layer_chooses_as_the_layer_does_and_token_by_token_alike(torus, options):
     float_layer = made(torus, dtype=torch.float32, **options)

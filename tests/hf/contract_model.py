@@ -15,6 +15,7 @@ from perspectron import build
 from perspectron.interop import foreign
 from perspectron.interop.hf import PerspectronConfig, PerspectronForCausalLM, StateCache
 from tests.hf.subject import PROMPTS, N, Subject
+from tests.refusals import refused
 
 IDS = torch.arange(1, 13).view(2, 6)
 WEIGHTS = "model.safetensors"
@@ -64,11 +65,7 @@ def test_generate_continue_from_inputs_embeds(s: Subject) -> None:
     start = embed(s.tokenizer(PROMPTS[0], return_tensors="pt").input_ids)
     options = {"do_sample": False, "eos_token_id": None}
     first = s.model.generate(
-        inputs_embeds=start,
-        max_new_tokens=3,
-        cache=StateCache(),
-        return_dict_in_generate=True,
-        **options,
+        inputs_embeds=start, max_new_tokens=3, cache=StateCache(), return_dict_in_generate=True, **options
     )
     more = torch.cat([start, embed(first.sequences)], 1)
     rest = s.model.generate(inputs_embeds=more, max_new_tokens=N - 3, cache=first.cache, **options)
@@ -98,7 +95,7 @@ def test_prepare_inputs_for_generation_kwargs_forwards(s: Subject) -> None:
 
 def test_offloaded_cache_implementation(s: Subject) -> None:
     for kind in ("offloaded", "static", "quantized"):
-        with pytest.raises(ValueError, match=f"cache_implementation = '{kind}', must be left out"):
+        with refused(ValueError, "cache_implementation", kind):
             s.generate(cache_implementation=kind)
 
 
@@ -166,7 +163,7 @@ def test_retain_grad_hidden_states_attentions(s: Subject) -> None:
 
 
 def test_attention_outputs(s: Subject) -> None:
-    with pytest.raises(ValueError, match="output_attentions is True,"):
+    with refused(ValueError, "output_attentions"):
         s.model(IDS, output_attentions=True)
 
 
@@ -181,7 +178,7 @@ def test_generate_with_and_without_position_ids(s: Subject) -> None:
     at = torch.arange(6).expand(2, 6)
     with torch.no_grad():
         torch.testing.assert_close(s.model(IDS, position_ids=at).logits, s.model(IDS).logits, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="position_ids have gaps"):
+    with refused(ValueError, "position_ids"):
         s.model(IDS, position_ids=at % 3)
 
 

@@ -11,6 +11,7 @@ from perspectron import presets
 from perspectron.interop.hf import PerspectronConfig, PerspectronForCausalLM
 from perspectron.util.errors import ConfigError
 from tests.hf.subject import small
+from tests.refusals import refused
 
 peft = pytest.importorskip("peft")
 IDS = torch.randint(1, 290, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -115,9 +116,9 @@ def test_input_without_tokens_is_named():
     for shape in ((0, 3), (1, 0), (0, 0)):
         ids = torch.zeros(shape, dtype=torch.int64)
         for read in (model, lambda ids: model.generate(ids, max_new_tokens=2)):
-            with pytest.raises(ConfigError, match=r"ids have shape .*,"):
+            with refused(ConfigError, "ids"):
                 read(ids)
-        with pytest.raises(ConfigError, match=r"inputs_embeds has shape .* with B ≥ 1 and T ≥ 1"):
+        with refused(ConfigError, "inputs_embeds"):
             model(inputs_embeds=torch.zeros(*shape, 32))
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 20\),"):
+    with refused(ValueError, "attention_mask"):
         model(IDS, attention_mask=torch.ones(1, 20))

@@ -24,6 +24,7 @@ from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.util.config import dump
 from tests.hf.subject import small
+from tests.refusals import in_a_line, names
 
 TEXT = "the fox <|endoftext|> counts\n"
 ALONE = """
@@ -169,17 +170,17 @@ def test_names_of_weights_survive_transformers(tmp_path):
 def test_a_folder_that_cannot_be_read_is_refused_in_a_line(run, tmp_path, capsys):
     whole, hf = tmp_path / "whole", tmp_path / "hf"
     assert main(["export", str(run), "--hf", str(whole)]) == 0
-    for change, words in (
-        (lambda: (hf / "config.json").unlink(), "config.json: no such file"),
-        (lambda: (hf / "config.json").write_text('{"model_type": "bert"}'), "model_type is 'bert'"),
-        (lambda: (hf / "model.safetensors").unlink(), "no weights in it"),
-        (lambda: (hf / "tokenizer.json").unlink(), "tokenizer.json: no such file"),
-        (lambda: _wider(hf), "(embedding.weight is [300, 32] float32 there, [301, 32] float32 here)"),
+    for change, named in (
+        (lambda: (hf / "config.json").unlink(), ["config.json"]),
+        (lambda: (hf / "config.json").write_text('{"model_type": "bert"}'), ["model_type", "bert"]),
+        (lambda: (hf / "model.safetensors").unlink(), []),
+        (lambda: (hf / "tokenizer.json").unlink(), ["tokenizer.json"]),
+        (lambda: _wider(hf), ["embedding.weight", 300, 301]),
     ):
         shutil.copytree(whole, hf)
         change()
         assert main(["import", str(hf), "--out", str(tmp_path / "out")]) == 2
-        assert words in capsys.readouterr().err
+        in_a_line(capsys.readouterr().err, *named)
         assert not (tmp_path / "out").exists()
         shutil.rmtree(hf)
 
@@ -193,7 +194,7 @@ def _wider(folder: Path) -> None:
 def test_export_needs_something_to_write_and_a_new_folder(run, tmp_path, capsys):
     assert main(["export", str(run)]) == 2
     assert main(["export", str(run), "--hf", str(run)]) == 2
-    assert "must be a new folder" in capsys.readouterr().err
+    assert names(capsys.readouterr().err, run)
 
 
 def test_the_config_is_what_the_run_says(tokenizer):

@@ -29,6 +29,7 @@ from perspectron.interop.foreign.source import HARMLESS, Source
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.util.errors import CheckpointError, ConfigError
+from tests.refusals import refused
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -270,10 +271,10 @@ def weights_are_all_asked_for(folder: Path) -> None:
         wrong = tensors | {name: torch.zeros(*tensors[name].shape, 2)}
         for changed in (less, wrong):
             save_file(changed, path, {"format": "pt"})
-            with pytest.raises(CheckpointError, match=rf"{name}\b"):
+            with refused(CheckpointError, name):
                 read(folder)
     save_file(tensors | {"model.more.weight": torch.zeros(3)}, path, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"model\.more\.weight"):
+    with refused(CheckpointError, "model.more.weight"):
         read(folder)
     save_file(tensors, path, {"format": "pt"})
 

@@ -15,6 +15,7 @@ from perspectron.interop import foreign
 from perspectron.util.errors import CheckpointError, ConfigError
 from tests.foreign_models import HEADS, MODELS, SMALL, TEXT, V, saved
 from tests.foreign_models import tokenizer as made_tokenizer
+from tests.refusals import in_a_line, names, refused
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -96,30 +97,24 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(kind, keys, bpe, tm
 def test_what_cannot_be_read_is_named(bpe, tmp_path):
     saved(tmp_path, "llama", bpe)
     whole = json.loads((tmp_path / "config.json").read_text())
-    for change, words in (
-        ({"model_type": "mamba"}, "model_type is 'mamba', which cannot be read; perspectron, gpt2, llama"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', must be 'silu'"),
-        ({"head_dim": 16}, r"q_proj.weight have shape \[32, 32\], must have \[64, 32\]"),
-        ({"head_dim": 7}, "head_dim = 7, must be even"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads is 3, must divide num_attention_heads = 4"),
-        ({"sliding_window": 8}, "sliding_window is 8, which no model of ours has a place for"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope type is 'dynamic'"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is None"),
-        (
-            {"rope_parameters": {"long_factor": [1.0]}},
-            r"rope_parameters.long_factor is \[1.0\], which no model",
-        ),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is"),
-        (
-            {"intermediate_size": 64},
-            r"layers.0.mlp.gate_proj.weight have shape \[48, 32\], must have \[64, 32\]",
-        ),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, must be 1.0"),
-        ({"num_hidden_layers": 1}, "model.layers.1.* have no place"),
-        ({"num_hidden_layers": 3}, "no weights model.layers.2.input_layernorm.weight"),
+    for change, named in (
+        ({"model_type": "mamba"}, ["model_type", "mamba", "perspectron", "gpt2", "llama"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({"head_dim": 16}, ["q_proj.weight", 64]),
+        ({"head_dim": 7}, ["head_dim", 7]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads", 3, "num_attention_heads", 4]),
+        ({"sliding_window": 8}, ["sliding_window", 8]),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, ["rope", "dynamic"]),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, ["low_freq_factor"]),
+        ({"rope_parameters": {"long_factor": [1.0]}}, ["rope_parameters.long_factor"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"intermediate_size": 64}, ["layers.0.mlp.gate_proj.weight", 48, 64]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", 0.5, 1.0]),
+        ({"num_hidden_layers": 1}, ["model.layers.1.input_layernorm.weight"]),
+        ({"num_hidden_layers": 3}, ["model.layers.2.input_layernorm.weight"]),
     ):
         (tmp_path / "config.json").write_text(json.dumps(whole | change))
-        with pytest.raises(CheckpointError, match=words):
+        with refused(CheckpointError, *named):
             foreign.read(tmp_path)
 
 
@@ -132,51 +127,47 @@ def test_a_run_that_was_imported_knows_no_text(bpe, tmp_path, monkeypatch, capsy
     for line in ("eval run", "train --init run --steps 2 --out tuned"):
         assert main(line.split()) == 2, line
         said = capsys.readouterr().err
-        assert "--data" in said or "the run's text is not available" in said
+        assert names(said, "--data") or names(said, "run")
     assert main(["eval", "run", "--data", "letter.txt", "--tokens", "64"]) == 0
 
 
 CONFIGS = [
-    ("gpt2", {"model_type": ["gpt2"]}, "model_type is ['gpt2'], which cannot be read"),
-    ("gpt2", {"layer_norm_epsilon": [1]}, "layer_norm_epsilon is [1], must be a finite number"),
-    ("gpt2", {"layer_norm_epsilon": math.inf}, "layer_norm_epsilon is inf, must be a finite number"),
-    ("gpt2", {"layer_norm_epsilon": math.nan}, "NaN is not JSON"),
-    ("gpt2", {"n_layer": 2**45}, "n_layer is 35184372088832, must be a whole number from 1 to 1,024"),
-    ("gpt2", {"n_embd": 2**20}, "the memory of this machine"),
-    ("llama", {"rope_parameters": [1]}, "rope_parameters is [1], must be an object"),
-    ("llama", {"rope_parameters": None, "rope_theta": "x"}, "rope_theta is 'x', must be a finite number"),
-    ("llama", {"rms_norm_eps": "x"}, "rms_norm_eps is 'x', must be a finite number"),
-    ("llama", {"rms_norm_eps": []}, "rms_norm_eps is [], must be a finite number"),
-    ("bamba", {"attn_layer_indices": 3}, "attn_layer_indices is 3, must be a list"),
-    ("bamba", {"time_step_limit": 3}, "time_step_limit is 3, must be a list"),
-    ("mamba2", {"time_step_limit": []}, "time_step_limit is [], must be a number"),
-    ("mamba2", {"head_dim": "x"}, "head_dim is 'x', must be a whole number"),
+    ("gpt2", {"model_type": ["gpt2"]}, ["model_type"]),
+    ("gpt2", {"layer_norm_epsilon": [1]}, ["layer_norm_epsilon"]),
+    ("gpt2", {"layer_norm_epsilon": math.inf}, ["layer_norm_epsilon", "inf"]),
+    ("gpt2", {"layer_norm_epsilon": math.nan}, ["NaN"]),
+    ("gpt2", {"n_layer": 2**45}, ["n_layer", 2**45]),
+    ("gpt2", {"n_embd": 2**20}, []),
+    ("llama", {"rope_parameters": [1]}, ["rope_parameters"]),
+    ("llama", {"rope_parameters": None, "rope_theta": "x"}, ["rope_theta", "'x'"]),
+    ("llama", {"rms_norm_eps": "x"}, ["rms_norm_eps", "'x'"]),
+    ("llama", {"rms_norm_eps": []}, ["rms_norm_eps", "[]"]),
+    ("bamba", {"attn_layer_indices": 3}, ["attn_layer_indices", 3]),
+    ("bamba", {"time_step_limit": 3}, ["time_step_limit", 3]),
+    ("mamba2", {"time_step_limit": []}, ["time_step_limit", "[]"]),
+    ("mamba2", {"head_dim": "x"}, ["head_dim", "'x'"]),
 ]
 TOKENIZERS = [
-    ({"added_tokens": 5}, "added_tokens: expected `array | null`, got `int`"),
-    ({"added_tokens": [1]}, "added_tokens[0]: expected `object`, got `int`"),
-    ({"added_tokens": {"id": 3}}, "added_tokens: expected `array | null`, got `object`"),
-    (
-        {"added_tokens": [{"id": 3, "content": [], "special": True}]},
-        "added_tokens[0].content: expected `str`, got `array`",
-    ),
-    ({"normalizer": [1]}, "the tokenizers library cannot read it"),
-    ({"pre_tokenizer": {"pretokenizers": 5}}, "the tokenizers library cannot read it"),
+    ({"added_tokens": 5}, ["added_tokens", "int"]),
+    ({"added_tokens": [1]}, ["added_tokens[0]", "int"]),
+    ({"added_tokens": {"id": 3}}, ["added_tokens", "object"]),
+    ({"added_tokens": [{"id": 3, "content": [], "special": True}]}, ["added_tokens[0].content"]),
+    ({"normalizer": [1]}, ["tokenizer.json"]),
+    ({"pre_tokenizer": {"pretokenizers": 5}}, ["tokenizer.json"]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("file", "kind", "change", "words"),
+    ("file", "kind", "change", "named"),
     [("config.json", *row) for row in CONFIGS] + [("tokenizer.json", "gpt2", *row) for row in TOKENIZERS],
 )
-def test_what_a_stranger_wrote_is_refused_in_a_line(file, kind, change, words, bpe, tmp_path, capsys):
+def test_what_a_stranger_wrote_is_refused_in_a_line(file, kind, change, named, bpe, tmp_path, capsys):
     MODELS[kind]().config.save_pretrained(tmp_path)
     bpe.save(str(tmp_path / "tokenizer.json"))
     values = json.loads((tmp_path / file).read_text())
     (tmp_path / file).write_text(json.dumps(values | change))
     assert main(["import", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
+    in_a_line(capsys.readouterr().err, *named)
     assert not (tmp_path / "run").exists()
 
 
@@ -196,14 +187,14 @@ def test_weights_are_those_of_one_file_or_of_an_index(bpe, tmp_path, monkeypatch
     assert foreign.read(tmp_path)[0].fingerprint() == expected
     whole = (tmp_path / "model.safetensors").stat().st_size
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="no weights in it,"):
+    with refused(CheckpointError, tmp_path):
         foreign.read(tmp_path)
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     index = tmp_path / "model.safetensors.index.json"
     assert foreign.read(tmp_path)[0].fingerprint() == expected
     with monkeypatch.context() as patch:
         patch.setattr("perspectron.model.model.memory", lambda: whole - 8192)
-        with pytest.raises(ConfigError, match=r"weights of gpt2 = .* GB.*, the memory of this machine"):
+        with refused(ConfigError, "gpt2"):
             foreign.read(tmp_path)
     for places in (
         [1],
@@ -213,7 +204,7 @@ def test_weights_are_those_of_one_file_or_of_an_index(bpe, tmp_path, monkeypatch
         {"wte.weight": "x.bin"},
     ):
         index.write_text(json.dumps({"weight_map": places}))
-        with pytest.raises(CheckpointError, match=r"weight_map is|must be the name of a"):
+        with refused(CheckpointError, index):
             foreign.read(tmp_path)
 
 
@@ -226,7 +217,7 @@ def test_training_goes_on_in_windows_that_the_positions_hold(bpe, tmp_path, caps
     assert json.loads((tmp_path / "tuned" / "config.json").read_text())["train"]["seq_len"] == 64
     capsys.readouterr()
     assert main([*line, "--seq-len", "128", "--out", str(tmp_path / "other")]) == 2
-    assert "seq_len = 128, must be ≤ positions = 64" in capsys.readouterr().err
+    in_a_line(capsys.readouterr().err, "seq_len", 128, "positions", 64)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -13,7 +13,8 @@ gguf = pytest.importorskip("gguf", reason="pip install 'perspectron[gguf]'")
 
 from perspectron.interop import foreign  # noqa: E402
 from perspectron.util.errors import CheckpointError, DataError  # noqa: E402
-from tests.gguf_models import ARCHES, KINDS, arch_of, folder_of, rounded, write  # noqa: E402
+from tests.gguf_models import ARCHES, KINDS, arch_of, folder_of, rounded, stacked, write  # noqa: E402
+from tests.refusals import refused  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -43,7 +44,7 @@ def made(folder: Path, name: str, quantised=KINDS.F32) -> tuple[Path, Path]:
 )
 def test_a_gguf_has_the_tensors_of_its_folder_by_their_names(name, quantised, tmp_path):
     folder, file = made(tmp_path, name, quantised)
-    theirs = load_file(folder / "model.safetensors")
+    theirs = stacked(load_file(folder / "model.safetensors"), "model.layers.{}.mlp.experts.{}_proj.weight")
     with foreign.gguf.unpacked(file) as source:
         source.open_weights()
         ours = {key: tensor.float() for key, tensor in source.all().items()}
@@ -65,7 +66,7 @@ def test_a_gguf_has_the_config_of_its_folder(name, tmp_path):
         kind = {"mistral": "llama"}.get(theirs["model_type"], theirs["model_type"])
         ours = transformers.AutoConfig.for_model(**source.values | {"model_type": kind}).to_dict()
     passed = {"architectures", "dtype", "transformers_version", "model_type", "_name_or_path"}
-    if name == "granite":  # without such layers
+    if name in ("granite", "granitemoe"):  # without such layers
         passed |= {key for key in theirs if key.startswith("mamba_")}
     kept = theirs.keys() - passed
     assert {key: ours.get(key) for key in kept} == {key: theirs[key] for key in kept}
@@ -97,20 +98,16 @@ def llama(tmp_path_factory):
     return made(tmp_path_factory.mktemp("gguf"), "mistral")
 
 
-def refused(file: Path, *words: str) -> None:
-    """It is refused in one line that names the file and these words."""
-    with pytest.raises((CheckpointError, DataError)) as caught:
+def unread(file: Path, *named: object) -> None:
+    with refused((CheckpointError, DataError), file.name, *named):
         foreign.read(file)
-    text = str(caught.value)
-    assert "\n" not in text
-    assert [word for word in (file.name, *words) if word not in text] == []
 
 
 def test_a_file_that_is_cut_short_anywhere_is_refused(llama, tmp_path):
     whole = llama[1].read_bytes()
     for size in [*range(0, 400, 7), *range(400, len(whole), 997), len(whole) - 1]:
         (tmp_path / "cut.gguf").write_bytes(whole[:size])
-        refused(tmp_path / "cut.gguf")
+        unread(tmp_path / "cut.gguf")
     assert len(whole) > 40_000
 
 
@@ -118,7 +115,7 @@ def test_a_file_that_is_cut_short_names_what_is_missing(llama, tmp_path):
     whole = llama[1].read_bytes()
     for key, place in (("llama.block_count", whole.index(b"llama.block_count") + 20), ("token_embd", -9000)):
         (tmp_path / "cut.gguf").write_bytes(whole[:place])
-        refused(tmp_path / "cut.gguf", *([key] if place > 0 else []), "the file ends at byte")
+        unread(tmp_path / "cut.gguf", *([key] if place > 0 else []))
 
 
 def test_what_is_no_gguf_of_a_known_kind_is_named(llama, tmp_path):
@@ -126,39 +123,39 @@ def test_what_is_no_gguf_of_a_known_kind_is_named(llama, tmp_path):
     tensor = whole.index(b"output_norm.weight") + len("output_norm.weight")
     kind = tensor + 4 + 8  # after the number of axes and the only one
     rows = whole.index(b"blk.1.attn_q.weight") + len("blk.1.attn_q.weight") + 4 + 8
-    for changed, words in (
+    for changed, named in (
         (b"GGML" + whole[4:], ["GGUF"]),
         (whole[:4] + struct.pack(">I", 3) + whole[8:], ["version"]),
         (whole.replace(b"llama.rope.freq_base", b"llama.rope.frec_base"), ["llama.rope.frec_base"]),
         (whole.replace(b"general.architecture", b"general.architectura"), ["None", "qwen35", "lfm2"]),
-        (whole[:kind] + struct.pack("<I", 99) + whole[kind + 4 :], ["output_norm.weight", "type 99"]),
+        (whole[:kind] + struct.pack("<I", 99) + whole[kind + 4 :], ["output_norm.weight", 99]),
         (whole[:kind] + struct.pack("<I", 15) + whole[kind + 4 :], ["output_norm.weight", "Q8_K"]),
-        (whole[:rows] + struct.pack("<Q", 39) + whole[rows + 8 :], ["blk.1.attn_q.weight", "[39, 32]"]),
+        (whole[:rows] + struct.pack("<Q", 39) + whole[rows + 8 :], ["blk.1.attn_q.weight", "[39,"]),
         (whole.replace(b"blk.1.attn_q", b"blk.1.attn_x"), ["model.layers.1.self_attn.q_proj"]),
     ):
         file.write_bytes(changed)
-        refused(file, *words)
+        unread(file, *named)
 
 
 @pytest.mark.parametrize(
-    ("values", "word"),
+    ("values", "named"),
     [
-        ({"expert_count": 8}, "llama.expert_count is 8"),
-        ({"attn_logit_softcapping": 50.0}, "llama.attn_logit_softcapping is 50.0"),
-        ({"attention__causal": False}, "llama.attention.causal"),
-        ({"attention__value_length": 12}, "llama.attention.value_length is 12"),
-        ({"rope__scaling__type": "longrope"}, "llama.rope.scaling.type is 'longrope'"),
-        ({"tokenizer__ggml__pre": "tekken"}, "tokenizer.ggml.pre is 'tekken'"),
-        ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model is 'bert'"),
-        ({"tokenizer__ggml__eos_token_id": 300}, "tokenizer.ggml.eos_token_id is 300"),
-        ({"tokenizer__ggml__add_eos_token": True}, "tokenizer.ggml.add_eos_token is true"),
-        ({"split__count": 3}, "split.count"),
-        ({"split__count": [3]}, "split.count is [3]"),
-        ({"nextn_predict_layers": [1, 2]}, "llama.nextn_predict_layers is [1, 2]"),
-        ({"nextn_predict_layers": "one"}, "llama.nextn_predict_layers is 'one'"),
-        ({"tokenizer__ggml__pre": [1]}, "tokenizer.ggml.pre is [1]"),
+        ({"expert_count": 8}, ["llama.expert_count", 8]),
+        ({"attn_logit_softcapping": 50.0}, ["llama.attn_logit_softcapping", 50.0]),
+        ({"attention__causal": False}, ["llama.attention.causal"]),
+        ({"attention__value_length": 12}, ["llama.attention.value_length", 12]),
+        ({"rope__scaling__type": "longrope"}, ["llama.rope.scaling.type", "longrope"]),
+        ({"tokenizer__ggml__pre": "tekken"}, ["tokenizer.ggml.pre", "tekken"]),
+        ({"tokenizer__ggml__model": "bert"}, ["tokenizer.ggml.model", "bert"]),
+        ({"tokenizer__ggml__eos_token_id": 300}, ["tokenizer.ggml.eos_token_id", 300]),
+        ({"tokenizer__ggml__add_eos_token": True}, ["tokenizer.ggml.add_eos_token", "true"]),
+        ({"split__count": 3}, ["split.count"]),
+        ({"split__count": [3]}, ["split.count"]),
+        ({"nextn_predict_layers": [1, 2]}, ["llama.nextn_predict_layers"]),
+        ({"nextn_predict_layers": "one"}, ["llama.nextn_predict_layers", "one"]),
+        ({"tokenizer__ggml__pre": [1]}, ["tokenizer.ggml.pre"]),
     ],
 )
-def test_metadata_that_no_model_of_ours_has_is_named(values, word, llama, tmp_path):
+def test_metadata_that_no_model_of_ours_has_is_named(values, named, llama, tmp_path):
     write(tmp_path / "model.gguf", llama[0], "llama", **values)
-    refused(tmp_path / "model.gguf", word)
+    unread(tmp_path / "model.gguf", *named)

@@ -17,6 +17,7 @@ from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.foreign.gguf import container, tokenizer
 from perspectron.util.errors import DataError
 from tests.gguf_models import Writer
+from tests.refusals import refused
 
 _LINE = """
 the quick brown Fox's isn't WE'LL don’t naïve café Straße 1,234 3.14159 0x1F4A9 2026-11-26 汉字 漢字かな交じり文
@@ -166,7 +167,7 @@ def test_special_tokens_keep_their_roles(tmp_path):
 )
 def test_a_tokenizer_that_cannot_be_read_is_named(values, word, tmp_path):
     file = written(tmp_path / "vocab.gguf", **bytewise("gpt-2") | values)
-    with pytest.raises(DataError, match=f"vocab.gguf: tokenizer.ggml.{word}"):
+    with refused(DataError, "vocab.gguf", f"tokenizer.ggml.{word}"):
         tokenizer.files(file)
 
 
@@ -183,5 +184,5 @@ def test_a_token_too_long_to_be_merged_of_others_is_refused_at_once(tmp_path):
     tokens = ["<unk>", "<s>", "</s>", "a" * 1_000_000]
     kinds = [2, 3, 3, 1]
     file = written(tmp_path / "long.gguf", model="llama", tokens=tokens, token_type=kinds, scores=[0.0] * 4)
-    with pytest.raises(DataError, match=r"tokenizer.ggml.tokens is one of 1,000,000 characters"):
+    with refused(DataError, "tokenizer.ggml.tokens", 1_000_000):
         tokenizer.files(file)

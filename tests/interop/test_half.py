@@ -20,6 +20,7 @@ from tests.foreign_models import TEXT, V, tokenizer
 from tests.interop import families
 from tests.interop.families import HEADS, OUTER, Family
 from tests.interop.test_families import GEMMA, SMALL, YARN
+from tests.refusals import refused
 
 CASES = [
     Family("llama", SMALL | {"rope_parameters": YARN, "attention_bias": True}),
@@ -107,7 +108,7 @@ def test_it_is_packed_and_exported_to_onnx(run, tmp_path):
 def test_a_text_past_the_positions_is_refused(run):
     opened, known = perspectron.load(run)
     assert opened.config.longest == 512
-    with pytest.raises(ConfigError, match="max_tokens = 600,"):
+    with refused(ConfigError, "max_tokens", 600):
         perspectron.generate(opened, known, ["the fox"], max_tokens=600)
     assert main(["generate", str(run), "the fox", "--max-tokens", "600"]) == 2
 
@@ -128,5 +129,5 @@ def test_what_does_not_fit_is_refused_with_its_bytes(tmp_path, monkeypatch):
     values = json.loads((folder / "config.json").read_text())
     families.change(folder, vocab_size=2**24, hidden_size=values["hidden_size"])
     monkeypatch.setattr("perspectron.model.model.memory", lambda: 10**9)
-    with pytest.raises(ConfigError, match=r"weights of transformer = '1\.1 GB',"):
+    with refused(ConfigError, "transformer", "1.1"):
         foreign.read(folder)

@@ -1,7 +1,6 @@
 """Hybrid families of transformers as models of ours: the same function, whatever their config leaves out."""
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from perspectron.util.errors import CheckpointError
 from tests.interop import families
 from tests.interop.families import HEADS, OUTER, Family
+from tests.refusals import refused
 
 SMALL = OUTER | HEADS
 DELTA = SMALL | {
@@ -81,27 +81,27 @@ def test_the_text_of_a_model_of_images_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("index", "change", "words"),
+    ("index", "change", "named"),
     [
-        (0, {"layer_types": ["linear_attention"] * 3 + ["conv"]}, "layer_types has 'conv'"),
-        (0, {"linear_num_key_heads": 3}, "linear_num_key_heads is 3, must divide linear_num_value_heads = 4"),
-        (0, {"attn_output_gate": False}, "attn_output_gate is False"),
-        (2, {"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5"),
-        (2, {"mamba_n_heads": 7}, "7 heads of 8 are 56 wide"),
-        (2, {"time_step_limit": [0.5, 0.1]}, "time_step_limit is [0.5, 0.1]"),
-        (2, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        (2, {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
-        (4, {"conv_L_cache": 0}, "conv_L_cache is 0"),
-        (4, {"layer_types": ["mamba"] * 4}, "layer_types has 'linear_attention'"),
-        (4, {"window": 3}, "window is 3, which no model"),
-        (6, {"mlp_bias": True}, "mlp_bias is True"),
-        (7, {"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        (0, {"layer_types": ["linear_attention"] * 3 + ["conv"]}, ["layer_types", "conv"]),
+        (0, {"linear_num_key_heads": 3}, ["linear_num_key_heads", 3]),
+        (0, {"attn_output_gate": False}, ["attn_output_gate", False]),
+        (2, {"num_local_experts": 4, "num_experts_per_tok": 5}, ["num_experts_per_tok", 5]),
+        (2, {"mamba_n_heads": 7}, [7, 8, 56]),
+        (2, {"time_step_limit": [0.5, 0.1]}, ["time_step_limit"]),
+        (2, {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        (2, {"position_embedding_type": "alibi"}, ["position_embedding_type", "alibi"]),
+        (4, {"conv_L_cache": 0}, ["conv_L_cache", 0]),
+        (4, {"layer_types": ["mamba"] * 4}, ["layer_types", "linear_attention"]),
+        (4, {"window": 3}, ["window", 3]),
+        (6, {"mlp_bias": True}, ["mlp_bias", True]),
+        (7, {"hidden_act": "relu"}, ["hidden_act", "relu"]),
     ],
 )
-def test_an_option_that_no_model_of_ours_has_is_named(index, change, words, tmp_path):
+def test_an_option_that_no_model_of_ours_has_is_named(index, change, named, tmp_path):
     config = AutoConfig.for_model(CASES[index].kind, **CASES[index].values)
     (tmp_path / "config.json").write_text(json.dumps(json.loads(config.to_json_string()) | change))
-    with pytest.raises(CheckpointError, match=re.escape(words)):
+    with refused(CheckpointError, *named):
         families.read(tmp_path)
 
 

@@ -2,7 +2,6 @@
 place from layer to layer, one part in a layer, and projections of heads in turn."""
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -16,6 +15,7 @@ from perspectron.interop import foreign
 from perspectron.util.errors import CheckpointError
 from tests.interop import families
 from tests.interop.families import HEADS, OUTER, Family
+from tests.refusals import refused
 
 SMALL = OUTER | HEADS
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
@@ -184,34 +184,34 @@ def test_a_letter_for_each_layer_means_what_a_list_does(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("index", "change", "words"),
+    ("index", "change", "named"),
     [
-        (0, {"mlp_multipliers": [1.0]}, "mlp_multipliers is [1.0]"),
-        (0, {"ssm_multipliers": [1.0] * 4 + ["x"]}, "ssm_multipliers is [1.0"),
-        (0, {"key_multiplier": "x"}, "key_multiplier is 'x'"),
-        (0, {"lm_head_multiplier": 0}, "lm_head_multiplier is 0"),
-        (0, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        (0, {"mamba_d_ssm": 40}, "4 heads of 12"),
-        (0, {"mamba_use_mlp": False}, "mamba_use_mlp is False"),
-        (2, {"linear_num_key_heads": 3}, "linear_num_key_heads is 3"),
-        (2, {"layer_types": ["conv"] * 4}, "layer_types has 'conv'"),
-        (2, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is 'gelu_pytorch_tanh'"),
-        (2, {"linear_use_gate": False}, "linear_use_gate is False"),
-        (4, {"mlp_hidden_act": "gelu"}, "mlp_hidden_act is 'gelu'"),
-        (4, {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
-        (4, {"attention_bias": True}, "attention_bias is True"),
-        (4, {"attention_head_dim": 7}, "attention_head_dim is 7"),
-        (4, {"sliding_window": 5}, "sliding_window is 5"),
-        (4, {"layers_block_type": ["mlp", "conv"]}, "layers_block_type has 'conv'"),
-        (4, {"layers_block_type": None, "hybrid_override_pattern": "M?"}, "hybrid_override_pattern is 'M?'"),
-        (5, {"linear_num_key_heads": 3}, "linear_num_key_heads is 3"),
-        (5, {"num_experts": -1}, "num_experts is -1"),
+        (0, {"mlp_multipliers": [1.0]}, ["mlp_multipliers"]),
+        (0, {"ssm_multipliers": [1.0] * 4 + ["x"]}, ["ssm_multipliers"]),
+        (0, {"key_multiplier": "x"}, ["key_multiplier", "x"]),
+        (0, {"lm_head_multiplier": 0}, ["lm_head_multiplier", 0]),
+        (0, {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        (0, {"mamba_d_ssm": 40}, [4, 12]),
+        (0, {"mamba_use_mlp": False}, ["mamba_use_mlp", False]),
+        (2, {"linear_num_key_heads": 3}, ["linear_num_key_heads", 3]),
+        (2, {"layer_types": ["conv"] * 4}, ["layer_types", "conv"]),
+        (2, {"hidden_act": "gelu_pytorch_tanh"}, ["hidden_act", "gelu_pytorch_tanh"]),
+        (2, {"linear_use_gate": False}, ["linear_use_gate", False]),
+        (4, {"mlp_hidden_act": "gelu"}, ["mlp_hidden_act", "gelu"]),
+        (4, {"tie_word_embeddings": True}, ["tie_word_embeddings", True]),
+        (4, {"attention_bias": True}, ["attention_bias", True]),
+        (4, {"attention_head_dim": 7}, ["attention_head_dim", 7]),
+        (4, {"sliding_window": 5}, ["sliding_window", 5]),
+        (4, {"layers_block_type": ["mlp", "conv"]}, ["layers_block_type", "conv"]),
+        (4, {"layers_block_type": None, "hybrid_override_pattern": "M?"}, ["hybrid_override_pattern", "M?"]),
+        (5, {"linear_num_key_heads": 3}, ["linear_num_key_heads", 3]),
+        (5, {"num_experts": -1}, ["num_experts", -1]),
     ],
 )
-def test_an_option_that_no_model_of_ours_has_is_named(index, change, words, tmp_path):
+def test_an_option_that_no_model_of_ours_has_is_named(index, change, named, tmp_path):
     config = AutoConfig.for_model(CASES[index].kind, **CASES[index].values)
     (tmp_path / "config.json").write_text(json.dumps(json.loads(config.to_json_string()) | change))
-    with pytest.raises(CheckpointError, match=re.escape(words)):
+    with refused(CheckpointError, *named):
         families.read(tmp_path)
 
 

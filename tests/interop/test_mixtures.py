@@ -21,6 +21,7 @@ from perspectron.util.errors import CheckpointError
 from tests.interop import families
 from tests.interop.families import HEADS, OUTER, Family
 from tests.interop.test_hybrids import GRANITE
+from tests.refusals import refused
 
 OLMOE = OUTER | {
     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 19, "num_experts": 7,
@@ -63,30 +64,30 @@ def test_a_missing_expert_is_named(tmp_path):
     tensors = load_file(folder / "model.safetensors")
     less = {name: x for name, x in tensors.items() if ".2.mlp.experts.6." not in name}
     save_file(less, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.mlp\.experts\.6\.gate_proj\.weight"):
+    with refused(CheckpointError, "model.layers.2.mlp.experts.6.gate_proj.weight"):
         families.read(folder)
 
 
 @pytest.mark.parametrize(
-    ("index", "change", "words"),
+    ("index", "change", "named"),
     [
-        (0, {"num_experts": 0}, "num_experts is 0"),
-        (0, {"num_experts_per_tok": 8}, "num_experts_per_tok is 8"),
-        (0, {"clip_qkv": -1.0}, "clip_qkv is -1.0"),
-        (0, {"norm_topk_prob": 3}, "norm_topk_prob is 3"),
-        (0, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        (0, {"sliding_window": 5}, "sliding_window is 5, which no model"),
-        (2, {"num_local_experts": -1}, "num_local_experts is -1"),
-        (2, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-        (2, {"shared_expert_intermediate_size": 5}, "shared_expert_intermediate_size is 5, which no model"),
-        (4, {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
-        (4, {"num_local_experts": 70_000}, "num_local_experts is 70000"),
+        (0, {"num_experts": 0}, ["num_experts", 0]),
+        (0, {"num_experts_per_tok": 8}, ["num_experts_per_tok", 8]),
+        (0, {"clip_qkv": -1.0}, ["clip_qkv", -1.0]),
+        (0, {"norm_topk_prob": 3}, ["norm_topk_prob", 3]),
+        (0, {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        (0, {"sliding_window": 5}, ["sliding_window", 5]),
+        (2, {"num_local_experts": -1}, ["num_local_experts", -1]),
+        (2, {"decoder_sparse_step": 0}, ["decoder_sparse_step", 0]),
+        (2, {"shared_expert_intermediate_size": 5}, ["shared_expert_intermediate_size", 5]),
+        (4, {"num_experts_per_tok": 0}, ["num_experts_per_tok", 0]),
+        (4, {"num_local_experts": 70_000}, ["num_local_experts", 70000]),
     ],
 )
-def test_an_option_that_no_model_of_ours_has_is_named(index, change, words, tmp_path):
+def test_an_option_that_no_model_of_ours_has_is_named(index, change, named, tmp_path):
     config = AutoConfig.for_model(CASES[index].kind, **CASES[index].values)
     (tmp_path / "config.json").write_text(json.dumps(json.loads(config.to_json_string()) | change))
-    with pytest.raises(CheckpointError, match=re.escape(words)):
+    with refused(CheckpointError, *named):
         families.read(tmp_path)
 
 

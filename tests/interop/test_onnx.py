@@ -21,6 +21,7 @@ from perspectron.ops.rope import RopeScaling
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.util.errors import ArtifactError, ConfigError
+from tests.refusals import in_a_line, refused
 
 SIZES = {
     "perspective-tiny-dense": {
@@ -144,25 +145,25 @@ def test_attention_looks_back_on_its_context(tokenizer: Tokenizer, tmp_path: Pat
         for id in ids:
             logits, *state = step(id.view(1, 1), *state)
     assert state[0].shape[2] == 8 and logits.isfinite().all()
-    with pytest.raises(ConfigError, match=r"context = 1, must be in \[2, "):
+    with refused(ConfigError, "context", 1):
         onnx.export(model, tokenizer, tmp_path / "x.onnx", context=1)
-    with pytest.raises(ConfigError, match=r"context = 4097, must be in \[2, "):
+    with refused(ConfigError, "context", 4097):
         onnx.require_exportable(build(presets.get("gpt2-tiny", vocab_size=280), 0), 4097)
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "message"),
+    ("name", "sizes", "named"),
     [
-        ("drm-104k", {}, r"blocks\[\d\]\.mixer = 'drm', must be another mixer"),
-        ("perspective-tiny", {}, r"blocks\[\d\]\.ffn = 'routed', must be without experts"),
-        ("perspective-tiny-dense", {"renorm_every": 4}, r"renorm_every = 4, must be 0"),
+        ("drm-104k", {}, ["drm"]),
+        ("perspective-tiny", {}, ["routed"]),
+        ("perspective-tiny-dense", {"renorm_every": 4}, ["renorm_every", 4]),
     ],
 )
 def test_what_is_not_exported_is_named(
-    name: str, sizes: dict[str, int], message: str, tokenizer: Tokenizer, tmp_path: Path
+    name: str, sizes: dict[str, int], named: list[object], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     model = build(presets.get(name, vocab_size=280, **sizes), 0)
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, *named):
         onnx.export(model, tokenizer, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
@@ -174,7 +175,7 @@ def test_a_file_whose_tokens_differ_is_not_written(
     monkeypatch.setattr(onnx, "_greedy", lambda path, step, count, first: ([1] * count, 1.0))
     ours = [1] * 7 + [2] * 193
     monkeypatch.setattr(onnx, "_greedy_torch", lambda step, count, first: (ours, [0.01] * count, 1.0))
-    with pytest.raises(ArtifactError, match="token 7 is 1 in onnxruntime, 2 in PyTorch; not written"):
+    with refused(ArtifactError, 7):
         onnx.export(build(small("gla-tiny"), 0), tokenizer, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(
@@ -195,13 +196,13 @@ def test_the_command_says_what_was_checked(
     assert main(["export", str(run), "--onnx", str(out), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["checked_tokens"] == 200 and said["bytes"] == out.stat().st_size and said["ms_per_step"] > 0
-    for arguments, message in (
-        (["--onnx", str(out)], "must be a new file"),
-        ([], "hf, onnx = None, must be one of them: what to write"),
-        (["--onnx", "a", "--hf", "b"], "hf, onnx = 'both', must be one of them"),
+    for arguments, named in (
+        (["--onnx", str(out)], [out]),
+        ([], ["hf", "onnx"]),
+        (["--onnx", "a", "--hf", "b"], ["hf", "onnx", "both"]),
     ):
         assert main(["export", str(run), *arguments]) == 2
-        assert message in capsys.readouterr().err
+        in_a_line(capsys.readouterr().err, *named)
     monkeypatch.setattr("perspectron.cli.options.find_spec", lambda name: None)
     assert main(["export", str(run), "--onnx", str(tmp_path / "b.onnx")]) == 2
-    assert "onnx is not installed: pip install 'perspectron[onnx]'" in capsys.readouterr().err
+    in_a_line(capsys.readouterr().err, "onnx", "perspectron[onnx]")

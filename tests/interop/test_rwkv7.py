@@ -18,6 +18,7 @@ from perspectron.train.lora import LoraConfig, adapt
 from perspectron.util.errors import CheckpointError, DataError, PerspectronError
 from tests import rwkv_models
 from tests.interop import families
+from tests.refusals import refused
 from tests.rwkv_models import EPS, FLA, LAYERS, D, K, V, fla_folder, logits, vocabulary_file, weights
 
 FLA_EPS = {"group_eps": K * EPS}
@@ -116,7 +117,7 @@ def test_options_of_fla_are_honoured(values, options, tmp_path):
     own = {n: x for n, x in weights().items() if ".ln0." not in n or values.get("norm_first", True)}
     path = fla_folder(tmp_path / "fla", own, **values)
     if options is None:  # a multiple of 32, which these weights are not
-        with pytest.raises(CheckpointError, match=r"key\.weight.*must have \[64, 24\]"):
+        with refused(CheckpointError, "key.weight", 64, 24):
             families.read(path)
         return
     found = families.read(path).double()(families.text()).logits
@@ -150,7 +151,7 @@ def test_a_head_that_is_the_embedding_and_mixes_in_one_tensor_are_read(tmp_path)
     ],
 )
 def test_an_option_that_no_model_of_ours_has_is_named(values, field, tmp_path):
-    with pytest.raises(CheckpointError, match=rf"config\.json: {field} is "):
+    with refused(CheckpointError, "config.json", field):
         families.read(fla_folder(tmp_path / "fla", weights(), **values))
 
 
@@ -197,17 +198,17 @@ def test_a_pth_that_holds_anything_else_is_refused_by_name(tensors, named, tmp_p
 def test_a_pth_that_was_cut_short_is_refused(cut, tmp_path):
     path = pth(tmp_path, weights())
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(CheckpointError, match=r"model\.pth"):
+    with refused(CheckpointError, path):
         foreign.read(path)
 
 
 def test_a_pth_without_a_vocabulary_beside_it_names_the_file(tmp_path):
     path = pth(tmp_path, weights())
     (tmp_path / world.FILE).unlink()
-    with pytest.raises(DataError, match=world.FILE):
+    with refused(DataError, world.FILE):
         foreign.read(path)
     vocabulary_file(tmp_path).write_text("1 'a' 2\n")
-    with pytest.raises(PerspectronError, match=rf"{tmp_path}/{world.FILE}: line 1"):
+    with refused(PerspectronError, tmp_path / world.FILE, 1):
         foreign.read(path)
 
 

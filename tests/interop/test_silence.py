@@ -16,6 +16,7 @@ from perspectron.util.errors import CheckpointError
 from tests.interop import families
 from tests.interop.families import HEADS, OUTER, Family
 from tests.interop.test_families import LLAMA3, SMALL, YARN
+from tests.refusals import refused
 
 EPS = {"rms_norm_eps": 1e-2}
 CASES = [
@@ -127,19 +128,19 @@ def test_the_guide_has_every_kind():
 
 def test_a_key_that_nobody_knows_is_refused_by_name(tmp_path):
     folder = families.save(families.made(Family("qwen3", OUTER | HEADS)), tmp_path)
-    for values, words in (
-        ({"logit_scale": 0.5}, r"config.json: logit_scale is 0.5, which no model of ours has a place for"),
-        ({"layer_types": ["linear_attention"] * 4}, "layer_types has 'linear_attention'"),
-        ({"layer_types": ["full_attention"]}, "must be a list of 4 names"),
-        ({"layer_types": ["sliding_attention"] * 4}, "layer_types has 'sliding_attention'"),
-        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+    for values, named in (
+        ({"logit_scale": 0.5}, ["config.json", "logit_scale", 0.5]),
+        ({"layer_types": ["linear_attention"] * 4}, ["layer_types", "linear_attention"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types", 4]),
+        ({"layer_types": ["sliding_attention"] * 4}, ["layer_types", "sliding_attention"]),
+        ({"hidden_act": "relu"}, ["hidden_act", "relu"]),
         (
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor is 0.5",
+            ["partial_rotary_factor", 0.5],
         ),
     ):
         families.change(folder, **values)
-        with pytest.raises(CheckpointError, match=words):
+        with refused(CheckpointError, *named):
             families.read(folder)
         families.change(folder, **dict.fromkeys(values, ...))
 
@@ -172,7 +173,7 @@ def test_positions_of_pairs_side_by_side_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "llama", **SMALL, "rope_interleaved": True})
     )
-    with pytest.raises(CheckpointError, match="rope_interleaved"):
+    with refused(CheckpointError, "rope_interleaved"):
         config_of(tmp_path)
 
 
@@ -187,12 +188,12 @@ def test_positions_of_pairs_side_by_side_are_refused(tmp_path):
 )  # fmt: skip
 def test_numbers_of_which_no_model_can_be_made_are_named(kind, values, word, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **SMALL, **values}))
-    with pytest.raises(CheckpointError, match=word):
+    with refused(CheckpointError, word):
         config_of(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "x\0.safetensors", "\ud800.safetensors", None])
 def test_an_index_names_files_beside_it_alone(name, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(CheckpointError, match=r"index\.json"):
+    with refused(CheckpointError, "index.json"):
         foreign.Source(tmp_path, {}).open_weights()

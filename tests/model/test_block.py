@@ -39,6 +39,7 @@ from perspectron.train.optim import OptimConfig, optimizer_of
 from perspectron.util.config import ResidualConfig
 from perspectron.util.errors import ConfigError
 from perspectron.util.terms import Term
+from tests.refusals import refused
 
 V, D = 64, 16
 SIZES = {"vocab_size": V, "d_model": D, "layers": 3, "heads": 2, "hidden": 24, "positions": 64}
@@ -89,10 +90,9 @@ def mix(made: Block, x: Tensor) -> Tensor:
     return made.mixer(x, made.init_state(len(x), x.device, x.dtype))[0]
 
 
-def fails(message: str, call, *args, **kwargs) -> None:
-    with pytest.raises(ConfigError) as caught:
+def fails(named: list[object], call, *args, **kwargs) -> None:
+    with refused(ConfigError, *named):
         call(*args, **kwargs)
-    assert str(caught.value) == message and "\n" not in message
 
 
 # ---------------------------------------------------------------- adding up
@@ -100,7 +100,7 @@ def fails(message: str, call, *args, **kwargs) -> None:
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @NETWORKS
-def test_sequential(ffn, norm):
+def test_a_sequential_block_adds_mixer_and_network_in_turn(ffn, norm):
     made, x = block(BlockConfig(MIXERS[0], ffn), norm), inputs(2, 9)
     h = x + mix(made, made.mixer_norm(x))
     y = h if ffn is None else h + made.ffn(made.ffn_norm(h), mix(made, made.mixer_norm(x)))[0]
@@ -109,7 +109,7 @@ def test_sequential(ffn, norm):
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @NETWORKS
-def test_law5(ffn, norm):
+def test_a_law5_block_normalises_the_sum(ffn, norm):
     """docs/designs/adr.md#residual: the norm stands behind the sum, and the mixer reads what is not normed."""
     made, x = block(BlockConfig(MIXERS[0], ffn, Law5Config()), norm), inputs(2, 9)
     h = made.mixer_norm(x + mix(made, x))
@@ -119,7 +119,7 @@ def test_law5(ffn, norm):
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("ffn", FFNS, ids=str)
-def test_route_gated(ffn, scale):
+def test_a_route_gated_block_weighs_mixer_and_network(ffn, scale):
     """docs/designs/lens.md#route-gate, in the names used there."""
     made = block(BlockConfig(MIXERS[0], ffn, RouteGatedConfig(scale)))
     H = inputs(2, 9)
@@ -143,7 +143,7 @@ def test_route_gated(ffn, scale):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_no_residual():
+def test_a_block_without_a_residual_is_its_mixer_alone():
     made, x = block(BlockConfig(MIXERS[1], None, NoResidualConfig())), inputs(2, 9)
     assert torch.equal(run(made, x)[0], mix(made, x))
     assert {name.split(".")[0] for name, _ in made.named_parameters()} == {"mixer"}, "no norm"
@@ -215,7 +215,7 @@ def test_a_stopped_gradient_does_not_teach_the_mixer_through_the_context(rank, s
 
 def test_a_context_no_wider_than_the_model():
     wide = presets.get("lens-tiny", **SIZES, context_rank=17)
-    fails("context_rank = 17, must be ≤ d_model = 16", perspectron.build, wide)
+    fails(["context_rank", 17, "d_model", 16], perspectron.build, wide)
     assert perspectron.build(presets.get("lens-tiny", **SIZES, context_rank=16))(ids(1, 3)).loss is None
 
 
@@ -304,7 +304,7 @@ def test_without_a_mixer_the_network_is_all_there_is():
 @pytest.mark.parametrize("mixer", [MIXERS[0], None], ids=["one mixer", "none"])
 def test_without_a_mixer_nothing_is_kept_and_the_state_goes_on(positions, mixer, tmp_path):
     if positions == 0 and mixer is None:
-        with pytest.raises(ConfigError, match=r"^blocks with a mixer = 0,"):
+        with refused(ConfigError, "mixer", 0):
             bare(positions=positions, mixer=mixer)
         return
     model, text = bare(positions=positions, mixer=mixer), ids(3, 30)
@@ -320,7 +320,7 @@ def test_without_a_mixer_nothing_is_kept_and_the_state_goes_on(positions, mixer,
         for other in (state.fork(), state.select(torch.arange(3)), loaded):
             rest = model(text[:, 11:], other).logits
             torch.testing.assert_close(rest, whole[:, 11:], rtol=1e-9, atol=1e-9)
-    with pytest.raises(ConfigError, match="ids have 2 rows, the state has 3"):
+    with refused(ConfigError, 2, 3):
         model(text[:2], state)
 
 
@@ -335,7 +335,7 @@ def test_a_model_without_mixers_in_some_blocks_can_be_trained_compiled(runs, tmp
 
 
 @pytest.mark.parametrize("head", [None, LinearHeadConfig()], ids=str)
-def test_heads(head):
+def test_a_head_gives_the_logits_of_its_weights(head):
     config = ModelConfig("head", V, D, (BlockConfig(MIXERS[1], FFNS[0]),), head=head)
     model = perspectron.build(config).double()
     randomise(model)
@@ -351,60 +351,53 @@ def test_heads(head):
 
 
 ATTENTION, MLP = MIXERS[1], FFNS[0]
-MLP_TEXT = "MLPConfig(hidden=24, activation='gelu', bias=True)"
 NARROW = BlockConfig(SimpleNamespace(d_token=8), None, NoResidualConfig())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("message", "fields"),
+    ("named", "fields"),
     [
-        ("ffn = None, must be given with residual route_gated", (ATTENTION, None, RouteGatedConfig())),
-        ("ffn = None, must be given with residual route_gated", (None, None, RouteGatedConfig())),
-        (f"ffn = {MLP_TEXT}, must be None with residual none", (ATTENTION, MLP, NoResidualConfig())),
-        ("mixer = None, must be given with residual none", (None, None, NoResidualConfig())),
-        ("mixer = None, must be given with residual law5", (None, MLP, Law5Config())),
-        ("ffn = None, must be given where mixer is not", (None, None, SequentialConfig())),
+        (["ffn", None], (ATTENTION, None, RouteGatedConfig())),
+        (["ffn", None], (None, None, RouteGatedConfig())),
+        (["ffn", "none"], (ATTENTION, MLP, NoResidualConfig())),
+        (["mixer", None], (None, None, NoResidualConfig())),
+        (["mixer", None], (None, MLP, Law5Config())),
+        (["ffn", None], (None, None, SequentialConfig())),
     ],
 )
-def test_blocks_that_cannot_be(message, fields):
-    fails(message, BlockConfig, *fields)
+def test_a_block_that_cannot_be_is_refused_by_its_field(named, fields):
+    fails(named, BlockConfig, *fields)
 
 
 @pytest.mark.parametrize(
-    ("message", "fields"),
+    ("named", "fields"),
     [
-        ("scale = 0.0, must be > 0", {"scale": 0.0}),
-        ("anneal = -0.1, must be ≥ 0", {"anneal": -0.1}),
-        ("anneal_after = -1, must be ≥ 0", {"anneal_after": -1}),
+        (["scale"], {"scale": 0.0}),
+        (["anneal"], {"anneal": -0.1}),
+        (["anneal_after", -1], {"anneal_after": -1}),
     ],
 )
-def test_route_gates_that_cannot_be(message, fields):
-    fails(message, RouteGatedConfig, **fields)
+def test_a_route_gate_that_cannot_be_is_refused_by_its_field(named, fields):
+    fails(named, RouteGatedConfig, **fields)
 
 
 @pytest.mark.parametrize(
-    ("message", "fields"),
+    ("named", "fields"),
     [
-        ("positions = -1, must be ≥ 0", {"positions": -1}),
-        ("blocks = 0, must be at least one block", {"blocks": ()}),
-        (
-            "blocks with a mixer = 0, must be ≥ 1 where positions = 0",
-            {"blocks": (BlockConfig(None, MLP),)},
-        ),
-        ("head = None, must be given, because tokens are 8 wide and the model 16", {"blocks": (NARROW,)}),
-        (
-            "blocks[1].mixer.d_token = 8, must be d_model = 16, but in a first block with residual none",
-            {"blocks": (BlockConfig(ATTENTION, MLP), NARROW)},
-        ),
+        (["positions", -1], {"positions": -1}),
+        (["blocks", 0], {"blocks": ()}),
+        (["mixer", 0, "positions"], {"blocks": (BlockConfig(None, MLP),)}),
+        (["head", None], {"blocks": (NARROW,)}),
+        (["blocks[1].mixer.d_token", 8, "d_model", 16], {"blocks": (BlockConfig(ATTENTION, MLP), NARROW)}),
     ],
 )
-def test_models_that_cannot_be(message, fields):
+def test_a_model_that_cannot_be_is_refused_by_its_field(named, fields):
     good = {"name": "x", "vocab_size": V, "d_model": D, "blocks": (BlockConfig(ATTENTION, MLP),)}
     ModelConfig(**good)
-    fails(message, ModelConfig, **good | fields)
+    fails(named, ModelConfig, **good | fields)
 
 
-def test_what_makes_them_possible():
+def test_positions_or_a_head_make_such_models_possible():
     assert ModelConfig("x", V, D, (BlockConfig(None, MLP),), positions=8).d_token == D
     assert ModelConfig("x", V, D, (NARROW,), head=LinearHeadConfig()).d_token == 8
 
@@ -412,7 +405,7 @@ def test_what_makes_them_possible():
 @pytest.mark.parametrize("name", ["lens-tiny", "gpt2-124m"])
 def test_heads_must_divide_the_width(name):
     config = presets.get(name, **SIZES | {"heads": 3})
-    fails("heads = 3, must be a divisor of d_model = 16", perspectron.build, config)
+    fails(["heads", 3, "d_model", 16], perspectron.build, config)
 
 
 # ---------------------------------------------------------------- terms
@@ -424,7 +417,7 @@ def test_the_objective_is_the_loss_and_every_term_by_its_weight():
     output = Output(one, LMState(()), 7 * one, aux)
     assert output.objective().item() == pytest.approx(7 + 1 - 0.3)
     assert Output(one, LMState(()), 7 * one, {}).objective() == 7
-    with pytest.raises(ValueError, match=r"targets = None"):
+    with refused(ValueError, "targets"):
         Output(one, LMState(()), None, aux).objective()
 
 
@@ -582,11 +575,7 @@ def test_gates_do_not_decay():
 
 @pytest.mark.parametrize(
     ("name", "vectors"),
-    [
-        ("mamba3", {"b_bias", "c_bias", "dt_bias", "D"}),
-        ("hgrn2", {"gamma_ND"}),
-        ("rwkv7", {"mix_6D"}),
-    ],
+    [("mamba3", {"b_bias", "c_bias", "dt_bias", "D"}), ("hgrn2", {"gamma_ND"}), ("rwkv7", {"mix_6D"})],
 )
 def test_biases_and_bounds_of_heads_do_not_decay(name, vectors):
     model = perspectron.build(presets.get(name))

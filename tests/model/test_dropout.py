@@ -7,6 +7,7 @@ import perspectron
 from perspectron import presets
 from perspectron.model.parts import Dropout
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 TINY = {"vocab_size": 40, "d_model": 16, "layers": 2, "hidden": 16, "heads": 2}
 IDS = torch.arange(24).view(2, 12)
@@ -65,8 +66,8 @@ def test_without_dropping_any_explicit_attention_is_the_fused_kernel(monkeypatch
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0])
-def test_a_share_outside_of_what_there_is(share):
-    with pytest.raises(ConfigError, match=rf"dropout = {share}, must be in \[0, 1\)"):
+def test_a_share_below_0_or_of_all_is_refused(share):
+    with refused(ConfigError, "dropout", share):
         presets.get("gpt2", dropout=share)
 
 

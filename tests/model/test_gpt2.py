@@ -23,6 +23,7 @@ from perspectron.model.census import census
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 V, D, P = 64, 16, 64
 SIZES = {"vocab_size": V, "d_model": D, "layers": 3, "heads": 2, "hidden": 24, "positions": P}
@@ -185,20 +186,20 @@ def test_the_published_weights_fit_name_by_name():
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "lens-tiny"])
 def test_a_document_longer_than_the_table_is_an_error_that_names_both(name):
-    model, message = small(name), f"position = 64, must be < positions = 64, the learned table of {name}"
+    model = small(name)
     text = ids(1, P + 1)
 
-    def refused(call) -> None:
-        with pytest.raises(ConfigError) as caught:
+    def beyond(call) -> None:
+        with refused(ConfigError, "position", 64, "positions", name):
             call()
-        assert str(caught.value) == message
 
-    refused(lambda: model(text))
+    beyond(lambda: model(text))
     state = model(text[:, :P]).state
-    refused(lambda: model(text[:, P:], state))
+
+    beyond(lambda: model(text[:, P:], state))
     with torch.inference_mode():
         state = model(text[:, :P]).state
-        refused(lambda: model(text[:, P:], state))
+        beyond(lambda: model(text[:, P:], state))
         reset = torch.ones(1, 1, dtype=torch.bool)
         close(model(text[:, P:], state, reset_BT=reset).logits, model(text[:, P:]).logits)
 
@@ -214,7 +215,7 @@ def test_padding_takes_no_place_in_the_table():
             for row in range(2):
                 close(logits[row, ~pad[row]], model(text[row, ~pad[row]][None]).logits[0])
     pad[0, 44] = False
-    with pytest.raises(ConfigError, match="position = 64"):
+    with refused(ConfigError, "position", 64):
         model(text, pad_BT=pad)
 
 

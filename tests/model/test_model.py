@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import re
 import subprocess
 import sys
 
@@ -31,6 +30,7 @@ from perspectron.ops import pdr
 from perspectron.util import registry
 from perspectron.util.config import FFNConfig, MixerConfig
 from perspectron.util.errors import ConfigError, StateError
+from tests.refusals import refused
 
 V, D = 64, 32
 GQA = WindowGQAConfig(heads=4, kv_heads=2, window=32)
@@ -118,15 +118,13 @@ def test_input_without_tokens_or_with_masks_of_another_shape_is_named_in_every_d
     model = build(presets.small(design, vocab_size=V, seq_len=32))
     for shape in ((0, 3), (1, 0), (0, 0), (2, 0), (5,)):
         bad = torch.zeros(shape, dtype=torch.int64)
-        said = rf"ids have shape {re.escape(str(shape))}, must be \[B, T\] with B ≥ 1 and T ≥ 1"
         for state in (None, model.init_state(shape[0])):
-            with pytest.raises(ConfigError, match=said):
+            with refused(ConfigError, "ids"):
                 model(bad, state)
-        with pytest.raises(ConfigError, match=r"inputs_embeds has shape .* with B ≥ 1 and T ≥ 1"):
+        with refused(ConfigError, "inputs_embeds"):
             model(inputs_embeds=torch.zeros(*shape, model.config.d_token))
     for shape, name in itertools.product(((1, 5), (3, 5), (2, 4), (2, 6), (5,)), ("reset_BT", "pad_BT")):
-        said = rf"shape of {name} = {re.escape(str(shape))}, must be \(2, 5\), as the tokens have"
-        with pytest.raises(ConfigError, match=said):
+        with refused(ConfigError, name):
             model(ids(2, 5), **{name: torch.zeros(shape, dtype=torch.bool)})
 
 
@@ -152,31 +150,18 @@ def test_embeddings_in_the_place_of_ids_give_the_same_bits():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        ({}, "ids, inputs_embeds: neither is given, must be exactly one of them"),
-        (
-            {"ids": ids(1, 3), "inputs_embeds": torch.zeros(1, 3, D)},
-            "ids, inputs_embeds: both are given, must be exactly one of them",
-        ),
-        (
-            {"inputs_embeds": torch.zeros(1, 3, D + 1)},
-            "inputs_embeds has shape (1, 3, 33), must be [B, T, 32] with B ≥ 1 and T ≥ 1",
-        ),
-        (
-            {"inputs_embeds": torch.zeros(1, 0, D)},
-            "inputs_embeds has shape (1, 0, 32), must be [B, T, 32] with B ≥ 1 and T ≥ 1",
-        ),
-        (
-            {"inputs_embeds": torch.zeros(3, D)},
-            "inputs_embeds has shape (3, 32), must be [B, T, 32] with B ≥ 1 and T ≥ 1",
-        ),
+        ({}, ["ids", "inputs_embeds"]),
+        ({"ids": ids(1, 3), "inputs_embeds": torch.zeros(1, 3, D)}, ["ids", "inputs_embeds"]),
+        ({"inputs_embeds": torch.zeros(1, 3, D + 1)}, ["inputs_embeds", 33, 32]),
+        ({"inputs_embeds": torch.zeros(1, 0, D)}, ["inputs_embeds", 0]),
+        ({"inputs_embeds": torch.zeros(3, D)}, ["inputs_embeds", 3]),
     ],
 )
-def test_mistaken_inputs_are_named(arguments, message):
-    with pytest.raises(ConfigError) as caught:
+def test_mistaken_inputs_are_named(arguments, named):
+    with refused(ConfigError, *named):
         perspectron.build(config(PDRConfig(8)))(**arguments)
-    assert str(caught.value) == message
 
 
 # ---------------------------------------------------------------- loss and gradients
@@ -237,7 +222,7 @@ def test_a_tied_network_is_the_other_blocks_own():
     if isinstance(config.blocks[3].ffn, TiedConfig):
         other.blocks[3].load_state_dict(model.blocks[3].state_dict())
     assert torch.equal(other(ids).logits, model(ids).logits)
-    with pytest.raises(ConfigError, match=r"blocks\[0\].ffn.block = 0,"):
+    with refused(ConfigError, "blocks[0].ffn.block", 0):
         perspectron.build(
             ModelConfig("self", V, 16, (BlockConfig(PDRConfig(4), TiedConfig(0)), config.blocks[1]))
         )
@@ -315,11 +300,8 @@ def test_a_parameter_that_no_initialisation_touches_is_named(monkeypatch, missin
         model = perspectron.build(toy)
         assert model(ids(1, 9), targets=ids(1, 9, seed=1)).loss.isfinite()
         return
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, f"blocks.1.mixer.{missing}", "Toy"):
         perspectron.build(toy)
-    assert str(caught.value) == (
-        f"blocks.1.mixer.{missing} was not initialised: give Toy an init_weights(generator) that fills all of it"
-    )
 
 
 def test_a_part_of_a_model_is_that_part_of_the_whole():
@@ -483,10 +465,7 @@ def test_twins_are_equal_in_width_depth_and_within_2_percent_in_size(scale):
 
 @pytest.mark.parametrize("name", ["perspective-tiny", "transformer-tiny"])
 def test_heads_must_divide_the_width(name):
-    with (
-        torch.device("meta"),
-        pytest.raises(ConfigError, match="heads = 10,"),
-    ):
+    with torch.device("meta"), refused(ConfigError, "heads", 10):
         LanguageModel(presets.get(name, heads=10))
 
 
@@ -615,7 +594,7 @@ def test_a_module_that_is_partly_there_is_refused():
     model.to_empty(device="cpu").get_submodule("blocks.2.mixer").register_parameter(
         "extra", nn.Parameter(torch.empty(1, device="meta"))
     )
-    with pytest.raises(ConfigError, match=r"blocks\.2\.mixer is partly on the meta device"):
+    with refused(ConfigError, "blocks.2.mixer"):
         init(model, 0)
 
 
@@ -624,7 +603,7 @@ def test_a_state_of_another_model_is_refused():
     ids = torch.tensor([[1, 2]])
     state = one(ids).state
     for stranger in (other, copy.deepcopy(one)):
-        with pytest.raises(StateError, match="another model"):
+        with refused(StateError):
             stranger(ids, state)
     assert one(ids, state).state.model == one.number
 
@@ -633,10 +612,10 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_allocated(monkey
     config = presets.get("perspective-tiny")
     build(config)
     monkeypatch.setattr(perspectron.model.model, "memory", lambda: 1000)
-    with pytest.raises(ConfigError, match=r"weights of perspective-tiny = '.* GB',"):
+    with refused(ConfigError, "perspective-tiny"):
         build(config)
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match=r"weights of perspective-1t = '[\d,.]+ GB',"):
+    with refused(ConfigError, "perspective-1t"):
         build(presets.get("perspective-1t"))
 
 

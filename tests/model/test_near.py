@@ -26,6 +26,7 @@ from perspectron.model.parts import TokenShift
 from perspectron.model.state import load_state, save_state
 from perspectron.presets.fit import small
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 V, T = 40, 23
 MIXED = "mixed"
@@ -214,10 +215,7 @@ def test_values_lean_by_hand():
     block, x = model.blocks[1], torch.randn(1, 4, 32, dtype=torch.float64)
     own, first = torch.randn(2, 1, 4, 32, dtype=torch.float64)
     share = torch.sigmoid(block.first_values.gate(x))
-    close(
-        block.first_values(own, x, {"values of 32 channels": first}),
-        (1 - share) * own + share * first,
-    )
+    close(block.first_values(own, x, {"values of 32 channels": first}), (1 - share) * own + share * first)
 
 
 def test_mixes_start_spread_over_the_channels_and_do_not_decay():
@@ -232,9 +230,9 @@ def test_mixes_start_spread_over_the_channels_and_do_not_decay():
 
 
 def test_where_it_is_not_computed_it_is_refused():
-    with pytest.raises(ConfigError, match="first_values = True,"):
+    with refused(ConfigError, "first_values", True):
         presets.get("mingru", first_values=True)
-    with pytest.raises(ConfigError, match=r"false in mingru\[first_values=true\]: its mixers"):
+    with refused(ConfigError, "mingru[first_values=true]"):
         presets.solve("mingru[first_values=true]", 200_000, vocab_size=512, seq_len=64)
     assert build(replace(config("mingru"), first_values=True))  # a run that was trained so can be read
 
@@ -252,7 +250,7 @@ def test_what_is_handed_on_is_no_dict():
 
 def test_what_removes_a_mixer_refuses_it():
     attention = replace(config("transformer"), shift=False)
-    with pytest.raises(ConfigError, match="first_values = True,"):
+    with refused(ConfigError, "first_values", True):
         prune(perspectron.build(attention), [0])
 
 

@@ -41,7 +41,7 @@ def test_shift_is_the_plain_loop_at_any_cut(cut):
 
 
 @pytest.mark.parametrize("resets", [False, True])
-def test_shift_without_padding(resets):
+def test_a_shift_without_padding_reads_the_token_before(resets):
     x, last, mix = torch.randn(2, 5, 3), torch.randn(2, 3), torch.ones(1, 3)
     reset = torch.tensor([[False, True, False, False, True], [True] + 4 * [False]]) if resets else None
     (before,), end = between(x, last, mix, reset, None)

@@ -29,6 +29,7 @@ from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import mixers
 from perspectron.util.errors import StateError, StorageError
 from perspectron.util.files import MAX_JSON
+from tests.refusals import refused
 
 CONFIG = ModelConfig(
     "every mixer", 11, 16, tuple(BlockConfig(entry.small, SwiGLUConfig(8)) for entry in mixers().values())
@@ -62,15 +63,14 @@ def continued(model, state) -> torch.Tensor:
         return model(ids(9, seed=1), state.fork().to(model.device)).logits
 
 
-def refused(path: Path, model) -> None:
+def unread(path: Path, model) -> None:
     """Neither the state nor what was saved with it loads, and the error is one line that names the file."""
     for call in (lambda: perspectron.load_state(path, model), lambda: perspectron.load_extra(path)):
-        with pytest.raises(StateError) as caught:
+        with refused(StateError, path):
             call()
-        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_round_trip(model, state, path):
+def test_a_saved_state_comes_back_whole(model, state, path):
     loaded = perspectron.load_state(path, model)
     assert torch.equal(continued(model, loaded), continued(model, state))
     assert perspectron.load_extra(path) == EXTRA
@@ -238,13 +238,11 @@ def test_a_row_that_is_not_there_is_an_error(state):
             lambda row: state.select([0, row]),
             lambda row: state.put(row, state.take(0)),
         ):
-            with pytest.raises(
-                StateError, match=rf"^row {row} is not there: the state has 2 rows, take one of 0 … 1"
-            ):
+            with refused(StateError, "row", row, 2):
                 call(row)
-    with pytest.raises(StateError, match=r"^put: the state has 2 rows; take one of them$"):
+    with refused(StateError, 2):
         state.put(0, state)
-    with pytest.raises(StateError, match=r"^stack: there are no states"):
+    with refused(StateError):
         perspectron.LMState.stack([])
 
 
@@ -264,10 +262,8 @@ def test_states_of_different_models_do_not_stack(model, state, other):
         if alien.model is None and other.config == CONFIG and other.dtype == torch.float32:
             continue  # only its model tells
         for call in (lambda s: perspectron.LMState.stack([state, s]), lambda s: state.put(0, s)):
-            with pytest.raises(StateError) as caught:
+            with refused(StateError):
                 call(alien)
-            said = str(caught.value)
-            assert "only states of one model can be stacked" in said and "\n" not in said
 
 
 def test_a_loaded_state_stacks_with_those_of_its_model(model, state, path):
@@ -280,13 +276,13 @@ def test_a_loaded_state_stacks_with_those_of_its_model(model, state, path):
 
 
 def test_a_state_of_other_weights_is_refused(model, path):
-    with pytest.raises(StateError, match=r"state of model [0-9a-f]{12}, this model is [0-9a-f]{12}"):
+    with refused(StateError, path):
         perspectron.load_state(path, perspectron.build(CONFIG, seed=1))
     touched = perspectron.build(CONFIG)
     perspectron.load_state(path, touched)
     with torch.no_grad():
         touched.blocks[0].mixer_norm.weight[3] += 1e-6
-    with pytest.raises(StateError, match="this model is"):
+    with refused(StateError, path):
         perspectron.load_state(path, touched)
 
 
@@ -300,12 +296,12 @@ def test_a_state_of_other_weights_is_refused(model, path):
     ids=["norm_eps", "blocks", "vocab_size"],
 )
 def test_a_state_of_another_config_is_refused(path, other):
-    with pytest.raises(StateError, match="this model is"):
+    with refused(StateError, path):
         perspectron.load_state(path, perspectron.build(other))
 
 
 def test_a_state_of_another_precision_is_refused(path):
-    with pytest.raises(StateError, match="this model is"):
+    with refused(StateError, path):
         perspectron.load_state(path, perspectron.build(CONFIG).double())
 
 
@@ -316,7 +312,7 @@ def test_a_truncated_file_is_refused(model, path):
     whole = path.read_bytes()
     for length in (0, 1, 7, 8, 9, 100, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
-        refused(path, model)
+        unread(path, model)
     path.write_bytes(whole + b"\0")  # what an append that was cut short leaves
     perspectron.load_state(path, model)
 
@@ -329,7 +325,7 @@ def test_one_flipped_bit_anywhere_is_refused(model, path):
         damaged = bytearray(whole)
         damaged[position] ^= 1 << draw.randrange(8)
         path.write_bytes(damaged)
-        refused(path, model)
+        unread(path, model)
     path.write_bytes(whole)
     perspectron.load_state(path, model)
 
@@ -349,8 +345,8 @@ def test_one_other_byte_anywhere_never_loads_other_values(model, state, path):
 
 
 def test_a_missing_file_and_a_folder_are_refused(model, tmp_path):
-    refused(tmp_path / "nothing", model)
-    refused(tmp_path, model)
+    unread(tmp_path / "nothing", model)
+    unread(tmp_path, model)
 
 
 def test_other_files_are_refused(model, tmp_path):
@@ -369,10 +365,10 @@ def test_other_files_are_refused(model, tmp_path):
     ]
     for i, header in enumerate(headers):
         save_file(tensors, tmp_path / str(i), header)
-        refused(tmp_path / str(i), model)
+        unread(tmp_path / str(i), model)
     for i, content in enumerate([b"", b"{}", b"\xff" * 100, json.dumps(good).encode(), os.urandom(1000)]):
         (tmp_path / f"other{i}").write_bytes(content)
-        refused(tmp_path / f"other{i}", model)
+        unread(tmp_path / f"other{i}", model)
 
 
 class Bomb:
@@ -391,7 +387,7 @@ def test_nothing_is_unpickled(model, path, tmp_path, monkeypatch):
     assert mark.exists(), "the bomb works"
     mark.unlink()
     for name in ("pickle", "torch"):
-        refused(tmp_path / name, model)
+        unread(tmp_path / name, model)
     assert not mark.exists()
     for target in ("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load"):
         monkeypatch.setattr(target, lambda *_, **__: pytest.fail("unpickled"))
@@ -429,7 +425,7 @@ def test_a_disk_that_fills_up_while_writing_leaves_the_old_file(model, state, pa
     before = path.read_bytes()
     with torch.inference_mode():
         other = model(ids(30)).state
-    with pytest.raises(StorageError, match=r"chat\.state: not written"), quota(4096):
+    with refused(StorageError, path), quota(4096):
         perspectron.save_state(path, other, model)
     still_there(model, state, path, before)
 
@@ -440,7 +436,7 @@ def test_a_disk_that_fills_up_at_the_end_leaves_the_old_file(model, state, path,
     with torch.inference_mode():
         other = model(ids(30)).state
     monkeypatch.setattr(os, call, full)
-    with pytest.raises(StorageError, match=r"chat\.state: not written .*No space left on device"):
+    with refused(StorageError, path):
         perspectron.save_state(path, other, model)
     monkeypatch.undo()
     still_there(model, state, path, before)
@@ -469,7 +465,7 @@ def test_an_extra_that_is_no_json_leaves_the_old_file(model, state, path):
 @pytest.mark.parametrize("rows", [torch.tensor([False, True]), [1.0]])
 def test_rows_are_chosen_by_their_numbers(rows):
     state = perspectron.build("drm-104k").init_state(2)
-    with pytest.raises(StateError, match="must be whole numbers; for a mask give"):
+    with refused(StateError):
         state.select(rows)
 
 
@@ -495,49 +491,46 @@ PDR, RING, CACHE, DRM = (f"layers[{KINDS[kind]}]" for kind in ("pdr", "window_gq
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "named"),
     [
-        (put(f"{PDR}.memory_BDR", torch.zeros(4, dtype=torch.uint8)), "memory_BDR|rows"),
-        (put(f"{PDR}.memory_BDR", torch.zeros(2, 1)), r"memory_BDR is torch.float32 \(2, 1\), must be"),
-        (put(f"{PDR}.memory_BDR", torch.zeros(2, 16, 5)), r"memory_BDR is .* must be torch.float32 \(1, 16, 4\)"),
-        (put(f"{PDR}.memory_BDR", torch.zeros(2, 16, 4, dtype=torch.float64)), "memory_BDR is torch.float64"),
-        (put(f"{PDR}.memory_BDR", torch.zeros(3, 16, 4)), "rows"),
-        (put(f"{PDR}.length_B", torch.full((2,), -7)), "length_B holds -7, must be from 0"),
-        (put(f"{PDR}.length_B", torch.full((2,), 1 << 62)), "length_B holds"),
-        (put(f"{PDR}.length_B", torch.full((2,), 21)), "must be the same"),
-        (put(f"{PDR}.length_B", torch.full((2,), 20, dtype=torch.int32)), "length_B is torch.int32"),
-        (put(f"{RING}.k_BGWK", torch.zeros(2, 2, 1, 4)), "k_BGWK is"),
-        (put(f"{RING}.k_BGWK", torch.zeros(2, 2, 0, 4)), "a ring of 0 keys and 8 values"),
-        (put(f"{CACHE}.k_BHSK", torch.zeros(2, 2, 3, 8)), "k_BHSK.*none with slots as the others"),
-        (put(f"{DRM}.z_BD", torch.zeros(2, 8)), "z_BD is"),
-        (put("layers[99].memory", torch.zeros(2)), "has layers"),
-        (lambda header, tensors: tensors.pop(f"{DRM}.z_BD"), "lacks layers.*z_BD"),
-        (numbers("{}"), "lacks layers.*used"),
-        (numbers("[]"), "numbers is .*, must be an object"),
-        (numbers('{"a": 1, "a": 2}'), "occurs twice"),
-        (numbers('{"a": NaN}'), "NaN is not JSON"),
-        (numbers("[" * 100_000), "too many levels"),
-        (lambda header, tensors: header.pop("numbers"), "numbers is unreadable"),
-        (lambda header, tensors: header.pop("model"), "format"),
-        (lambda header, tensors: tensors.update({n: t[:0] for n, t in tensors.items()}), "0 rows"),
+        (put(f"{PDR}.memory_BDR", torch.zeros(4, dtype=torch.uint8)), []),
+        (put(f"{PDR}.memory_BDR", torch.zeros(2, 1)), ["memory_BDR", "torch.float32"]),
+        (put(f"{PDR}.memory_BDR", torch.zeros(2, 16, 5)), ["memory_BDR", 5]),
+        (put(f"{PDR}.memory_BDR", torch.zeros(2, 16, 4, dtype=torch.float64)), ["memory_BDR", "torch.float64"]),
+        (put(f"{PDR}.memory_BDR", torch.zeros(3, 16, 4)), [3]),
+        (put(f"{PDR}.length_B", torch.full((2,), -7)), ["length_B", -7]),
+        (put(f"{PDR}.length_B", torch.full((2,), 1 << 62)), ["length_B"]),
+        (put(f"{PDR}.length_B", torch.full((2,), 21)), []),
+        (put(f"{PDR}.length_B", torch.full((2,), 20, dtype=torch.int32)), ["length_B", "torch.int32"]),
+        (put(f"{RING}.k_BGWK", torch.zeros(2, 2, 1, 4)), ["k_BGWK"]),
+        (put(f"{RING}.k_BGWK", torch.zeros(2, 2, 0, 4)), [0, 8]),
+        (put(f"{CACHE}.k_BHSK", torch.zeros(2, 2, 3, 8)), ["k_BHSK"]),
+        (put(f"{DRM}.z_BD", torch.zeros(2, 8)), ["z_BD"]),
+        (put("layers[99].memory", torch.zeros(2)), ["layers[99].memory"]),
+        (lambda header, tensors: tensors.pop(f"{DRM}.z_BD"), ["z_BD"]),
+        (numbers("{}"), ["used"]),
+        (numbers("[]"), ["numbers"]),
+        (numbers('{"a": 1, "a": 2}'), ["numbers", "'a'"]),
+        (numbers('{"a": NaN}'), ["numbers", "NaN"]),
+        (numbers("[" * 100_000), ["numbers"]),
+        (lambda header, tensors: header.pop("numbers"), ["numbers"]),
+        (lambda header, tensors: header.pop("model"), []),
+        (lambda header, tensors: tensors.update({n: t[:0] for n, t in tensors.items()}), [0]),
         *(
             (
                 lambda header, tensors, value=value: header.update(
                     numbers=json.dumps(dict.fromkeys(json.loads(header["numbers"]), value))
                 ),
-                why,
+                ["used", value],
             )
-            for value, why in ((-1, "used = -1"), (True, "used = True"), (2**62, "used ="), (19, "19 of them used"),
-                               (21, "21 of them used"), ("20", "used = 20"), (20.0, "used = 20.0"))
+            for value in (-1, True, 2**62, 19, 21, "20", 20.0)
         ),
     ],
 )  # fmt: skip
-def test_a_state_that_was_forged_is_refused(model, path, change, why):
+def test_a_state_that_was_forged_is_refused(model, path, change, named):
     """Whoever passes a state on can write any digest: it has to be what the model's own states are."""
-    with pytest.raises(StateError, match=why) as caught:
+    with refused(StateError, path, *named):
         perspectron.load_state(forged(path, change), model)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_what_a_forged_state_may_hold_other_than_it_does_is_numbers(model, path):
@@ -570,7 +563,7 @@ def test_a_state_made_under_autocast_loads(model, tmp_path):
 
 def test_a_pipe_is_refused_at_once(model, tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    refused(tmp_path / "pipe", model)
+    unread(tmp_path / "pipe", model)
 
 
 @pytest.mark.parametrize(
@@ -613,24 +606,24 @@ def test_numbers_beyond_float32_are_refused_in_8_bits(tmp_path):
     narrow.tensors(tmp_path / "x", held, header := {}, "int8")
     narrow.widened(tmp_path / "x", held, header, {"a": torch.float64})
     assert held["a"].tolist() == [[0, pytest.approx(1e38)]]
-    with pytest.raises(StateError, match="a has numbers that int8 cannot hold"):
+    with refused(StateError, "a", "int8"):
         narrow.tensors(tmp_path / "x", {"a": torch.tensor([[1e39]], dtype=torch.float64)}, {}, "int8")
 
 
 @pytest.mark.parametrize("dtype", ["int4", "fp16", "FULL", "", None, 16, torch.float16])
 def test_a_dtype_that_there_is_not_is_refused_by_name(model, state, tmp_path, dtype):
-    with pytest.raises(StateError, match=r"^dtype = .*, must be full, float16, bfloat16, int8$"):
+    with refused(StateError, "dtype"):
         perspectron.save_state(tmp_path / "x", state, model, dtype=dtype)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("extra", [[1], "text", 0, {"a": math.nan}])
 def test_what_would_be_refused_when_it_is_read_is_not_written(model, state, tmp_path, extra):
-    with pytest.raises(StateError, match="x: extra cannot be stored as JSON"):
+    with refused(StateError, tmp_path / "x", "extra"):
         perspectron.save_state(tmp_path / "x", state, model, extra=extra)
     twin = perspectron.build(CONFIG, seed=1)
     for other in (twin.init_state(1), None, {"length": 3}):
-        with pytest.raises(StateError, match="no state of this model; save it with the model that made it"):
+        with refused(StateError):
             perspectron.save_state(tmp_path / "x", other, model)
     assert not list(tmp_path.iterdir())
 
@@ -639,19 +632,19 @@ def test_a_scale_of_another_shape_does_not_spread_the_numbers(model, state, tmp_
     """Numbers in 8 bits and their scales are multiplied: of two files' lines a square of memory would come."""
     held, header = {"a": torch.zeros(3000, 1, dtype=torch.int8)}, {"stored": '{"a": "torch.float32"}'}
     held["a/scale"] = torch.ones(1, 3000)
-    with pytest.raises(StateError, match="stored does not fit its tensors"):
+    with refused(StateError, tmp_path / "x", "stored"):
         narrow.widened(tmp_path / "x", held, header, {"a": torch.float32})
 
 
 def test_a_header_that_would_be_refused_is_not_written(model, state, tmp_path):
     """One number, of those who write, read and list: 16 MiB."""
-    with pytest.raises(StateError, match=r"a header of [\d,]+ bytes, must be ≤ 16,777,216"):
+    with refused(StateError, MAX_JSON):
         perspectron.save_state(tmp_path / "x", state, model, extra={"text": "a" * MAX_JSON})
     assert not list(tmp_path.iterdir())
     room = MAX_JSON - header_bytes(model, state, tmp_path / "small", "")
     perspectron.save_state(tmp_path / "x", state, model, extra={"text": "a" * room})
     assert perspectron.load_extra(tmp_path / "x") == {"text": "a" * room}
-    with pytest.raises(StateError, match="must be ≤ 16,777,216"):
+    with refused(StateError, MAX_JSON):
         perspectron.save_state(tmp_path / "y", state, model, extra={"text": "a" * (room + 8)})
     data = (tmp_path / "x").read_bytes()
     (tmp_path / "x").write_bytes((MAX_JSON + 8).to_bytes(8, "little") + data[8:])
@@ -659,7 +652,7 @@ def test_a_header_that_would_be_refused_is_not_written(model, state, tmp_path):
         lambda: perspectron.load_state(tmp_path / "x", model),
         lambda: perspectron.load_extra(tmp_path / "x"),
     ):
-        with pytest.raises(StateError, match="must be ≤ 16,777,216"):
+        with refused(StateError, tmp_path / "x", MAX_JSON):
             read()
 
 
@@ -669,19 +662,19 @@ def header_bytes(model, state, path, text: str) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
-def test_numbers_that_do_not_fit(model, state, tmp_path, dtype):
+def test_numbers_that_do_not_fit_a_dtype_are_refused(model, state, tmp_path, dtype):
     value = 1e6 if dtype == "float16" else math.inf
     leaves, spec = pytree.tree_flatten(state)
     at = next(
         i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel()
     )
     leaves[at] = torch.full_like(leaves[at], value)
-    with pytest.raises(StateError, match=f"numbers that {dtype} cannot hold; save it in full"):
+    with refused(StateError, dtype):
         perspectron.save_state(tmp_path / "x", pytree.tree_unflatten(leaves, spec), model, dtype=dtype)
 
 
 @pytest.mark.parametrize("stored", ["[]", '{"layers[0].none": "torch.float32"}', '{"length": 3}', "{"])
-def test_a_list_of_dtypes_that_does_not_fit(model, state, tmp_path, stored):
+def test_a_list_of_dtypes_that_does_not_fit_is_refused(model, state, tmp_path, stored):
     path = tmp_path / "small.state"
     perspectron.save_state(path, state, model, dtype="int8")
     with safe_open(path, "pt") as file:
@@ -689,7 +682,7 @@ def test_a_list_of_dtypes_that_does_not_fit(model, state, tmp_path, stored):
     tensors = load_file(path)
     header["stored"] = stored
     save_file(tensors, path, sealed(header, tensors))
-    with pytest.raises(StateError, match="stored does not fit its tensors"):
+    with refused(StateError, path, "stored"):
         perspectron.load_state(path, model)
 
 

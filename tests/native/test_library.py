@@ -19,6 +19,7 @@ from perspectron.native import library, training
 from perspectron.ops import pdr
 from tests.native.isa import forced_isa
 from tests.native.packing import matrix
+from tests.refusals import refused
 
 needed = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
 ISAS = ("avx512", "avx2", "scalar")
@@ -127,7 +128,7 @@ def test_threads_that_no_machine_has_are_refused(count):
         lambda: native.peak(count),
         lambda: native.set_threads(count),
     ):
-        with pytest.raises(ValueError, match=f"threads = {count}, must be from 1 to 1024"):
+        with refused(ValueError, "threads", count):
             call()
 
 
@@ -262,14 +263,14 @@ def test_a_forked_child_starts_threads_of_its_own_and_exit_is_quiet():
 
 
 @needed
-def test_measurements_and_instruction_sets():
+def test_speeds_are_measured_and_an_instruction_set_can_be_forced():
     assert native.peak(1) > 1e8
     assert native.read(torch.full((1000,), 3, dtype=torch.uint8), 1) > 0
     assert native.isa() in ISAS
     with forced_isa("scalar"):
         assert native.isa() == "scalar"
     assert native.reason() is None
-    with pytest.raises(ValueError, match="isa = 'mmx'"), forced_isa("mmx"):
+    with refused(ValueError, "isa", "mmx"), forced_isa("mmx"):
         pass
 
 

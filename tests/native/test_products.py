@@ -19,6 +19,7 @@ from tests.native.packing import (
     scales_of,
     weights,
 )
+from tests.refusals import refused
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
 ISAS = ("avx512", "avx2", "scalar")
@@ -100,7 +101,7 @@ def test_the_largest_sums_fit(isa, T, use_isa):
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
-def test_long_rows(format):
+def test_long_rows_are_summed_in_order(format):
     rng = np.random.default_rng(4)
     codes, packed, scales = matrix(format, 12, 11008, rng)
     for T in (1, 6):
@@ -154,7 +155,7 @@ def test_how_tokens_are_quantised(isa, K, use_isa):
 
 
 @pytest.mark.parametrize("format", native.FORMATS)
-def test_swiglu(format):
+def test_a_swiglu_is_three_products_and_the_same_bits_everywhere(format):
     """Against three products and float64's silu; the same bits on every instruction set, for any threads and T."""
     rng = np.random.default_rng(8)
     T, D, F = 7, 700, 900
@@ -216,11 +217,11 @@ def test_what_does_not_fit_is_refused():
         lambda: native.linear(torch.zeros(1, 65537), packed, scales, "ternary", 10),
         lambda: native.linear(x, packed, scales, "1bit", 10),
     ):
-        with pytest.raises(ValueError, match="must be"):
+        with refused(ValueError):
             call()
 
 
-def test_no_tokens():
+def test_a_product_of_no_tokens_is_empty():
     rng = np.random.default_rng(10)
     _, packed, scales = matrix("2bit", 10, 100, rng)
     assert native.linear(torch.zeros(0, 100), packed, scales, "2bit", 10).shape == (0, 10)

@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from perspectron import native
 from perspectron.ops import pdr
 from perspectron.util.errors import BackendError
+from tests.refusals import refused
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
 ISAS = ("avx512", "avx2", "scalar")
@@ -173,7 +174,7 @@ def test_borders_are_the_states_between_segments(T):
 
 @pytest.mark.parametrize("borders", [torch.empty(2, 2, 21, 37), torch.empty(1, 2, 37, 21).mT])
 def test_borders_that_do_not_fit_are_refused(borders):
-    with pytest.raises(ValueError, match=r"must be torch.float32 \(1, 2, 21, 37\) on cpu, contiguous"):
+    with refused(ValueError, "torch.float32"):
         native.pdr_scan(*inputs(3), torch.empty(2, 3, 21), borders)
 
 
@@ -181,7 +182,7 @@ def test_a_second_derivative_of_strided_gates_is_refused():
     q, k, v, gamma, state = inputs(3)
     gamma = gamma.mT.contiguous().mT.requires_grad_()
     (first,) = torch.autograd.grad(pdr.scan(q, k, v, gamma, state)[0].sum(), gamma, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
+    with refused(RuntimeError, "create_graph"):
         torch.autograd.grad(first.square().sum() + gamma.sum(), gamma)
 
 
@@ -191,7 +192,7 @@ def test_a_second_derivative_by_the_state_is_refused(T, backend):
     *tensors, gamma, state = (x.requires_grad_() for x in inputs(T, D=4, R=5))
     outputs = pdr.scan(*tensors, gamma, state, backend=backend)
     (first,) = torch.autograd.grad(outputs[0].sum(), gamma, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
+    with refused(RuntimeError, "create_graph"):
         torch.autograd.grad(first.square().sum() + state.sum(), state)
 
 
@@ -208,7 +209,7 @@ def test_a_state_that_is_changed_before_its_gradients_is_noticed(T):
 def test_a_second_derivative_is_refused():
     tensors = [x.requires_grad_() for x in inputs(3)]
     (first, *_) = torch.autograd.grad(pdr.scan(*tensors)[0].sum(), tensors, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"pdr\.scan is differentiable once"):
+    with refused(RuntimeError, "pdr.scan", "create_graph"):
         first.sum().backward()
 
 
@@ -221,14 +222,14 @@ def test_compiled_code_runs_the_tree():
 
 def test_where_it_cannot_run_it_says_why():
     tensors = inputs(2)
-    with forward_ad.dual_level(), pytest.raises(BackendError, match="forward-mode"):
+    with forward_ad.dual_level(), refused(BackendError, "native"):
         pdr.scan(*tensors, backend="native")
     with torch.inference_mode():
-        with pytest.raises(BackendError, match=r"torch.float64 on cpu,"):
+        with refused(BackendError, "torch.float64"):
             pdr.scan(*(x.double() for x in tensors), backend="native")
-        with pytest.raises(BackendError, match="functional transform"):
+        with refused(BackendError, "native"):
             torch.func.vmap(lambda *x: pdr.scan(*(y[None] for y in x), backend="native"))(*tensors)
-        with FakeTensorMode() as mode, pytest.raises(BackendError, match="functional transform"):
+        with FakeTensorMode() as mode, refused(BackendError, "native"):
             pdr.scan(*(mode.from_tensor(x) for x in tensors), backend="native")
 
 
@@ -270,7 +271,7 @@ def test_a_trace_computes(how, T):
 
 def test_no_columns_are_refused():
     tensors = inputs(3, R=0)
-    with torch.inference_mode(), pytest.raises(ValueError, match="R = 0,"):
+    with torch.inference_mode(), refused(ValueError, "R", 0):
         pdr.scan(*tensors, scale=1.0, backend="native")
-    with pytest.raises(ValueError, match="R = 0,"):
+    with refused(ValueError, "R", 0):
         native.pdr_scan(*tensors, torch.empty(2, 3, 21))

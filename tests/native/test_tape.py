@@ -13,6 +13,7 @@ from perspectron.ops import packed, pdr
 from perspectron.ops.dispatch import recorder
 from perspectron.ops.packing import LAYOUTS
 from perspectron.quant.formats import quantise
+from tests.refusals import refused
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
 ISAS = ("avx512", "avx2", "scalar")
@@ -209,7 +210,7 @@ def test_shapes_alone_are_not_read():
 
 def test_what_writes_into_a_weight_is_not_recorded():
     weight = torch.ones(4)
-    with pytest.raises(Unrecordable, match="writes into a weight"):
+    with refused(Unrecordable):
         record(lambda x, y, i: x + weight.add_(1), inputs_of((3, 4), 0))
 
 
@@ -293,15 +294,15 @@ def test_python_is_called_between_two_parts():
         inputs = inputs_of((4, 9), seed)
         run(tape, inputs)
         torch.testing.assert_close(out, sorted_by_python(*inputs))
-    with pytest.raises(Unrecordable, match="reads the state itself"):
+    with refused(Unrecordable):
         record(lambda x, y, i: recorder().aside(torch.sort, x), inputs_of((4, 9), 0))
 
 
 def test_an_index_that_is_not_there_is_an_error():
     tape, _ = record(lambda i: F.embedding(i, torch.ones(5, 3)), [torch.tensor([1, 2])])
-    with pytest.raises(RuntimeError, match="an index that is not there"):
+    with refused(RuntimeError, "instruction"):
         run(tape, [torch.tensor([1, 5])])
-    with pytest.raises(RuntimeError, match="an index that is not there"):
+    with refused(RuntimeError, "instruction"):
         run(tape, [torch.tensor([-1, 0])])
 
 
@@ -309,25 +310,25 @@ WEIGHT = torch.ones(3)
 
 
 @pytest.mark.parametrize(
-    ("operation", "message"),
+    ("operation", "named"),
     [
-        (lambda x: x * x.sum().item(), "item"),
-        (lambda x: x[: len(x.nonzero())], "nonzero"),
-        (lambda x: torch.tensor(x.tolist()), "resolve_conj"),
-        (lambda x: WEIGHT.add_(x), "writes into a weight"),
-        (lambda x: torch.linalg.det(x[:, None] * x), "linalg"),
-        (lambda x: torch.fft.fft(x).real, "fft"),
-        (lambda x: x.to(torch.float16), "float16"),
-        (lambda x: x.double().softmax(-1), "softmax of torch.float64"),
-        (lambda x: torch.div(x, 2, rounding_mode="floor"), "rounding_mode"),
-        (lambda x: F.pad(x[None], (1, 1), mode="reflect"), "pad"),
-        (lambda x: (x > 0).long() & 5, "bits"),
-        (lambda x: ~(x > 0).long(), "bits"),
-        (lambda x: x[:0] @ torch.ones(0, 2), "over nothing"),
-        (lambda x: x * torch.rand_like(x), "draws"),
-        (lambda x: x if torch.allclose(x, x) else -x, "allclose"),
-        (lambda x: (c := torch.zeros(3), x + c, c.add_(x))[1], "read before it is written"),
-        (lambda x: (torch.ones(2, 3, 4) * x[:, None]).sum((0, 2)), "lie together"),
+        (lambda x: x * x.sum().item(), ["item"]),
+        (lambda x: x[: len(x.nonzero())], ["nonzero"]),
+        (lambda x: torch.tensor(x.tolist()), ["resolve_conj"]),
+        (lambda x: WEIGHT.add_(x), []),
+        (lambda x: torch.linalg.det(x[:, None] * x), ["linalg_det"]),
+        (lambda x: torch.fft.fft(x).real, ["fft_fft"]),
+        (lambda x: x.to(torch.float16), ["float16"]),
+        (lambda x: x.double().softmax(-1), ["softmax", "torch.float64"]),
+        (lambda x: torch.div(x, 2, rounding_mode="floor"), ["rounding_mode"]),
+        (lambda x: F.pad(x[None], (1, 1), mode="reflect"), ["pad"]),
+        (lambda x: (x > 0).long() & 5, []),
+        (lambda x: ~(x > 0).long(), []),
+        (lambda x: x[:0] @ torch.ones(0, 2), []),
+        (lambda x: x * torch.rand_like(x), ["rand_like"]),
+        (lambda x: x if torch.allclose(x, x) else -x, ["allclose"]),
+        (lambda x: (c := torch.zeros(3), x + c, c.add_(x))[1], []),
+        (lambda x: (torch.ones(2, 3, 4) * x[:, None]).sum((0, 2)), []),
     ],
     ids=[
         "a number",
@@ -349,6 +350,6 @@ WEIGHT = torch.ones(3)
         "apart",
     ],
 )
-def test_what_cannot_be_recorded_is_said(operation, message):
-    with pytest.raises(Unrecordable, match=message):
+def test_what_cannot_be_recorded_is_said(operation, named):
+    with refused(Unrecordable, *named):
         record(operation, [torch.rand(3)])

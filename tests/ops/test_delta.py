@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from perspectron.ops import delta, gla
 from perspectron.util.errors import BackendError
+from tests.refusals import refused
 
 B, H, K, V = 2, 3, 5, 4
 LENGTHS = [1, 2, 31, 32, 33, 63, 64, 65, 150]
@@ -241,9 +242,9 @@ def test_a_second_derivative_is_an_error_not_a_silent_zero(order, A):
         return SCANS[order](q, *tensors[1:])[0].square().sum()
 
     (gradient,) = torch.autograd.grad(loss(tensors[0]), tensors[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
+    with refused(RuntimeError, "create_graph"):
         torch.autograd.grad(gradient.square().sum() + tensors[0].sum(), tensors[0])
-    with pytest.raises(RuntimeError, match="differentiable once"):
+    with refused(RuntimeError, "create_graph"):
         torch.func.jvp(torch.func.grad(loss), (tensors[0],), (tensors[0],))
     close(torch.func.grad(loss)(tensors[0].detach()), gradient.detach(), 1e-12)
 
@@ -323,7 +324,7 @@ def test_the_state_handed_in_stays(T, order, A):
             for a, b in zip(found, SCANS[order](*tensors, kept, backend="naive"), strict=True):
                 close(a, b, 1e-12)
         assert torch.equal(state, kept)
-    with pytest.raises(ValueError, match="consume_state = True needs gradients off"):
+    with refused(ValueError, "consume_state"):
         SCANS[order](*tensors, state, consume_state=True)
 
 
@@ -372,15 +373,15 @@ def test_shapes_are_known_without_numbers(T, order, A):
 @pytest.mark.parametrize("order", SCANS)
 def test_bad_calls_say_what_is_wrong(order):
     *tensors, gate, state = inputs(4, order)
-    with pytest.raises(BackendError, match="backend = 'cuda',"):
+    with refused(BackendError, "backend", "cuda"):
         SCANS[order](*tensors, gate, state, backend="cuda")
     for i, x in enumerate((*tensors, gate)):
         for wrong in (x[:, :, :2], x[:, :1], x[..., :2]):
             given = [*tensors, gate]
             given[i] = wrong
-            with pytest.raises(ValueError, match=r"want|state has shape"):
+            with refused(ValueError):
                 SCANS[order](*given, state)
-    with pytest.raises(ValueError, match="state has shape"):
+    with refused(ValueError, "state"):
         SCANS[order](*tensors, gate, state[:1])
-    with pytest.raises(ValueError, match=r"gates go from .* to 1.5,"):
+    with refused(ValueError, "gates", 1.5):
         SCANS[order](*tensors, gate.index_fill(2, torch.tensor(1), 1.5), state)

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from perspectron.ops import conv, delta, dispatch, experts, gla, pdr
 from perspectron.util.errors import BackendError
+from tests.refusals import refused
 
 draw = torch.Generator().manual_seed(0)
 
@@ -45,21 +46,14 @@ def test_a_second_derivative_is_an_error_also_where_the_input_is_reached_another
     loss = op(*inputs).square().sum() + sum(x.pow(3).sum() for x in inputs)
     gradients = torch.autograd.grad(loss, inputs, create_graph=True)
     for gradient, x in zip(gradients, inputs, strict=True):
-        with pytest.raises(RuntimeError, match=rf"{name} is differentiable once: leave out create_graph"):
+        with refused(RuntimeError, name, "create_graph"):
             torch.autograd.grad(gradient.sum(), x, retain_graph=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("gla.scan", "use backend='naive'"),
-        ("conv.convolve", "differentiate in reverse mode"),
-    ],
-)
-def test_forward_mode_where_there_is_none_is_an_error(name, instead):
+@pytest.mark.parametrize("name", ["gla.scan", "conv.convolve"])
+def test_forward_mode_where_there_is_none_is_an_error(name):
     op, shapes = ONCE[name]
-    message = f"{name} has no forward-mode derivative; {instead}"
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=message):
+    with forward_ad.dual_level(), refused(RuntimeError, name):
         op(*(forward_ad.make_dual(x, x) for x in (normal(*shape) for shape in shapes)))
 
 
@@ -99,7 +93,7 @@ def test_a_line_is_said_once_and_never_to_a_compiler(caplog):
 
 def test_an_unknown_backend_is_named_with_those_there_are():
     dispatch.known("b", ("a", "b"))
-    with pytest.raises(BackendError, match="backend = 'c',"):
+    with refused(BackendError, "backend", "c"):
         dispatch.known("c", ("a", "b"))
 
 
@@ -136,7 +130,7 @@ def test_gradients_are_off_where_neither_mode_is_on():
             dispatch.check_consumed(True)
     with forward_ad.dual_level(), torch.no_grad():
         assert not dispatch.gradients_off()
-        with pytest.raises(ValueError, match=r"gradients off, and they are on.* leave consume_state out"):
+        with refused(ValueError, "consume_state"):
             dispatch.check_consumed(True)
     dispatch.check_consumed(False)
 

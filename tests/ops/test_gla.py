@@ -6,6 +6,7 @@ from torch import Tensor
 
 from perspectron.ops import gla
 from perspectron.util.errors import BackendError
+from tests.refusals import refused
 
 B, H, K, V = 2, 3, 5, 4
 LENGTHS = [1, 2, 63, 64, 65, 150]
@@ -95,7 +96,7 @@ def test_gradients_equal_those_of_the_loop(T, G, A, of):
 
 
 @every_kind
-def test_gradcheck(G, A):
+def test_gradients_are_those_of_finite_differences(G, A):
     q, k, v, gate, state = inputs(5, G, A)
     inside = gate * 0.8 + 0.1  # so that finite differences stay valid
     tensors = [x[:1].requires_grad_() for x in (q, k, v, inside, state)]
@@ -110,9 +111,9 @@ def test_what_is_not_there_is_an_error_not_a_silent_zero(G, A):
         return gla.scan(q, *tensors[1:])[0].square().sum()
 
     (gradient,) = torch.autograd.grad(loss(tensors[0]), tensors[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
+    with refused(RuntimeError, "create_graph"):
         torch.autograd.grad(gradient.square().sum() + tensors[0].sum(), tensors[0])
-    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+    with refused(RuntimeError, "gla.scan"):
         torch.func.jvp(loss, (tensors[0],), (tensors[0],))
     close(torch.func.grad(loss)(tensors[0].detach()), gradient.detach(), 1e-12)
 
@@ -218,7 +219,7 @@ def test_shapes_are_known_without_numbers(T, G, A):
 
 def test_bad_calls_say_what_is_wrong():
     q, k, v, gate, state = inputs(4)
-    with pytest.raises(BackendError, match="backend = 'cuda',"):
+    with refused(BackendError, "backend", "cuda"):
         gla.scan(q, k, v, gate, state, backend="cuda")
     for wrong in (
         (q[:, :, :2], k, v, gate),
@@ -228,11 +229,11 @@ def test_bad_calls_say_what_is_wrong():
         (q, k, v, gate[..., :2]),
         (q, k, v, gate[:, :, :2]),
     ):
-        with pytest.raises(ValueError, match="want"):
+        with refused(ValueError):
             gla.scan(*wrong, state)
-    with pytest.raises(ValueError, match="state has shape"):
+    with refused(ValueError, "state"):
         gla.scan(q, k, v, gate, state[:1])
-    with pytest.raises(ValueError, match=r"gates go from .* to 1.5,"):
+    with refused(ValueError, "gates", 1.5):
         gla.scan(q, k, v, gate.detach().index_fill(2, torch.tensor(1), 1.5), state)
 
 

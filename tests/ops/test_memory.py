@@ -7,6 +7,7 @@ from torch.autograd import forward_ad
 from perspectron import native
 from perspectron.native import training
 from perspectron.ops import delta, gla
+from tests.refusals import refused
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason=str(native.reason())),
@@ -55,7 +56,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("values", [V, WIDE])
 @pytest.mark.parametrize(("name", "heads", "gates"), CASES)
-def test_outputs_and_gradients(name, heads, gates, values, calls):
+def test_outputs_and_gradients_are_those_of_float64(name, heads, gates, values, calls):
     tensors, scan = inputs(name, heads, gates, values), SCANS[name]
 
     def of(dtype, backend):
@@ -86,7 +87,7 @@ def test_only_float32_in_reverse_mode_takes_it(name, calls):
 def test_a_second_derivative_is_refused():
     xs = [x.requires_grad_() for x in inputs("delta", H, K)]
     (first, *_) = torch.autograd.grad(delta.scan(*xs)[0].sum(), xs, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
+    with refused(RuntimeError, "create_graph"):
         first.sum().backward()
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from perspectron import native
 from perspectron.ops import pdr
 from perspectron.util.errors import BackendError
+from tests.refusals import refused
 
 LENGTHS = [1, 2, 63, 64, 65, 200]
 
@@ -70,9 +71,9 @@ def test_second_derivatives_are_an_error_not_a_silent_zero():
         return pdr.scan(q, *tensors[1:])[0].square().sum()
 
     (gradient,) = torch.autograd.grad(loss(tensors[0]), tensors[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
+    with refused(RuntimeError, "create_graph"):
         torch.autograd.grad(gradient.square().sum() + tensors[0].sum(), tensors[0])
-    with pytest.raises(RuntimeError, match="differentiable once"):
+    with refused(RuntimeError, "create_graph"):
         torch.func.jvp(torch.func.grad(loss), (tensors[0],), (tensors[0],))
 
 
@@ -142,7 +143,7 @@ def test_native_gives_the_same_bits_however_the_sequence_is_cut():
 
 def test_native_refuses_what_it_cannot_do():
     tensors = inputs(3)
-    with pytest.raises(BackendError, match="native"):
+    with refused(BackendError, "native"):
         pdr.scan(*tensors, backend="native")
 
 
@@ -191,25 +192,23 @@ def test_renormalise_shrinks_and_never_grows():
 
 def test_bad_calls_say_what_is_wrong():
     tensors = inputs(4)
-    with pytest.raises(BackendError, match="backend = 'cuda',"):
+    with refused(BackendError, "backend", "cuda"):
         pdr.scan(*tensors, backend="cuda")
-    with pytest.raises(ValueError, match="want"):
+    with refused(ValueError):
         pdr.scan(tensors[0][:, :2], *tensors[1:])
-    with pytest.raises(ValueError, match="state has shape"):
+    with refused(ValueError, "state"):
         pdr.scan(*tensors[:4], tensors[4][:1])
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("backend", ["auto", "naive", "torch"])
 @pytest.mark.parametrize("T", [1, 5])
-@pytest.mark.parametrize(
-    ("gate", "said"), [(1.5, "to 1.5"), (-0.25, "from -0.25"), (torch.nan, "nan"), (torch.inf, "to inf")]
-)
-def test_gates_outside_of_0_and_1_are_refused(mode, backend, T, gate, said):
+@pytest.mark.parametrize("gate", [1.5, -0.25, torch.nan, torch.inf])
+def test_gates_outside_of_0_and_1_are_refused(mode, backend, T, gate):
     q, k, v, gamma, state = inputs(T)
     gamma[1, -1, 2] = gate
     with mode():
-        with pytest.raises(ValueError, match=rf"gates go .*{said}.*must be in \[0, 1\]"):
+        with refused(ValueError, "gates", gate):
             pdr.scan(q, k, v, gamma, state, backend=backend)
         pdr.scan(q, k, v, gamma, state, backend=backend, checked=False)
         gamma[1, -1, 2] = 1.0

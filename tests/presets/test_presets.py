@@ -18,6 +18,7 @@ from perspectron.presets.frame import stack
 from perspectron.util import registry
 from perspectron.util.config import between_commas
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 DESIGNS = list(presets.DESIGNS)
 BUDGETS = [(300_000, 512, 128), (1_000_000, 1024, 256), (5_000_000, 4096, 512), (100_000_000, 16384, 512)]
@@ -87,7 +88,7 @@ def test_a_design_entered_by_one_function_is_trained_and_compared_by_name(monkey
     config = presets.solve("windows", 1_000_000, vocab_size=1024, seq_len=256)
     assert abs(active_parameters(config) / 1_000_000 - 1) <= 0.02
     assert config.blocks[0].mixer == WindowGQAConfig(config.d_model // 32, 1, 128)
-    with pytest.raises(ConfigError, match="windows: key = 'rank',"):
+    with refused(ConfigError, "windows", "rank"):
         presets.get("windows", rank=4)
 
 
@@ -98,17 +99,17 @@ def test_a_keyword_comes_before_a_field_of_the_same_name():
 
 def test_a_name_of_ones_own_is_of_no_design():
     config = dataclasses.replace(presets.get("gpt2-tiny"), name="mine")
-    with pytest.raises(ConfigError, match="model name = 'mine',"):
+    with refused(ConfigError, "mine"):
         presets.design_of(config)
 
 
 def test_a_budget_below_the_embedding_says_what_would_do():
-    with pytest.raises(ConfigError, match="params = 50000,"):
+    with refused(ConfigError, "params", 50000):
         presets.solve("gpt2", 50_000, vocab_size=32768, seq_len=64)
 
 
 def test_an_unknown_design_lists_those_there_are():
-    with pytest.raises(ConfigError, match="design = 'rwkv',"):
+    with refused(ConfigError, "design", "rwkv"):
         presets.solve("rwkv", 1_000_000, vocab_size=512, seq_len=64)
 
 
@@ -133,7 +134,7 @@ def test_a_part_is_named_where_several_have_a_size():
     assert [block.mixer.heads for block in both.blocks] == [2, 2, 2, 2]
     one = presets.get("perspective[kda]", **{"heads": 2, "mixer.heads": 4})
     assert [block.mixer.heads for block in one.blocks] == [4, 4, 4, 2]
-    with pytest.raises(ConfigError, match=r"key = .gqa\.window."):
+    with refused(ConfigError, "key", "gqa.window"):
         presets.get("perspective[kda]", **{"gqa.window": 4})
 
 
@@ -154,19 +155,19 @@ def test_a_size_may_be_a_list():
 
 @pytest.mark.parametrize("name", ["gla[heads=4", "gla]", "gla[heads=4]]", "gla[heads=4]x"])
 def test_brackets_are_closed_once(name):
-    with pytest.raises(ConfigError, match="design = "):
+    with refused(ConfigError, "design"):
         presets.solve(name, 2_000_000, vocab_size=2048, seq_len=256)
 
 
 @pytest.mark.parametrize(
-    ("name", "state", "message"),
+    ("name", "state", "named"),
     [
-        ("transformer", 160_000, "match of transformer = 'state', must be parameters: the state of it grows"),
-        ("gla", 1_000, "state = '1,000 bytes', must be near 640 or 1,280 for gla"),
-        ("drm", 160_000, "state = '160,000 bytes', must be near 72 for drm"),
-        ("ssd", 414_720, "state = '414,720 bytes', must be near "),
+        ("transformer", 160_000, ["match", "transformer", "state", "parameters"]),
+        ("gla", 1_000, ["state", "gla", 640, 1280]),
+        ("drm", 160_000, ["state", "drm", 72]),
+        ("ssd", 414_720, ["state"]),
     ],
 )
-def test_a_state_that_cannot_be_is_refused_with_what_can(name, state, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_state_that_cannot_be_is_refused_with_what_can(name, state, named):
+    with refused(ConfigError, *named):
         presets.solve(name, 2_000_000, vocab_size=2048, seq_len=256, state=state)

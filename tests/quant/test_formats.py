@@ -11,6 +11,7 @@ from perspectron.ops.packing import GROUP, LAYOUTS, check, dequantise, parameter
 from perspectron.quant import formats
 from perspectron.quant.formats import quantise
 from perspectron.util.errors import DataError
+from tests.refusals import refused
 
 FORMATS = list(LAYOUTS)
 every_format = pytest.mark.parametrize("format", FORMATS)
@@ -95,7 +96,7 @@ def test_more_bits_are_nearer():
 
 @every_format
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_other_dtypes(format, dtype):
+def test_other_dtypes_are_packed_as_float32_is(format, dtype):
     weight = weights(9, 70).to(dtype)
     assert torch.equal(dequantise(quantise(weight, format)), dequantise(quantise(weight.float(), format)))
 
@@ -117,7 +118,7 @@ DEGENERATE = {
 
 @every_format
 @pytest.mark.parametrize("name", DEGENERATE)
-def test_degenerate_weights(format, name):
+def test_degenerate_weights_are_never_nan_and_never_far_off(format, name):
     """Never NaN, never far off."""
     weight = DEGENERATE[name]
     whole = quantise(weight, format)
@@ -137,12 +138,12 @@ def test_what_cannot_be_held_is_refused():
     for format, value in itertools.product(FORMATS, (torch.nan, torch.inf, -torch.inf)):
         weight = weights(4, 4)
         weight[1, 1] = value
-        with pytest.raises(DataError, match=r"weight = .*,"):
+        with refused(DataError, "weight"):
             quantise(weight, format)
     for format in ("2bit", "4bit"):
-        with pytest.raises(DataError, match=f"weight = ±1e[+]06, must be within ±65504 for {format}"):
+        with refused(DataError, "weight", format):
             quantise(torch.full((4, 4), 1e6), format)
     for format in ("ternary", "int8"):
         assert dequantise(quantise(3e38 * torch.randn(40, 40).tanh(), format)).isfinite().all()
-    with pytest.raises(ValueError, match="format = '3bit'"):
+    with refused(ValueError, "format", "3bit"):
         quantise(weights(4, 4), "3bit")

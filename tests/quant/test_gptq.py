@@ -9,6 +9,7 @@ from perspectron.ops.packing import GROUP, LAYOUTS, check, dequantise, parameter
 from perspectron.quant.formats import decode, encode, grid, quantise, tile_grid, units
 from perspectron.quant.gptq import FORMATS, Hessian, gptq
 from perspectron.util.errors import ConfigError, DataError
+from tests.refusals import refused
 
 every_format = pytest.mark.parametrize("format", FORMATS)
 
@@ -133,7 +134,7 @@ def test_tokens_add_up():
 
 
 @pytest.mark.parametrize("format", ["2bit", "4bit"])
-def test_degenerate_weights(format):
+def test_degenerate_weights_are_never_far_off(format):
     _, x = layer(1, 200)
     for weight in (torch.zeros(6, 200), torch.full((6, 200), 0.3), torch.full((6, 200), 1e-9)):
         off = dequantise(gptq(weight, seen(x), format)) - weight
@@ -142,11 +143,11 @@ def test_degenerate_weights(format):
 
 def test_what_cannot_be_is_refused():
     weight, x = layer(6, 40)
-    with pytest.raises(ConfigError, match="format = 'ternary', must be one of 2bit, 4bit, int8"):
+    with refused(ConfigError, "format", "ternary"):
         gptq(weight, seen(x), "ternary")
-    with pytest.raises(ConfigError, match="damping = 0"):
+    with refused(ConfigError, "damping", 0):
         gptq(weight, seen(x), "2bit", damping=0)
-    with pytest.raises(DataError, match="the input of a layer is not finite"):
+    with refused(DataError):
         gptq(weight, seen(x * torch.nan), "2bit")
-    with pytest.raises(DataError, match=r"weight = .*, must be finite"):
+    with refused(DataError, "weight"):
         gptq(weight * torch.nan, seen(x), "2bit")

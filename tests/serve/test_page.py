@@ -94,7 +94,7 @@ def test_type_go_on_fork_and_return(tmp_path, tokenizer) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
-def test_the_served_page(tmp_path, tokenizer):
+def test_the_served_page_is_used_by_the_keyboard_alone(tmp_path, tokenizer):
     with serving(served(tmp_path, tokenizer)) as url, browsing(url) as page:
         assert look(page) == []
         page.get_by_label("Tokens").fill("8")

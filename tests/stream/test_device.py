@@ -246,7 +246,7 @@ def test_a_read_that_fails_is_told_to_who_asks_and_can_be_tried_again(files):
             raise KeyError("what computes may fail")
         assert walked(copies, lane, whole)
         copies.close()
-        with pytest.raises(AssertionError, match="another device"), copies.get(0, 1):
+        with pytest.raises(AssertionError), copies.get(0, 1):
             pass
 
 

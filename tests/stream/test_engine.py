@@ -49,6 +49,7 @@ from perspectron.stream.synthetic import Draw, synthesize
 from perspectron.stream.tensors import aligned
 from perspectron.util.errors import ArtifactError, ConfigError, ShardError, StateError, StorageError
 from tests.native.isa import forced_isa
+from tests.refusals import refused
 
 SIZES = {
     "d_model": 64,
@@ -336,7 +337,7 @@ def test_a_recording_has_the_same_bits_on_every_instruction_set(full, isa):
     ],
     ids=str,
 )
-def test_kinds_of_experts(tmp_path, tokenizer, changes):
+def test_experts_of_every_kind_stream_as_they_are_in_memory(tmp_path, tokenizer, changes):
     model = built(**changes)
     convert(model, "int8")
     save_artifact(model, tokenizer, tmp_path / "a")
@@ -348,7 +349,7 @@ def test_kinds_of_experts(tmp_path, tokenizer, changes):
 
 @pytest.mark.parametrize("design", ["adr", "lens", "drm", "gpt2", "transformer", "gla", "ssd", "perspective"])
 @pytest.mark.parametrize("linear", ["2bit", "int8"])
-def test_every_design(tmp_path, tokenizer, design, linear):
+def test_an_artifact_of_every_design_generates_as_its_model_does(tmp_path, tokenizer, design, linear):
     name = {"drm": "drm-104k", "perspective": "perspective-tiny-dense"}.get(design, f"{design}-tiny")
     model = perspectron.build(presets.get(name, vocab_size=300))
     convert(model, linear, ids(16, 4))
@@ -388,7 +389,7 @@ def test_a_state_is_bound_to_its_artifact(full, folder, tmp_path):
     model, tokenizer = load_artifact(full)
     generate(model, tokenizer, ["the cat"], max_tokens=2).conversation.save(tmp_path / "state", model)
     other, _ = load_artifact(folder)
-    with pytest.raises(StateError, match="state of model"):
+    with refused(StateError, tmp_path / "state"):
         Conversation.load(tmp_path / "state", other)
 
 
@@ -455,10 +456,10 @@ def test_a_disk_that_opens_files_for_direct_reads_but_does_not_read_them(full, m
     assert disk.method == "buffered" and set(disk.bytes_per_second) == {"buffered"}
 
 
-def test_does_not_train(full):
+def test_an_artifact_does_not_train(full):
     model, _ = load_artifact(full)
     model.train()
-    with pytest.raises(ConfigError, match="training"):
+    with refused(ConfigError, "training"):
         model(ids())
 
 
@@ -475,7 +476,7 @@ def broken(folder: Path, tmp_path: Path) -> Path:
 def test_a_missing_file_is_named(full, tmp_path, name):
     copy = broken(full, tmp_path)
     (copy / name).unlink()
-    with pytest.raises(ArtifactError, match=name.replace(".", r"\.")):
+    with refused(ArtifactError, name):
         load_artifact(copy)
 
 
@@ -485,7 +486,7 @@ def test_a_flipped_bit_is_found(full, tmp_path, name):
     data = bytearray((copy / name).read_bytes())
     data[-3] ^= 1
     (copy / name).write_bytes(data)
-    with pytest.raises((ArtifactError, ConfigError), match=name.replace(".", r"\.")):
+    with refused((ArtifactError, ConfigError), name):
         load_artifact(copy)
 
 
@@ -495,9 +496,9 @@ def test_a_damaged_expert_is_found_when_it_is_read_or_before(full, tmp_path):
     data = bytearray(path.read_bytes())
     data[-5000] ^= 4
     path.write_bytes(data)
-    with pytest.raises(ShardError, match="layer-001"):
+    with refused(ShardError, path):
         load_artifact(copy)
-    with pytest.raises(ArtifactError, match="layer-001"):
+    with refused(ArtifactError, path):
         load_artifact(copy, verify=True)
 
 
@@ -505,7 +506,7 @@ def test_a_cut_file_is_named_with_its_size(full, tmp_path):
     copy = broken(full, tmp_path)
     path = copy / layer_file(2)
     path.write_bytes(path.read_bytes()[:-4096])
-    with pytest.raises(ArtifactError, match="bytes,"):
+    with refused(ArtifactError, path, path.stat().st_size):
         load_artifact(copy)
 
 
@@ -523,7 +524,7 @@ def test_a_manifest_tells_of_all_files_and_no_others(full, tmp_path, change):
     manifest = json.loads((copy / MANIFEST).read_text())
     change(manifest["files"])
     (copy / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(ArtifactError, match=MANIFEST.replace(".", r"\.")):
+    with refused(ArtifactError, copy / MANIFEST):
         load_artifact(copy)
 
 
@@ -532,11 +533,11 @@ def test_weights_of_another_model_are_refused(full, folder, tmp_path):
     header = json.loads((copy / "config.json").read_text())
     header["quant"]["blocks.0.mixer.p_proj"] = "4bit"
     rewrite(copy, header)
-    with pytest.raises(ArtifactError, match="p_proj"):
+    with refused(ArtifactError, "p_proj"):
         load_artifact(copy)
     header["quant"]["blocks.0.nothing"] = "4bit"
     rewrite(copy, header)
-    with pytest.raises(ArtifactError, match="nothing"):
+    with refused(ArtifactError, "blocks.0.nothing"):
         load_artifact(copy)
 
 
@@ -554,38 +555,29 @@ def register(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        (lambda header: header["quant"].update({"blocks.0.ffn.route_proj": "int8"}), "route_proj"),
-        (lambda header: header["experts"].update(count=7), "experts.count = 7, must be 6"),
-        (
-            lambda header: header["experts"].update(shard_bytes=4096),
-            "experts.shard_bytes = 4096, must be 8192",
-        ),
-        (
-            lambda header: header["experts"].update(distinct=5),
-            "4 experts with weights of their own, must be 5",
-        ),
-        (lambda header: header["experts"].update(distinct=7), "experts.distinct = 7, must be in 1 … 6"),
-        (lambda header: header["experts"].update(distinct=0), "experts.distinct = 0, must be in 1 … 6"),
-        (lambda header: header["experts"].update(layers=[]), "experts.layers = \\(\\), must be those"),
-        (
-            lambda header: header["experts"].update(layers=[0, 1]),
-            "experts.layers = .*must be those of the model",
-        ),
-        (lambda header: header.update(experts=None), "experts.layers = \\(\\), must be those of the model"),
+        (lambda header: header["quant"].update({"blocks.0.ffn.route_proj": "int8"}), ["route_proj"]),
+        (lambda header: header["experts"].update(count=7), ["experts.count", 7]),
+        (lambda header: header["experts"].update(shard_bytes=4096), ["experts.shard_bytes", 4096]),
+        (lambda header: header["experts"].update(distinct=5), [4, 5]),
+        (lambda header: header["experts"].update(distinct=7), ["experts.distinct", 7]),
+        (lambda header: header["experts"].update(distinct=0), ["experts.distinct", 0]),
+        (lambda header: header["experts"].update(layers=[]), ["experts.layers"]),
+        (lambda header: header["experts"].update(layers=[0, 1]), ["experts.layers"]),
+        (lambda header: header.update(experts=None), ["experts.layers"]),
         (
             lambda header: header.update(trained={"data": "", "heldout": 0, "seq_len": 2**40}),
-            "trained.seq_len",
+            ["trained.seq_len"],
         ),
     ],
 )
-def test_a_header_that_tells_of_other_files_is_refused(full, tmp_path, change, message):
+def test_a_header_that_tells_of_other_files_is_refused(full, tmp_path, change, named):
     copy = broken(full, tmp_path)
     header = json.loads((copy / "config.json").read_text())
     change(header)
     rewrite(copy, header)
-    with pytest.raises(ArtifactError, match=message):
+    with refused(ArtifactError, *named):
         load_artifact(copy)
 
 
@@ -610,7 +602,7 @@ def test_sizes_that_cannot_be_are_one_line(full, tmp_path, key, size):
     copy = broken(full, tmp_path)
     header = json.loads((copy / "config.json").read_text())
     rewrite(copy, header | {"model": change(header["model"])})
-    with pytest.raises(ArtifactError, match=r"config\.json: .") as error:
+    with refused(ArtifactError, copy / "config.json") as error:
         load_artifact(copy, cache_bytes=slots(full, 2))
     assert "\n" not in str(error.value)
 
@@ -628,7 +620,7 @@ def test_codes_that_cannot_be_are_found_behind_right_sums(full, tmp_path, monkey
     monkeypatch.setattr("perspectron.stream.expert_file.check", lambda *_: None)
     write_layer(path, 1, layout, range(6), map(layout.shard, buffers))
     register(copy, layer_file(1))
-    with pytest.raises(ShardError, match=r"layer-001.*expert 4: gate: .* not ternary codes"):
+    with refused(ShardError, path, "expert", 4, "gate"):
         load_artifact(copy, verify=True, cache_bytes=slots(full, 2))
 
 
@@ -640,7 +632,7 @@ def test_scales_that_cannot_be_are_found(full, tmp_path):
     (copy / SHARED).unlink()
     tensors.write(copy / SHARED, {name: tensors.spec(tensor) for name, tensor in state.items()})
     register(copy, SHARED)
-    with pytest.raises(ArtifactError, match="embedding: a scale is not finite"):
+    with refused(ArtifactError, "embedding"):
         load_artifact(copy, verify=True)
 
 
@@ -652,10 +644,10 @@ def test_loads_that_fail_leave_no_descriptors(full, tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     kept = []
     for _ in range(10):
-        with pytest.raises(ConfigError, match="one expert") as error:
+        with refused(ConfigError, "cache", 100) as error:
             load_artifact(full, cache_bytes=100)
         kept.append(error)
-        with pytest.raises(ArtifactError, match="layer, experts and widths") as error:
+        with refused(ArtifactError, layer_file(2)) as error:
             load_artifact(copy)
         kept.append(error)
         kept.append(load_artifact(full))  # nothing is read any more
@@ -663,7 +655,7 @@ def test_loads_that_fail_leave_no_descriptors(full, tmp_path):
 
 
 def test_a_cache_too_small_is_an_error(full):
-    with pytest.raises(ConfigError, match="one expert"):
+    with refused(ConfigError, "cache", 100):
         load_artifact(full, cache_bytes=100)
 
 
@@ -674,9 +666,9 @@ def test_is_artifact(full, tmp_path):
 def test_experts_of_which_no_file_can_tell_are_refused_before_anything_is_written(tmp_path, tokenizer):
     """As many as are taken, the reader of the file takes; under names of others there may be more."""
     config = presets.get("perspective-tiny", torus=(64, 64), hidden=8)
-    with pytest.raises(ConfigError, match=r"^blocks\[\d\]\.ffn: header of \d+ bytes, .* too many experts$"):
+    with refused(ConfigError, "ffn"):
         synthesize(config, tmp_path / "many", lambda: pytest.fail("too late"), experts=4096)
-    with pytest.raises(ConfigError, match="too many experts"):
+    with refused(ConfigError, "ffn"):
         expert_files(config)
     found = expert_files(config, 2500)
     assert found is not None and (found.count, found.distinct) == (4096, 2500)
@@ -688,11 +680,11 @@ def test_experts_of_which_no_file_can_tell_are_refused_before_anything_is_writte
 
 def test_random_artifacts_need_room(tmp_path, tokenizer):
     config = presets.get("perspective-1t")
-    with pytest.raises(StorageError, match=r"needs 2\d\d\.\d\d GB"):
+    with refused(StorageError, tmp_path / "big"):
         synthesize(config, tmp_path / "big", lambda: pytest.fail("too late"), experts=128)
-    with pytest.raises(ConfigError, match="experts = 129"):
+    with refused(ConfigError, "experts", 129):
         synthesize(config, tmp_path / "big", lambda: pytest.fail("too late"), experts=129)
-    with pytest.raises(ConfigError, match="routed"):
+    with refused(ConfigError, "model", "gpt2-tiny"):
         synthesize(presets.get("gpt2-tiny"), tmp_path / "big", lambda: tokenizer, experts=1)
     assert list(tmp_path.iterdir()) == []
 

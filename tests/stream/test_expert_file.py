@@ -21,10 +21,11 @@ from xxhash import xxh3_64_hexdigest
 
 from perspectron.model.census import packed_expert
 from perspectron.ops.packing import unpack
-from perspectron.stream.expert_file import MAX_HEADER, PARTS, ExpertLayout, dump, write_layer
+from perspectron.stream.expert_file import MAX_HEADER, ExpertLayout, dump, write_layer
 from perspectron.stream.reader import ShardFile
 from perspectron.stream.tensors import aligned
 from perspectron.util.errors import ArtifactError, DataError
+from tests.refusals import refused
 
 KINDS = st.lists(st.one_of(st.none(), st.integers(0, 5)), max_size=5)
 
@@ -64,12 +65,14 @@ def test_any_reader_of_safetensors_reads_it(tmp_path: Path, lab, widths) -> None
     experts = lab.mixed(path, 3)
     assert (widths == (192, 8)) == (layout.tensors[-1][2] == (0,))
     with safe_open(path, "pt") as file:
-        assert sorted(file.keys()) == sorted(f"{expert}.{part}" for expert in range(4) for part in PARTS)
+        assert sorted(file.keys()) == sorted(
+            f"{expert}.{part}" for expert in range(4) for part in lab.layout.names
+        )
         metadata = file.metadata()
         digests = iter(metadata["xxh3_64"].split())
         for expert in range(4):
             shard = layout.shard(experts[expert])
-            for part in PARTS:
+            for part in lab.layout.names:
                 tensor = file.get_tensor(f"{expert}.{part}")
                 assert xxh3_64_hexdigest(tensor.flatten().view(torch.uint8).numpy().data) == next(digests)
                 if part == "padding":
@@ -109,109 +112,107 @@ def put(*path: Any, value: Any) -> Callable[[dict], None]:
 
 
 META = "__metadata__"
-FOLLOW = "header does not follow from its metadata"
 VALUES = [
-    ("no metadata", put(META, value=None), "KeyError: '__metadata__'"),
-    ("metadata is a list", put(META, value=[1]), "AttributeError"),
-    ("no layer", put(META, "layer", value=None), "KeyError: 'layer'"),
-    ("layer is a number", put(META, "layer", value=3), "metadata that is not strings"),
-    ("another layer", put(META, "layer", value="4"), FOLLOW),
-    ("layer with a blank", put(META, "layer", value=" 3"), FOLLOW),
-    ("layer is too high", put(META, "layer", value="65536"), "layer = 65536, must be in 0 … 65535"),
-    ("layer is negative", put(META, "layer", value="-1"), "layer = -1"),
-    ("layer is no number", put(META, "layer", value="one"), "invalid literal"),
-    ("layer of 9000 digits", put(META, "layer", value="9" * 9000), "limit"),
-    ("another format", put(META, "format", value="pt"), "format = 'pt', must be 'perspectron-experts-2'"),
-    ("one field more", put(META, "owner", value="me"), FOLLOW),
-    ("no experts", put(META, "weights_of", value=""), "number of experts = 0, must be in 1 …"),
-    ("too many experts", put(META, "weights_of", value="0 " * 65537), "number of experts = 65537"),
-    ("the weights of a later one", put(META, "weights_of", value="1 1 2 3 3 0"), "expert 0 has the weights of 1"),
-    ("the weights of none", put(META, "weights_of", value="0 1 2 3 3 9"), "expert 5 has the weights of 9"),
-    ("the same as the same", put(META, "weights_of", value="0 1 2 3 3 4"), "expert 5 has the weights of 4, must be"),
-    ("the same as one before", put(META, "weights_of", value="0 1 2 3 3 -6"), "expert 5 has the weights of -6"),
-    ("one stored expert more", put(META, "weights_of", value="0 1 2 3 3 5"), "number of digests = 28, must be in 35"),
-    ("one expert less", put(META, "weights_of", value="0 1 2 3 3"), FOLLOW),
-    ("d_model of 0", put(META, "d_model", value="0"), "d_model = 0, must be in 1 … 65536"),
-    ("absurd d_model", put(META, "d_model", value="1099511627776"), "d_model = 1099511627776"),
-    ("absurd hidden", put(META, "hidden", value=str(2**63)), "hidden = 9223372036854775808"),
-    ("another width", put(META, "d_model", value="128"), FOLLOW),
-    ("the largest widths", lambda h: h[META].update(d_model="65536", hidden="65536"), FOLLOW),
-    ("no digests", put(META, "xxh3_64", value=""), "number of digests = 0"),
-    ("a digest less", lambda h: h[META].update(xxh3_64=h[META]["xxh3_64"][:-17]), "number of digests = 27"),
-    ("another digest", lambda h: h[META].update(xxh3_64="0" + h[META]["xxh3_64"][1:]), FOLLOW),
-    ("no digest of the metadata", put(META, "header", value=None), FOLLOW),
-    ("a tensor less", put("2.padding", value=None), "tensors = 27"),
-    ("a tensor more", put("4.padding", value={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}), "tensors = 29"),
-    ("an overlap", put("1.up.codes", "data_offsets", value=[0, 1024]), FOLLOW),
-    ("a gap", put("1.up.codes", "data_offsets", 0, value=5121), FOLLOW),
-    ("a tensor of nothing", put("1.up.codes", "data_offsets", value=[5120, 5120]), FOLLOW),
-    ("an absurd offset", put("3.padding", "data_offsets", 1, value=2**62), FOLLOW),
-    ("another dtype", put("1.up.scales", "dtype", value="I32"), FOLLOW),
-    ("another shape", put("1.up.codes", "shape", value=[8, 128]), FOLLOW),
-    ("another order", lambda h: h.update({"0.up.codes": h.pop("0.up.codes")}), FOLLOW),
+    ("no metadata", put(META, value=None), ["__metadata__"]),
+    ("metadata is a list", put(META, value=[1]), []),
+    ("no layer", put(META, "layer", value=None), ["layer"]),
+    ("layer is a number", put(META, "layer", value=3), ["metadata"]),
+    ("another layer", put(META, "layer", value="4"), []),
+    ("layer with a blank", put(META, "layer", value=" 3"), []),
+    ("layer is too high", put(META, "layer", value="65536"), ["layer", 65536]),
+    ("layer is negative", put(META, "layer", value="-1"), ["layer", -1]),
+    ("layer is no number", put(META, "layer", value="one"), ["'one'"]),
+    ("layer of 9000 digits", put(META, "layer", value="9" * 9000), []),
+    ("another format", put(META, "format", value="pt"), ["format", "pt", "perspectron-experts-2"]),
+    ("one field more", put(META, "owner", value="me"), []),
+    ("no experts", put(META, "weights_of", value=""), ["experts", 0]),
+    ("too many experts", put(META, "weights_of", value="0 " * 65537), ["experts", 65537]),
+    ("the weights of a later one", put(META, "weights_of", value="1 1 2 3 3 0"), ["expert", 0, 1]),
+    ("the weights of none", put(META, "weights_of", value="0 1 2 3 3 9"), ["expert", 5, 9]),
+    ("the same as the same", put(META, "weights_of", value="0 1 2 3 3 4"), ["expert", 5, 4]),
+    ("the same as one before", put(META, "weights_of", value="0 1 2 3 3 -6"), ["expert", 5, -6]),
+    ("one stored expert more", put(META, "weights_of", value="0 1 2 3 3 5"), ["digests", 28, 35]),
+    ("one expert less", put(META, "weights_of", value="0 1 2 3 3"), []),
+    ("d_model of 0", put(META, "d_model", value="0"), ["d_model", 0]),
+    ("absurd d_model", put(META, "d_model", value="1099511627776"), ["d_model", 2**40]),
+    ("absurd hidden", put(META, "hidden", value=str(2**63)), ["hidden", 2**63]),
+    ("another width", put(META, "d_model", value="128"), []),
+    ("the largest widths", lambda h: h[META].update(d_model="65536", hidden="65536"), []),
+    ("no digests", put(META, "xxh3_64", value=""), ["digests", 0]),
+    ("a digest less", lambda h: h[META].update(xxh3_64=h[META]["xxh3_64"][:-17]), ["digests", 27]),
+    ("another digest", lambda h: h[META].update(xxh3_64="0" + h[META]["xxh3_64"][1:]), []),
+    ("no digest of the metadata", put(META, "header", value=None), []),
+    ("a tensor less", put("2.padding", value=None), ["tensors", 27]),
+    ("a tensor more", put("4.padding", value={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}), ["tensors", 29]),
+    ("an overlap", put("1.up.codes", "data_offsets", value=[0, 1024]), []),
+    ("a gap", put("1.up.codes", "data_offsets", 0, value=5121), []),
+    ("a tensor of nothing", put("1.up.codes", "data_offsets", value=[5120, 5120]), []),
+    ("an absurd offset", put("3.padding", "data_offsets", 1, value=2**62), []),
+    ("another dtype", put("1.up.scales", "dtype", value="I32"), []),
+    ("another shape", put("1.up.codes", "shape", value=[8, 128]), []),
+    ("another order", lambda h: h.update({"0.up.codes": h.pop("0.up.codes")}), []),
 ]  # fmt: skip
 
 TEXTS = [
-    ("an array", b"[1]", "TypeError"),
-    ("a number", b"12", "TypeError"),
-    ("nothing", b"  ", "JSONDecodeError"),
-    ("half an object", b'{"__metadata__":', "JSONDecodeError"),
-    ("two values", b"{} {}", "JSONDecodeError"),
-    ("a byte order mark", b"\xef\xbb\xbf{}", "JSONDecodeError"),
-    ("no UTF-8", b'{"layer": "\xff"}', "UnicodeDecodeError"),
-    ("3000 levels", b"[" * 300_000, "too many levels"),
-    ("a number of 9000 digits", b"9" * 9000, "is beyond 64 bits"),
-    ("a lone surrogate", b'{"__metadata__": {"format": "\\ud800"}}', "format = '\\ud800'"),
-    ("a long format", b'{"__metadata__": {"format": "' + b"x" * 5000 + b'"}}', "xxx', must be"),
+    ("an array", b"[1]", []),
+    ("a number", b"12", []),
+    ("nothing", b"  ", []),
+    ("half an object", b'{"__metadata__":', []),
+    ("two values", b"{} {}", []),
+    ("a byte order mark", b"\xef\xbb\xbf{}", []),
+    ("no UTF-8", b'{"layer": "\xff"}', []),
+    ("3000 levels", b"[" * 300_000, []),
+    ("a number of 9000 digits", b"9" * 9000, [64]),
+    ("a lone surrogate", b'{"__metadata__": {"format": "\\ud800"}}', ["format", r"\ud800"]),
+    (
+        "a long format",
+        b'{"__metadata__": {"format": "' + b"x" * 5000 + b'"}}',
+        ["format", "perspectron-experts-2"],
+    ),
 ]
 
 BYTES = [
-    ("empty", lambda b: b"", "header of 0 bytes in a file of 0, must be"),
-    ("7 bytes", lambda b: b[:7], "in a file of 7"),
-    ("another magic", lambda b: b"\x7fELF" + b[4:], "bytes in a file of"),
-    ("the longest header", lambda b: b"\xff" * 8 + b[8:], "header of 18446744073709551615 bytes"),
-    ("a header over the limit", lambda b: (MAX_HEADER + 1).to_bytes(8, "little") + bytes(3 << 20), "header of 2097153"),
-    ("a header past the end", lambda b: b[:3000], "bytes in a file of 3000"),
-    ("only a header", lambda b: b[:4096], "4096 bytes, must be 36864"),
-    ("last byte missing", lambda b: b[:-1], "36863 bytes, must be 36864"),
-    ("a page more", lambda b: b + bytes(4096), "40960 bytes, must be 36864"),
-    ("text in the padding", lambda b: b[:4095] + b"x" + b[4096:], "JSONDecodeError"),
-    ("a shorter header", lambda b: (len(b) - 5000).to_bytes(8, "little") + b[8:], "Error"),
+    ("empty", lambda b: b"", [0]),
+    ("7 bytes", lambda b: b[:7], [7]),
+    ("another magic", lambda b: b"\x7fELF" + b[4:], []),
+    ("the longest header", lambda b: b"\xff" * 8 + b[8:], [2**64 - 1]),
+    ("a header over the limit", lambda b: (MAX_HEADER + 1).to_bytes(8, "little") + bytes(3 << 20), [MAX_HEADER + 1]),
+    ("a header past the end", lambda b: b[:3000], [3000]),
+    ("only a header", lambda b: b[:4096], [4096, 36864]),
+    ("last byte missing", lambda b: b[:-1], [36863, 36864]),
+    ("a page more", lambda b: b + bytes(4096), [40960, 36864]),
+    ("text in the padding", lambda b: b[:4095] + b"x" + b[4096:], []),
+    ("a shorter header", lambda b: (len(b) - 5000).to_bytes(8, "little") + b[8:], []),
 ]  # fmt: skip
 
 
-def refused(image, whole: bytes, message: str) -> None:
-    with pytest.raises(ArtifactError) as error:
+def unread(image, whole: bytes, named: list[object]) -> None:
+    with refused(ArtifactError, "f", *named) as error:
         image.parse(whole)
     said = str(error.value)
-    assert said.startswith("f: not an expert file, or a damaged one (")
-    assert message in said
-    assert "\n" not in said and len(said) < 400
+    assert len(said) < 400
     said.encode()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"), [case[1:] for case in VALUES], ids=[case[0] for case in VALUES]
-)
-def test_another_value_is_refused(image, change: Callable[[dict], None], message: str) -> None:
+@pytest.mark.parametrize(("change", "named"), [case[1:] for case in VALUES], ids=[case[0] for case in VALUES])
+def test_another_value_is_refused(image, change: Callable[[dict], None], named: list[object]) -> None:
     change(image.value)
-    refused(image, image.build(), message)
+    unread(image, image.build(), named)
 
 
-@pytest.mark.parametrize(("text", "message"), [case[1:] for case in TEXTS], ids=[case[0] for case in TEXTS])
-def test_other_json_is_refused(image, text: bytes, message: str) -> None:
-    refused(image, image.build(text), message)
+@pytest.mark.parametrize(("text", "named"), [case[1:] for case in TEXTS], ids=[case[0] for case in TEXTS])
+def test_other_json_is_refused(image, text: bytes, named: list[object]) -> None:
+    unread(image, image.build(text), named)
 
 
-@pytest.mark.parametrize(("change", "message"), [case[1:] for case in BYTES], ids=[case[0] for case in BYTES])
-def test_other_bytes_are_refused(image, tmp_path: Path, change, message: str) -> None:
+@pytest.mark.parametrize(("change", "named"), [case[1:] for case in BYTES], ids=[case[0] for case in BYTES])
+def test_other_bytes_are_refused(image, tmp_path: Path, change, named: list[object]) -> None:
     whole = change(image.whole)
-    refused(image, whole, message)
+    unread(image, whole, named)
     path = tmp_path / "layer"
     path.write_bytes(whole)
-    with pytest.raises(ArtifactError) as error:
+    with refused(ArtifactError, path, *named):
         ShardFile(path)
-    assert str(error.value).startswith(f"{path}: ")
 
 
 def test_an_unchanged_header_is_taken(image) -> None:
@@ -334,13 +335,12 @@ def test_memory_is_bounded_by_the_file_and_64_mib(text: bytes, image) -> None:
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
-    whys = {"pipe": "not a file", ".": "not a file", "none": "No such file", "loop": "symbolic"}
-    for name, why in whys.items():
-        with pytest.raises(ArtifactError, match=why):
+    for name in ("pipe", ".", "none", "loop"):
+        with refused(ArtifactError, tmp_path / name):
             ShardFile(tmp_path / name)
 
 
-def test_what_cannot_be_written(tmp_path: Path, lab) -> None:
+def test_experts_that_cannot_be_written_leave_what_stood_there(tmp_path: Path, lab) -> None:
     """And what stood there still stands."""
     path, layout = tmp_path / "layer", lab.layout
     lab.plain(path, 0, 1)
@@ -352,24 +352,18 @@ def test_what_cannot_be_written(tmp_path: Path, lab) -> None:
     endless[layout.parts[3].start :][:4] = np.array([np.inf], np.float32).view(np.uint8)
     wider = other.shard(aligned(other.bytes))
     cases = [
-        ([0, 1], [good], ArtifactError, "fewer shards than the 2 experts to store"),
-        ([0, 0], [good, good], ArtifactError, "more shards than the 1 experts to store"),
-        ([1, 1], [good], ArtifactError, "expert 0 has the weights of 1"),
-        ([], [], ArtifactError, "number of experts = 0"),
-        ([0] * 65537, [good], ArtifactError, "number of experts = 65537"),
-        (
-            [0, 1],
-            [good, wider],
-            ArtifactError,
-            "expert 1: gate is ternary (85, 64), must be ternary (80, 64)",
-        ),
-        ([0, 1], [good, layout.shard(wrong)], DataError, "expert 1: gate: 1 bytes, must be 0"),
-        ([0, 1], [good, layout.shard(endless)], DataError, "expert 1: gate: a scale is not finite"),
-        (range(5000), [], ArtifactError, f"must be at most {MAX_HEADER}: too many experts"),
+        ([0, 1], [good], ArtifactError, [2]),
+        ([0, 0], [good, good], ArtifactError, [1]),
+        ([1, 1], [good], ArtifactError, ["expert", 0, 1]),
+        ([], [], ArtifactError, ["experts", 0]),
+        ([0] * 65537, [good], ArtifactError, ["experts", 65537]),
+        ([0, 1], [good, wider], ArtifactError, ["expert", 1, "gate", "(85,", "(80,"]),
+        ([0, 1], [good, layout.shard(wrong)], DataError, ["expert", 1, "gate"]),
+        ([0, 1], [good, layout.shard(endless)], DataError, ["expert", 1, "gate"]),
+        (range(5000), [], ArtifactError, [MAX_HEADER]),
     ]
-    for weights_of, shards, kind, message in cases:
-        with pytest.raises(kind) as error:
+    for weights_of, shards, kind, named in cases:
+        with refused(kind, *named):
             write_layer(path, 0, layout, weights_of, shards)
-        assert message in str(error.value)
         assert path.read_bytes() == before
         assert [entry.name for entry in tmp_path.iterdir()] == ["layer"]

@@ -30,6 +30,7 @@ from perspectron.stream.synthetic import synthesize
 from perspectron.stream.tensors import aligned
 from perspectron.util.errors import ArtifactError, NonFiniteError, ShardError
 from tests.native.isa import forced_isa
+from tests.refusals import refused
 from tests.waiting import PATIENCE, until
 
 CONFIG_OF = presets.get(
@@ -62,11 +63,11 @@ def register(folder: Path, name: str) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
-def refused(folder: Path, message: str) -> str:
-    with pytest.raises(ArtifactError, match=message) as error:
+def unread(folder: Path, *named: object) -> str:
+    with refused(ArtifactError, folder, *named) as error:
         load_artifact(folder)
     said = str(error.value)
-    assert said.startswith(str(folder)) and "\n" not in said and len(said) < 600
+    assert len(said) < 600
     return said
 
 
@@ -87,89 +88,90 @@ def reheaded(folder: Path, change: Callable[[dict[str, Any]], object] | bytes) -
 
 
 E = "embedding.codes"
+ONE = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
 ENTRY = b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
-HEADERS: list[tuple[Callable[[dict[str, Any]], object] | bytes, str]] = [
-    (lambda h: h[E].update(data_offsets=[0, 0]), "bytes 0 to 0 of"),
-    (lambda h: h[E].update(data_offsets=h["embedding.scales"]["data_offsets"]), "not safetensors .*: bytes"),
-    (lambda h: h[E].update(data_offsets=[h[E]["data_offsets"][0], 2**47]), "to 140737488355328 of"),
-    (lambda h: h[E].update(data_offsets=[-1, 5]), "int` >= 0 .*data_offsets"),
-    (lambda h: h[E].update(data_offsets=[5]), "length 2.*data_offsets"),
-    (lambda h: h[E].update(data_offsets=[0.0, 5]), "`int`.*data_offsets"),
-    (lambda h: h[E].update(data_offsets=None), "`array`.*data_offsets"),
-    (lambda h: h[E].update(data_offsets=[True, 5]), "`int`.*data_offsets"),
-    (lambda h: h[E].update(shape=[300, 0]), "bytes .* must be 0 from"),
-    (lambda h: h[E].update(shape=[-300, -64]), "int` >= 0 .*shape"),
-    (lambda h: h[E].update(shape=[2**62, 4]), "int` <= 281474976710656 .*shape"),
-    (lambda h: h[E].update(shape=[1] * 9), "length <= 8 .*shape"),
-    (lambda h: h[E].update(shape=[300.5, 64]), "`int`.*shape"),
-    (lambda h: h[E].update(shape=["300", 64]), "`int`.*shape"),
-    (lambda h: h[E].update(shape=[64, 300]), r"'embedding.codes' is uint8 \[64, 300\], must be uint8 \[300, 64\]"),
-    (lambda h: h[E].update(dtype="I8"), r"'embedding.codes' is int8 \[300, 64\], must be uint8 \[300, 64\]"),
-    (lambda h: h[E].update(dtype="F64"), "'embedding.codes': bytes .* must be 153600 from"),
-    (lambda h: h[E].update(dtype="U64"), "dtype is 'U64', must be one of U8"),
-    (lambda h: h[E].update(dtype=["U8"]), "`str`.*dtype"),
-    (lambda h: h[E].update(more=1), "unknown field `more`"),
-    (lambda h: h.update({E: 3}), "no tensor at byte"),
-    (lambda h: h.update(extra={"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}), "not safetensors"),
-    (lambda h: h.update({"x\n" * 100: h.pop(E)}), "its name printable"),
-    (lambda h: h.update({"x" * 2000: h.pop(E)}), "no tensor at byte"),
-    (lambda h: h.update(other=h.pop(E)), r"'embedding.codes' is missing, must be uint8 \[300, 64\]"),
-    (b"[]", "the header is no object"),
-    (b'{"a":%s,"a":%s}' % (ENTRY, ENTRY), "key 'a' occurs twice"),
-    (b'{"a":1}', "no tensor at byte 1 of"),
-    (b'{"a":{"dtype":NaN}}', "not safetensors"),
-    (b"{" * 100_000, "no tensor at byte"),
-    (b'{"a":{"dtype":' + b"[" * 900 + b"}}", "not safetensors"),
-    (b'{"a":{"dtype":' + b"9" * 500 + b"}}", "not safetensors"),
-    (b'{"a":%s,}' % ENTRY, "no tensor at byte"),
-    (b'{"a":%s}{}' % ENTRY, "goes on at byte"),
-    (b'{%s}' % b",".join(b'"%d":%s' % (i, ENTRY) for i in range(32_769)), "more than 32,768 tensors"),
-    (b"\xff{}", "not safetensors"),
-    (b'{"a":{"dtype":"U8","shape":[' + b"281474976710656," * 100_000 + b'1],"data_offsets":[0,1]}}', "must be ≤ 1000"),
+HEADERS: list[tuple[Callable[[dict[str, Any]], object] | bytes, list[object]]] = [
+    (lambda h: h[E].update(data_offsets=[0, 0]), [E, 0]),
+    (lambda h: h[E].update(data_offsets=h["embedding.scales"]["data_offsets"]), ["blocks.0.ffn.bias_E"]),
+    (lambda h: h[E].update(data_offsets=[h[E]["data_offsets"][0], 2**47]), [E, 2**47]),
+    (lambda h: h[E].update(data_offsets=[-1, 5]), ["data_offsets"]),
+    (lambda h: h[E].update(data_offsets=[5]), ["data_offsets"]),
+    (lambda h: h[E].update(data_offsets=[0.0, 5]), ["data_offsets"]),
+    (lambda h: h[E].update(data_offsets=None), ["data_offsets"]),
+    (lambda h: h[E].update(data_offsets=[True, 5]), ["data_offsets"]),
+    (lambda h: h[E].update(shape=[300, 0]), [E]),
+    (lambda h: h[E].update(shape=[-300, -64]), ["shape"]),
+    (lambda h: h[E].update(shape=[2**62, 4]), ["shape"]),
+    (lambda h: h[E].update(shape=[1] * 9), ["shape"]),
+    (lambda h: h[E].update(shape=[300.5, 64]), ["shape"]),
+    (lambda h: h[E].update(shape=["300", 64]), ["shape"]),
+    (lambda h: h[E].update(shape=[64, 300]), [E]),
+    (lambda h: h[E].update(dtype="I8"), [E]),
+    (lambda h: h[E].update(dtype="F64"), [E, 153600]),
+    (lambda h: h[E].update(dtype="U64"), ["dtype", "'U64'"]),
+    (lambda h: h[E].update(dtype=["U8"]), ["dtype"]),
+    (lambda h: h[E].update(more=1), ["more"]),
+    (lambda h: h.update({E: 3}), []),
+    (lambda h: h.update(extra=ONE), ["blocks.0.ffn.route_proj.weight"]),
+    (lambda h: h.update({"x\n" * 100: h.pop(E)}), []),
+    (lambda h: h.update({"x" * 2000: h.pop(E)}), []),
+    (lambda h: h.update(other=h.pop(E)), [E]),
+    (b"[]", []),
+    (b'{"a":%s,"a":%s}' % (ENTRY, ENTRY), ["'a'"]),
+    (b'{"a":1}', [1]),
+    (b'{"a":{"dtype":NaN}}', []),
+    (b"{" * 100_000, []),
+    (b'{"a":{"dtype":' + b"[" * 900 + b"}}", []),
+    (b'{"a":{"dtype":' + b"9" * 500 + b"}}", []),
+    (b'{"a":%s,}' % ENTRY, []),
+    (b'{"a":%s}{}' % ENTRY, []),
+    (b'{%s}' % b",".join(b'"%d":%s' % (i, ENTRY) for i in range(32_769)), [32_768]),
+    (b"\xff{}", []),
+    (b'{"a":{"dtype":"U8","shape":[' + b"281474976710656," * 100_000 + b'1],"data_offsets":[0,1]}}', [1000]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "message"), HEADERS, ids=range(len(HEADERS)))
-def test_headers_that_lie(folder, change, message, monkeypatch):
+@pytest.mark.parametrize(("change", "named"), HEADERS, ids=range(len(HEADERS)))
+def test_a_header_that_lies_is_refused_with_its_file(folder, change, named, monkeypatch):
     """Before any memory is taken for what they promise."""
     reheaded(folder, change)
     monkeypatch.setattr(tensors, "aligned", lambda size: pytest.fail(f"{size} bytes were taken"))
-    refused(folder, message)
+    unread(folder, folder / SHARED, *named)
 
 
 def test_more_than_the_machine_has_is_refused_before_it_is_taken(folder, monkeypatch):
     monkeypatch.setattr(tensors, "memory", lambda: 1000)
     monkeypatch.setattr(tensors, "aligned", lambda size: pytest.fail(f"{size} bytes were taken"))
-    refused(folder, r"shared.safetensors: 0.0 GB of weights, must be ≤ 0.0 GB, the memory of this machine")
+    unread(folder, folder / SHARED)
 
 
-MANIFESTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda m: m["files"][SHARED].update(bytes=-1), "files.*bytes: expected `int` >= 0"),
-    (lambda m: m["files"][SHARED].update(bytes="7"), "files.*bytes: expected `int`"),
-    (lambda m: m["files"][SHARED].update(bytes=1e300), "files.*bytes: expected `int`"),
-    (lambda m: m["files"][SHARED].update(bytes=True), "files.*bytes: expected `int`"),
-    (lambda m: m["files"][SHARED].update(bytes=2**62), "bytes, must be 4611686018427387904"),
-    (lambda m: m["files"][SHARED].update(sha256=7), "files.*sha256: expected `str`"),
-    (lambda m: m["files"][SHARED].update(more=7), "files.*unknown field `more`"),
-    (lambda m: m.update(files=[]), "files: expected `object`"),
-    (lambda m: m.update(format=[1]), "format: expected `str`.*must be 'perspectron-artifact-1'"),
-    (lambda m: m["files"].update({"/etc/passwd": m["files"][SHARED]}), "has '/etc/passwd', must tell"),
+MANIFESTS: list[tuple[Callable[[dict[str, Any]], object], list[object]]] = [
+    (lambda m: m["files"][SHARED].update(bytes=-1), ["files[...].bytes"]),
+    (lambda m: m["files"][SHARED].update(bytes="7"), ["files[...].bytes"]),
+    (lambda m: m["files"][SHARED].update(bytes=1e300), ["files[...].bytes"]),
+    (lambda m: m["files"][SHARED].update(bytes=True), ["files[...].bytes"]),
+    (lambda m: m["files"][SHARED].update(bytes=2**62), [2**62]),
+    (lambda m: m["files"][SHARED].update(sha256=7), ["files[...].sha256"]),
+    (lambda m: m["files"][SHARED].update(more=7), ["more"]),
+    (lambda m: m.update(files=[]), ["files"]),
+    (lambda m: m.update(format=[1]), ["format", "perspectron-artifact-1"]),
+    (lambda m: m["files"].update({"/etc/passwd": m["files"][SHARED]}), ["/etc/passwd"]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "message"), MANIFESTS, ids=range(len(MANIFESTS)))
-def test_manifests_that_lie(folder, change, message):
+@pytest.mark.parametrize(("change", "named"), MANIFESTS, ids=range(len(MANIFESTS)))
+def test_a_manifest_that_lies_is_refused_by_its_field(folder, change, named):
     manifest = json.loads((folder / MANIFEST).read_text())
     change(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    refused(folder, message)
+    unread(folder, *named)
 
 
 @pytest.mark.parametrize("name", [CONFIG, TOKENIZER, SHARED, MANIFEST, layer_file(1)])
 def test_what_is_no_file_is_refused_at_once(folder, name):
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    refused(folder, "not a regular file")
+    unread(folder, folder / name)
 
 
 # Codes
@@ -189,17 +191,17 @@ def norm(state: dict[str, torch.Tensor]) -> None:
 
 
 SPOILT = [
-    (lambda state: state[E][7].fill_(0), "embedding: 64 bytes, must be 0, are not int8 codes"),
-    (lambda state: state["embedding.scales"][7].fill_(torch.inf), "embedding: a scale is not finite"),
-    (norm, r"norm.weight: a number is not finite"),
+    (lambda state: state[E][7].fill_(0), ["embedding", 64, "int8"]),
+    (lambda state: state["embedding.scales"][7].fill_(torch.inf), ["embedding"]),
+    (norm, ["blocks.0.mixer_norm.weight"]),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), SPOILT, ids=range(len(SPOILT)))
-def test_weights_that_cannot_be_are_found_when_an_artifact_is_first_opened(folder, change, message):
+@pytest.mark.parametrize(("change", "named"), SPOILT, ids=range(len(SPOILT)))
+def test_weights_that_cannot_be_are_found_when_an_artifact_is_first_opened(folder, change, named):
     spoilt(folder, change)
     for _ in range(2):  # it is not remembered as good
-        refused(folder, message)
+        unread(folder, *named)
 
 
 def test_weights_are_checked_once_for_a_manifest(folder, tmp_path, monkeypatch):
@@ -334,7 +336,7 @@ def test_experts_of_illegal_codes_give_numbers_or_a_line(folder, monkeypatch, ca
         said = capsys.readouterr().err
         assert code == (0 if scale is None else NonFiniteError.exit_code)
         assert "Traceback" not in said
-        with pytest.raises(ShardError, match=r"not ternary codes|not finite"):
+        with refused(ShardError):
             load_artifact(folder, verify=True)
 
 
@@ -356,7 +358,7 @@ def test_a_deadline_is_kept_inside_a_piece(tmp_path, lab, monkeypatch):
         return pread(fd, view, offset)
 
     with lab.open(path, read=slow, deadline=0.5) as file:
-        with pytest.raises(ShardError, match="slow disk"):
+        with refused(ShardError, path, 0):
             file.read_into(0, lab.buffer())
         assert 0.45 < now[0] < 0.8
     assert sizes[0] == FIRST and max(sizes) < 200_000
@@ -406,10 +408,7 @@ def test_a_read_that_hangs_is_given_up_while_others_go_on(tmp_path, lab):
         thread = threading.Thread(target=others, daemon=True)
         thread.start()
         try:
-            with (
-                pytest.raises(ShardError, match=r"expert 0: slow disk: nothing came in 0\.5 s"),
-                cache.get(0, 0),
-            ):
+            with refused(ShardError, "expert", 0, 0.5), cache.get(0, 0):
                 pass
         finally:
             ended.set()
@@ -420,7 +419,7 @@ def test_a_read_that_hangs_is_given_up_while_others_go_on(tmp_path, lab):
             assert torch.equal(shard.gate.codes, lab.layout.shard(lab.expert(0, 0)).gate.codes)
 
 
-def test_widths_that_cannot_be(folder):
+def test_widths_that_cannot_be_are_refused_with_their_file(folder):
     header = json.loads((folder / CONFIG).read_text())
     for key, value in (("hidden", 2**20), ("d_model", 2**20)):
         text = json.dumps(header).replace(
@@ -428,4 +427,4 @@ def test_widths_that_cannot_be(folder):
         )
         (folder / CONFIG).write_text(text)
         register(folder, CONFIG)
-        refused(folder, r"config\.json: ")
+        unread(folder, folder / CONFIG)

@@ -12,6 +12,7 @@ from perspectron.ops import tiles
 from perspectron.ops.packing import LAYOUTS, Packed, pack, pack_tiles
 from perspectron.stream.plan import Needs, Rates, bounds, case, needs, place
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 SMALL = {
     "d_model": 32,
@@ -89,7 +90,7 @@ def test_parameters_are_those_of_the_census(name):
     assert own == {kind: group.parameters for kind, group in counted.items()}
 
 
-def test_the_trillion_exactly(trillion):
+def test_bytes_of_the_trillion_are_exact(trillion):
     assert [layer.layer for layer in trillion.experts] == [i for i in range(80) if i % 4 != 3]
     assert {(e.experts, e.codes, e.scales, e.shard) for e in trillion.experts} == {
         (128, 27_065_344, 104_448, 6634 * 4096)
@@ -187,6 +188,6 @@ def test_more_memory_is_never_slower(trillion):
     assert speeds == sorted(speeds) and speeds[-1][0] == speeds[-1][1]
 
 
-def test_an_unknown_format():
-    with pytest.raises(ConfigError, match="shared"):
+def test_an_unknown_format_is_refused_by_name():
+    with refused(ConfigError, "shared", "3bit"):
         needs(presets.get("gpt2-tiny"), 64, "3bit")

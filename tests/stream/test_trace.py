@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from perspectron.stream.plan import uniform_hit_rate
 from perspectron.stream.trace import COLD, Trace, load, missed, save, stack_distances
 from perspectron.util.errors import ConfigError, DataError, PerspectronError
+from tests.refusals import refused
 
 KEYS = st.lists(st.integers(0, 9), max_size=60).map(lambda keys: np.array(keys, np.int64))
 
@@ -35,7 +36,7 @@ def random_trace(T: int = 40, experts: tuple[int, ...] = (4, 8, 4), right: float
     return Trace("m", tuple(range(len(experts))), experts, chosen_TL, guessed_TL)
 
 
-def test_distances_by_hand():
+def test_stack_distances_are_those_counted_by_hand():
     """a b c a a b d c: since the last a, b and c; none; c and a; then a, b and d."""
     keys_N = np.array([0, 1, 2, 0, 0, 1, 3, 2])
     assert stack_distances(keys_N).tolist() == [COLD, COLD, COLD, 2, 0, 2, COLD, 3]
@@ -120,17 +121,17 @@ def test_a_damaged_trace_is_one_line(tmp_path, damage):
     path = tmp_path / "t.json"
     save(path, random_trace(300))
     path.write_text(json.dumps(json.loads(path.read_text()) | damage))
-    with pytest.raises(DataError, match=r"t\.json: (damaged trace|not a trace|unreadable JSON)"):
+    with refused(DataError, path):
         load(path)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "", "3"])
-def test_what_is_no_trace(tmp_path, text):
+def test_what_is_no_trace_is_refused_with_its_file(tmp_path, text):
     (tmp_path / "t.json").write_text(text)
-    with pytest.raises(PerspectronError, match=r"t\.json"):
+    with refused(PerspectronError, tmp_path / "t.json"):
         load(tmp_path / "t.json")
 
 
 def test_a_trace_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="tokens"):
+    with refused(ConfigError, "tokens"):
         Trace("m", (0,), (4,), np.zeros((0, 1), int), np.zeros((0, 1), int))

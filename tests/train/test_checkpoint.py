@@ -22,6 +22,7 @@ from perspectron.train import checkpoint, loop, weights
 from perspectron.train.heldout import Heldout
 from perspectron.util import tensors
 from perspectron.util.errors import CheckpointError, ConfigError, StorageError
+from tests.refusals import refused, warned
 
 FILES = (checkpoint.MODEL, checkpoint.TRAINING, checkpoint.INDEX)
 
@@ -143,9 +144,8 @@ def test_a_flipped_bit_anywhere_is_found(run, flip, name):
     for at in places:
         bit = draw.randrange(8)
         flip(path / name, at, bit)
-        with pytest.raises(CheckpointError, match=name) as error:
+        with refused(CheckpointError, path / name):
             checkpoint.load_run(path)
-        assert str(path / name) in one_line(error)
         flip(path / name, at, bit)
     checkpoint.load_run(path)
 
@@ -166,7 +166,7 @@ def test_a_flipped_bit_anywhere_in_the_index_is_found(run, flip):
         flip(index, at, bit)
     text = index.read_text()
     index.write_text(text.replace('"cursor": ', '"cursor": 1'))
-    with pytest.raises(CheckpointError, match="does not match its digest"):
+    with refused(CheckpointError, path / checkpoint.INDEX):
         checkpoint.load_run(path)
 
 
@@ -185,9 +185,8 @@ def test_a_damaged_newest_is_passed_over(run, runs, go_on, flip, tmp_path, name,
         bad.unlink()
     else:
         bad.write_bytes(b'["something else"]')
-    with pytest.warns(UserWarning, match="using step-00000004") as caught:
+    with warned(bad, "step-00000004"):
         model, _ = checkpoint.load_run(run)
-    assert str(bad) in str(caught[0].message)
     assert model.fingerprint() == checkpoint.load_run(checkpoint.path_of(run, 4))[0].fingerprint()
     trainer = go_on(run)
     assert trainer.progress.step == 4
@@ -246,23 +245,23 @@ def test_leftovers_of_a_kill_are_removed(run, go_on):
     assert list(run.rglob("*.tmp")) == []
 
 
-def test_what_is_no_run_says_so(run, tmp_path):
-    with pytest.raises(CheckpointError, match=r"nowhere/config.json: no such file"):
+def test_what_is_no_run_is_refused_with_the_file_that_lacks_or_is_damaged(run, tmp_path):
+    with refused(CheckpointError, tmp_path / "nowhere/config.json"):
         checkpoint.load_run(tmp_path / "nowhere")
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "config.json").write_text("not JSON")
-    with pytest.raises(CheckpointError, match=r"foreign/config.json: unreadable JSON"):
+    with refused(CheckpointError, foreign / "config.json"):
         checkpoint.load_run(foreign)
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"run/checkpoints: no checkpoint"):
+    with refused(CheckpointError, run / "checkpoints"):
         checkpoint.load_run(run)
 
 
 def test_another_format_is_refused(run, index_of):
     path = checkpoint.path_of(run, 6)
     (path / checkpoint.INDEX).write_text(json.dumps(index_of(path) | {"format": "perspectron-checkpoint-9"}))
-    with pytest.raises(CheckpointError, match="perspectron-checkpoint-9"):
+    with refused(CheckpointError, "perspectron-checkpoint-9"):
         checkpoint.load_run(path)
 
 
@@ -278,7 +277,7 @@ def test_a_checkpoint_of_another_model_is_refused(run, runs, sizes):
 def test_a_config_of_another_model_is_refused(run, runs):
     config = checkpoint.load_config(run)
     checkpoint.save_config(run, dataclasses.replace(config, model=runs.small(d_model=16)))
-    with pytest.raises(CheckpointError, match="another model config"):
+    with refused(CheckpointError, run):
         checkpoint.load_run(run)
 
 
@@ -291,13 +290,13 @@ def test_a_config_whose_weights_fit_is_refused_too(run, runs, change):
     else:
         changed = dataclasses.replace(config.model, **change)
     checkpoint.save_config(run, dataclasses.replace(config, model=changed))
-    with pytest.raises(CheckpointError, match="another model config"):
+    with refused(CheckpointError, run):
         checkpoint.load_run(run)
 
 
 def test_another_tokenizer_is_refused(run):
     Tokenizer.train(["something else entirely"], 270).save(run / "tokenizer.json")
-    with pytest.raises(CheckpointError, match="with tokenizer"):
+    with refused(CheckpointError, run):
         checkpoint.load_run(run)
 
 
@@ -306,9 +305,8 @@ def test_an_unknown_key_in_the_config_is_an_error(run):
     config["train"]["optim"]["momentum"] = 0.9
     (run / "config.json").write_text(json.dumps(config))
     for load in (checkpoint.load_config, checkpoint.load_run):
-        with pytest.raises(ConfigError, match=r"config.json.train.optim: key = 'momentum'") as error:
+        with refused(ConfigError, "config.json.train.optim", "momentum"):
             load(run)
-        one_line(error)
 
 
 # A full disk
@@ -346,9 +344,8 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(run, go_on, monkeypatch, wh
         patch.setattr(tensors, "save_file", save_file)
         patch.setattr(Path, "write_text", write_text)
         patch.setattr(os, "replace", replace)
-        with pytest.raises(StorageError, match="No space left on device") as error:
+        with refused(StorageError, "step-00000008"):
             trainer.fit(until=8)
-    assert "step-00000008" in one_line(error)
     assert {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()} == before
     assert [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")] == []
     assert (run / "config.json").read_bytes() == config
@@ -362,9 +359,8 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(run, go_on, monkeypatch, wh
 
 def test_a_run_folder_that_cannot_be_made(runs, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="file") as error:
+    with refused(StorageError, tmp_path / "file"):
         checkpoint.save_config(tmp_path / "file" / "run", runs.config())
-    one_line(error)
 
 
 # Nothing is unpickled

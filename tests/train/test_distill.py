@@ -16,6 +16,7 @@ from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig
 from perspectron.train.prepare import prepare
 from perspectron.util.errors import CheckpointError, ConfigError
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +118,13 @@ def test_init_gives_the_weights_of_the_best_checkpoint(runs, tmp_path, teacher):
     runs.assert_same(runs.outcome(again), whole)
 
 
-def test_init_from_another_model_or_tokenizer(runs, tmp_path, teacher):
-    with pytest.raises(CheckpointError, match="weights of another model"):
+def test_init_from_another_model_or_tokenizer_is_refused(runs, tmp_path, teacher):
+    with refused(CheckpointError, teacher):
         runs.trainer(tmp_path / "a", init=str(teacher))
     other = Tokenizer.train(["quite another text, "] * 9, 280)
     copied = shutil.copytree(teacher, tmp_path / "copied")
     other.save(copied / "tokenizer.json")
-    with pytest.raises(CheckpointError, match="tokenizer"):
+    with refused(CheckpointError):
         runs.trainer(tmp_path / "b", "transformer-tiny", init=str(copied))
     with pytest.raises(CheckpointError):
         runs.trainer(tmp_path / "c", init=str(tmp_path / "nowhere"))
@@ -155,8 +156,8 @@ def test_only_what_is_named_is_trained(runs, tmp_path):
     runs.assert_same(runs.outcome(again), runs.outcome(whole))
 
 
-def test_a_pattern_that_names_nothing(runs, tmp_path):
-    with pytest.raises(ConfigError, match=r"only = '\*\.router\.\*'"):
+def test_a_pattern_that_names_nothing_is_refused(runs, tmp_path):
+    with refused(ConfigError, "only", "*.router.*"):
         runs.trainer(tmp_path, only=("norm.weight", "*.router.*"))
 
 
@@ -164,9 +165,10 @@ def test_a_pattern_that_names_nothing(runs, tmp_path):
     "wrong", [{"ternary_from": -0.1}, {"ternary_from": 0.6}, {"ternary_until": 1.1},
               {"teacher_weight": -1.0}, {"teacher_temperature": 0.0}]
 )  # fmt: skip
-def test_bad_values(wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong)).partition("_")[0]):
+def test_a_value_out_of_bounds_is_refused_by_name(wrong):
+    with refused(ConfigError) as caught:
         TrainConfig(**wrong)
+    assert next(iter(wrong)).partition("_")[0] in str(caught.value)
 
 
 def test_configs_of_before_still_load(runs):
@@ -195,8 +197,8 @@ def test_a_convex_share_takes_from_the_text_what_it_gives_the_teacher(runs, tmp_
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_a_share_without_a_teacher():
-    with pytest.raises(ConfigError, match=r"teacher_mix = 0\.5,"):
+def test_a_share_without_a_teacher_or_above_1_is_refused():
+    with refused(ConfigError, "teacher_mix", 0.5):
         TrainConfig(teacher_mix=0.5)
-    with pytest.raises(ConfigError, match=r"teacher_mix = 1.5,"):
+    with refused(ConfigError, "teacher_mix", 1.5):
         TrainConfig(teacher="run", teacher_mix=1.5)

@@ -10,6 +10,7 @@ from perspectron.cli.fit import _fit
 from perspectron.cli.main import main
 from perspectron.train import loggers
 from perspectron.train.metrics import read_metrics
+from tests.refusals import names
 from tests.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the packages' own
@@ -84,11 +85,9 @@ def test_a_logger_that_fails_ends_with_a_warning_and_not_the_training(trained, m
         warnings.simplefilter("always")
         trainer, _ = trained("wandb")
     assert trainer.progress.step == 4 and closed == [True]
-    assert [str(w.message) for w in said if "wandb" in str(w.message)] == [
-        "wandb: list index out of range; metrics.jsonl goes on"
-    ]
+    assert [names(str(w.message), "metrics.jsonl") for w in said if "wandb" in str(w.message)] == [True]
 
 
 def test_an_unknown_logger_is_refused_with_those_that_there_are(capsys):
     assert main(["train", "--data", "x.txt", "--log", "mlflow"]) == 2
-    assert "tensorboard" in capsys.readouterr().err
+    assert names(capsys.readouterr().err, "tensorboard")

@@ -19,6 +19,7 @@ from perspectron.train.metrics import draw, draw_terms, read_metrics
 from perspectron.train.optim import AdamW, OptimConfig, learning_rate, optimizer_of
 from perspectron.train.prepare import prepare
 from perspectron.util.errors import ConfigError, NonFiniteError
+from tests.refusals import refused
 
 MODELS = ("perspective-tiny", "transformer-tiny")
 
@@ -50,7 +51,7 @@ def test_it_learns(runs, tmp_path, model):
 def test_a_corpus_has_no_dev_split_before_it_is_tokenised(runs, tmp_path):
     (tmp_path / "text.txt").write_text("Some text to train on, and more of it. " * 40)
     config = runs.config(data=str(tmp_path / "text.txt"), measured_on="dev")
-    with pytest.raises(ConfigError, match="measured_on = 'dev',"):
+    with refused(ConfigError, "measured_on", "dev"):
         prepare(tmp_path / "run", config)
     assert not (tmp_path / "run").exists()
 
@@ -265,10 +266,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(runs, tmp_path, place
     with torch.no_grad():
         trainer.model.get_parameter(place).view(-1)[0] = bad
     before, _, _ = runs.outcome(trainer)
-    with pytest.raises(NonFiniteError) as error:
+    with refused(NonFiniteError, 3, module):
         trainer.fit()
-    text = str(error.value)
-    assert text.startswith("step 3: loss is ") and text.endswith(f"first in {module}")
     after, _, _ = runs.outcome(trainer)
     assert all(torch.equal(before[name].nan_to_num(7), after[name].nan_to_num(7)) for name in before)
     assert all(not module._forward_hooks for module in trainer.model.modules())
@@ -282,9 +281,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(runs, tmp_path):
     before, _, _ = runs.outcome(trainer)
     parameter = trainer.model.get_parameter("blocks.2.mixer.k_proj.weight")
     parameter.register_hook(lambda gradient: torch.full_like(gradient, math.nan))
-    with pytest.raises(
-        NonFiniteError, match=r"^step 3: gradient is not finite in blocks\.2\.mixer\.k_proj\.weight"
-    ):
+    with refused(NonFiniteError, 3, "blocks.2.mixer.k_proj.weight"):
         trainer.fit()
     after, _, _ = runs.outcome(trainer)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -293,7 +290,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(runs, tmp_path):
 def test_a_held_out_loss_that_is_not_finite_is_neither_logged_nor_saved(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "heldout", lambda *_, **__: Heldout(math.nan, math.nan, 10, 10))
     trainer = runs.trainer(tmp_path)
-    with pytest.raises(NonFiniteError, match="step 4: held-out loss is nan"):
+    with refused(NonFiniteError, 4, "nan"):
         trainer.fit()
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     assert runs.trainer(tmp_path).progress.step == 3
@@ -348,7 +345,7 @@ def test_a_device_that_is_not_there_is_refused(runs, tmp_path, monkeypatch, name
         return real(*shape, device=device, **more)
 
     monkeypatch.setattr(torch, "empty", empty)
-    with pytest.raises(ConfigError, match=f"^device = '{name}', must be one that this machine has"):
+    with refused(ConfigError, "device", name):
         runs.trainer(tmp_path, device=name)
     assert not (tmp_path / "config.json").exists()
 

@@ -13,6 +13,7 @@ from perspectron.train.optim import learning_rate
 from perspectron.train.pace import Pace
 from perspectron.train.resume import extend
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 
 class Machine:
@@ -96,7 +97,7 @@ def test_a_turned_run_ends_where_its_schedule_ends(runs):
 
 @pytest.mark.parametrize("turns", [(Turn(40, 50),), (Turn(20, 50), Turn(10, 50))])
 def test_turns_that_cannot_have_been_are_refused(runs, turns):
-    with pytest.raises(ConfigError, match="turns: at = "):
+    with refused(ConfigError, "at"):
         config(runs, *turns, steps=30)
 
 
@@ -157,7 +158,7 @@ def test_a_turn_that_somebody_else_wrote_is_told(runs, tmp_path):
     values = json.loads(path.read_text())
     values["turns"] = [{"at": 3, "steps": 40}]
     path.write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match="turns was"):
+    with refused(ConfigError, "turns"):
         runs.start(tmp_path, checkpoint.load_config(tmp_path))
 
 
@@ -165,6 +166,6 @@ def test_a_turned_run_is_given_no_more_steps(runs, tmp_path):
     trainer = runs.trainer(tmp_path)
     trainer.fit(until=4)
     trainer.turn(10)
-    with pytest.raises(ConfigError, match="kept to a time ends at the step it was planned for, 10"):
+    with refused(ConfigError, 10):
         extend(tmp_path, 30)
     assert math.isfinite(trainer.best)

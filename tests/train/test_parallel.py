@@ -19,6 +19,7 @@ from perspectron.train.config import Layout, RunConfig, TrainConfig
 from perspectron.train.parallel import ParallelTrainer
 from perspectron.util.errors import CheckpointError, ConfigError
 from perspectron.util.ranks import Ranks, all_reduce_sum, shared, together
+from tests.refusals import in_a_line, refused
 from tests.train.ranks import LAYOUTS
 from tests.waiting import PATIENCE
 
@@ -92,25 +93,25 @@ def test_a_damaged_shard_is_found(out, damage, tmp_path, flip):
         shard.unlink()
     else:
         shutil.copy(shard, path / "shard-00009-model-00001-of-00001.safetensors")
-    with pytest.raises(CheckpointError, match=r"shard-0000[39]-model"):
+    with refused(CheckpointError, "shard-00003-model" if damage != "more" else "shard-00009-model"):
         checkpoint.verify(checkpoint.read(path))
 
 
 @pytest.mark.parametrize(
-    ("case", "line"),
+    ("case", "named"),
     [
-        ("missing", "rank 2 of 3 did not come within 2 s"),
-        ("rows", "batch_size: 4 rows cannot be shared evenly by 3 ranks; take a multiple of 3"),
-        ("differ", "data: rank 2 has "),
-        ("command", "command: rank 1 has "),
-        ("full", "step-00000003: not written (rank 1: File too large)"),
+        ("missing", ["rank", 2, 3]),
+        ("rows", ["batch_size", 4, 3]),
+        ("differ", ["data", 2]),
+        ("command", ["command", 1]),
+        ("full", ["step-00000003", 1]),
     ],
 )
-def test_ranks_that_cannot_train_together_end_with_one_line(out, case, line):
+def test_ranks_that_cannot_train_together_end_with_one_line(out, case, named):
     found = read(out, "bad")[case]
     assert set(found["codes"]) == {2}
     (said,) = found["said"]
-    assert said.startswith("0: ") and line in said
+    in_a_line(said, 0, *named)
 
 
 def test_a_signal_to_one_rank_ends_all_after_the_same_update(out):
@@ -134,7 +135,7 @@ def test_ranks_end_when_one_is_killed_and_the_run_goes_on(out):
 def test_flags_for_several_processes_ask_for_torchrun(capsys, tmp_path):
     (tmp_path / "text.txt").write_text("some text")
     assert main(["train", "--data", str(tmp_path / "text.txt"), "--expert-parallel", "2"]) == 2
-    assert "--expert-parallel is for several processes; start them with torchrun" in capsys.readouterr().err
+    in_a_line(capsys.readouterr().err, "--expert-parallel", "torchrun")
 
 
 @pytest.mark.parametrize("fields", [{"lora": "rank=2", "init": "run"}, {"template": "plain"}])
@@ -142,7 +143,7 @@ def test_adapters_and_templates_are_for_one_process(tmp_path, fields):
     name, value = next(iter(fields.items()))
     config = RunConfig(presets.get("transformer-tiny"), TrainConfig(**fields))
     team = SimpleNamespace(rank=0)
-    with pytest.raises(ConfigError, match=f"{name} = '{value}', must be left out with more than one rank"):
+    with refused(ConfigError, name, value):
         ParallelTrainer(team, Layout(), tmp_path, config)
 
 

@@ -26,6 +26,7 @@ from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
 from perspectron.train.metrics import read_metrics
 from perspectron.util.config import dump
 from perspectron.util.errors import ConfigError
+from tests.refusals import names, refused
 from tests.waiting import PATIENCE
 
 NAMES = ["dense", "clone", "differentiate", "ternary", "align", "router"]
@@ -190,7 +191,7 @@ print(json.dumps({"status": status, "stages": sorted(stages), "left": kills}))
 """
 
 
-def test_killed_again_and_again(runs, tmp_path, whole):
+def test_a_run_killed_again_and_again_ends_as_one_that_was_not(runs, tmp_path, whole):
     config = recipe_of(runs)
     (tmp_path / "config.json").write_text(json.dumps(dump(config)))
     root = Path(perspectron.__file__).parents[1]
@@ -312,34 +313,34 @@ def test_alignment_moves_whole_experts(whole):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"ffn": "dense", "bias_rate": 0.05}, "recipe = 'staged'"),
-        ({"gate": "none"}, "gate = 'none'"),
-        ({"router": "switch"}, "router = 'switch'"),
+        ({"ffn": "dense", "bias_rate": 0.05}, ["recipe", "staged"]),
+        ({"gate": "none"}, ["gate", "none"]),
+        ({"router": "switch"}, ["router", "switch"]),
     ],
 )
-def test_models_that_it_is_not_for(runs, tmp_path, changes, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_model_that_it_is_not_for_is_refused_by_its_field(runs, tmp_path, changes, named):
+    with refused(ConfigError, *named):
         plan(tmp_path, recipe_of(runs, **changes))
 
 
-def test_bad_shares_and_steps(runs, tmp_path):
+def test_shares_and_steps_that_cannot_be_are_refused_by_name(runs, tmp_path):
     config = recipe_of(runs)
     short = replace(config, train=replace(config.train, steps=4))
-    with pytest.raises(ConfigError, match="steps = 4"):
+    with refused(ConfigError, "steps", 4):
         plan(tmp_path, short)
-    with pytest.raises(ConfigError, match="dense_share"):
+    with refused(ConfigError, "dense_share"):
         StagedConfig(dense_share=0.0)
-    with pytest.raises(ConfigError, match="< 1"):
+    with refused(ConfigError, "dense_share", 0.5):
         StagedConfig(dense_share=0.5)
-    with pytest.raises(ConfigError, match="distill"):
+    with refused(ConfigError, "distill"):
         StagedConfig(distill=-1.0)
-    with pytest.raises(ConfigError, match="init = 'x'"):
+    with refused(ConfigError, "init", "x"):
         RunConfig(recipe_of(runs).model, TrainConfig(init="x"), StagedConfig())
 
 
-def test_the_command(runs, tmp_path, capsys):
+def test_the_command_trains_all_stages_and_goes_on(runs, tmp_path, capsys):
     out, sizes = tmp_path / "run", {"d_model": 32, "hidden": 16, "rank": 4, "window": 8, "vocab_size": 300}
     command = ["train", "--recipe", "staged", "--data", str(runs.data), "--out", str(out), "--steps", "12"]
     command += ["--set", *(f"{key}={value}" for key, value in sizes.items()), "torus=[2,2]"]
@@ -350,7 +351,7 @@ def test_the_command(runs, tmp_path, capsys):
     lines = [json.loads(line) for line in said.out.splitlines()]
     assert [line["stage"] for line in lines if "layers" in line] == NAMES
     assert sum("loss" in line for line in lines) == 12
-    assert all(f"{name}: held-out" in said.err for name in NAMES)
+    assert all(names(said.err, name) for name in NAMES)
     assert checkpoint.load_config(out).recipe == StagedConfig(dense_share=0.3)
     assert all(ffn.ternary for ffn in routed_in(checkpoint.load_config(out).model))
     assert main(["train", "--resume", str(out)]) == 0
@@ -375,6 +376,6 @@ def test_experts_behind_a_switch_first(runs, tmp_path):
         assert torch.equal(own.down_EDF[order], ffn.down_EDF)
 
 
-def test_two_ways_to_weigh_distillation():
-    with pytest.raises(ConfigError, match=r"distill = 0\.5,"):
+def test_one_way_to_weigh_distillation_is_taken():
+    with refused(ConfigError, "distill", 0.5):
         StagedConfig(distill=0.5, distill_mix=0.5)

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from perspectron.train.sharded import shapes, shard_of, whole
 from perspectron.util.errors import CheckpointError
 from tests.fuzz.mutate import with_header
+from tests.refusals import refused
 
 
 def written(folder, starts, count=2):
@@ -28,7 +29,7 @@ def test_parts_are_put_together(tmp_path):
 def test_parts_that_lie_elsewhere_are_refused_before_room_is_made(tmp_path, start):
     written(tmp_path, lambda rank: {"w": {"saved_offsets": start if rank else [0, 0]}})
     for reader in (shapes, whole):
-        with pytest.raises(CheckpointError, match="not a checkpoint's tensors"):
+        with refused(CheckpointError):
             reader(tmp_path)
 
 
@@ -37,12 +38,12 @@ def test_parts_that_lie_elsewhere_are_refused_before_room_is_made(tmp_path, star
 )
 def test_where_parts_lie_must_be_told_in_json_of_bounded_size(tmp_path, told):
     save_file({"w": torch.zeros(2, 3)}, tmp_path / shard_of(0), {"DCP_SHARDING_INFO": told})
-    with pytest.raises(CheckpointError, match="not a checkpoint's tensors"):
+    with refused(CheckpointError):
         shapes(tmp_path)
 
 
 def test_headers_have_the_bounds_of_other_files(tmp_path):
     empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     (tmp_path / shard_of(0)).write_bytes(with_header({f"t{i}": empty for i in range(33_000)}, b""))
-    with pytest.raises(CheckpointError, match="more than 32,768 tensors"):
+    with refused(CheckpointError, 32_768):
         shapes(tmp_path)

@@ -4,6 +4,7 @@ Each refusal is one line that says what to do, and changes nothing.
 """
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from perspectron.train import checkpoint, loop, metrics
 from perspectron.util import files
 from perspectron.util.errors import StorageError
 from perspectron.util.files import atomic, locked, sweep, write_json
+from tests.refusals import in_a_line, refused, warned
 from tests.waiting import PATIENCE, until
 
 HOLDER = """
@@ -101,12 +103,10 @@ def run(trained, tmp_path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-def refused(capsys, *arguments: str) -> str:
+def refusal(capsys, *arguments: str) -> str:
     """What a command says that must end with exit code 2 and one line."""
     assert main(list(arguments)) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("perspectron: error: ")
-    return said
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 def go_on(run: Path, *more: str) -> int:
@@ -119,10 +119,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 def test_a_lock_is_one_processs_and_ends_with_it(tmp_path):
     with held(tmp_path) as process:
-        with (
-            pytest.raises(StorageError, match="another process is using it"),
-            locked(tmp_path, checkpoint.RUN_LOCK),
-        ):
+        with refused(StorageError, tmp_path), locked(tmp_path, checkpoint.RUN_LOCK):
             pass
         process.kill()  # not asked to give it back
         process.wait()
@@ -134,10 +131,10 @@ def test_a_lock_is_one_processs_and_ends_with_it(tmp_path):
 
 def test_a_lock_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="not a folder to write in"), locked(tmp_path / "file"):
+    with refused(StorageError, tmp_path / "file"), locked(tmp_path / "file"):
         pass
     (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StorageError, match="not a folder to write in"), locked(tmp_path):
+    with refused(StorageError, tmp_path), locked(tmp_path):
         pass
     assert not (tmp_path / "elsewhere").exists()
 
@@ -145,7 +142,7 @@ def test_a_lock_that_cannot_be_made_is_one_line(tmp_path):
 def test_a_run_that_another_process_trains_is_left_alone(run, capsys):
     before = snapshot(run)
     with held(run):
-        assert "another process is using it" in refused(capsys, "train", "--resume", str(run))
+        in_a_line(refusal(capsys, "train", "--resume", str(run)), run)
     assert snapshot(run) == before | {checkpoint.RUN_LOCK: b""}
     assert go_on(run) == 0
 
@@ -189,12 +186,7 @@ def test_what_a_living_process_writes_is_not_swept(tmp_path):
     other = f".{os.getppid()}-0123456789abcdef.tmp"
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    names = [
-        other,
-        f".{dead.pid}-0123456789abcdef.tmp",
-        ".somebody.else.tmp",
-        ".x.tmp",
-    ]
+    names = [other, f".{dead.pid}-0123456789abcdef.tmp", ".somebody.else.tmp", ".x.tmp"]
     for name in names:
         (tmp_path / name).touch()
     sweep(tmp_path)
@@ -206,9 +198,8 @@ def test_a_changed_config_is_told_and_taken_when_asked(run, capsys):
     values["train"]["optim"]["lr"] *= 2
     write_json(run / "config.json", values)
     before = snapshot(run)
-    said = refused(capsys, "train", "--resume", str(run))
-    assert "optim.lr was" in said
-    assert "--allow-changed" in said
+    said = refusal(capsys, "train", "--resume", str(run))
+    in_a_line(said, "optim.lr", "--allow-changed")
     assert snapshot(run) == before
     assert go_on(run, "--allow-changed") == 0
     assert go_on(run) == 0  # its last checkpoint is of the changed one now
@@ -219,7 +210,7 @@ def test_a_checkpoint_of_another_run_is_told(run, capsys):
     assert len(values["id"]) == 32
     assert {c.config.id for c in checkpoint.found_in(run)} == {values["id"]}
     write_json(run / "config.json", values | {"id": "0" * 32})
-    assert "it is of another run" in refused(capsys, "train", "--resume", str(run))
+    in_a_line(refusal(capsys, "train", "--resume", str(run)), run)
 
 
 def test_damaged_metrics_are_left_out_and_the_run_goes_on(run):
@@ -228,10 +219,10 @@ def test_damaged_metrics_are_left_out_and_the_run_goes_on(run):
     harmful = ["{", "[]", "null", "3", '{"step": 1}', '{"step": 1e99, "loss": 1}', '{"step": -1, "loss": 1}',
                '{"step": NaN, "loss": 1}', '{"step": 1, "loss": "x"}', "[" * 50_000, "\0" * 100, "é\udcff"]  # fmt: skip
     path.write_bytes("\n".join([*harmful, *lines, "\udc80"]).encode(errors="surrogateescape") + b"\n")
-    with pytest.warns(UserWarning, match="13 damaged lines left out, the first 1"):
+    with warned(13, 1):
         kept = metrics.read_metrics(run)
     assert kept == [json.loads(line) for line in lines]
-    with pytest.warns(UserWarning, match="damaged lines"):
+    with warned(path):
         assert go_on(run) == 0
     assert path.read_text().splitlines()[: len(lines)] == lines
 
@@ -300,7 +291,7 @@ def test_what_is_no_file_is_not_written_over(tmp_path, kind):
         if kind == "link":
             target.write_text("mine")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(StorageError, match="not written"):
+    with refused(StorageError, path):
         write_json(path, 1)
     assert sorted(tmp_path.iterdir()) == before
     assert not target.exists() or target.read_text() == "mine"
@@ -332,24 +323,24 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("room", [0, 8_000, 20_000, 100_000, 400_000, 700_000, 1_200_000])
-def test_a_disk_that_is_full_in_any_phase(small_disk, text, room, capsys):
+def test_a_disk_that_is_full_in_any_phase_ends_the_command_and_no_more(small_disk, text, room, capsys):
     """Encoding, config, metrics, checkpoints: one line, exit code 2, and what is there goes on once there is room."""
     ballast, run = small_disk / "ballast", small_disk / "run"
     ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
     arguments = [*TRAIN, "--data", str(text), "--out", str(run)]
-    assert "No space left on device" in refused(capsys, *arguments)
+    assert os.strerror(errno.ENOSPC) in refusal(capsys, *arguments)
     assert list(run.rglob(".*.tmp")) == []
     ballast.unlink()
     assert main(["train", "--resume", str(run)] if (run / "config.json").is_file() else arguments) == 0
     assert [line["step"] for line in metrics.read_metrics(run) if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_disk_that_cannot_be_written(small_disk, run, capsys):
+def test_a_disk_that_cannot_be_written_is_read(small_disk, run, capsys):
     """A run on it is read as any other; what would write says so."""
     shutil.copytree(run, small_disk / "run")
     assert mount("-o", "remount,ro", str(small_disk))
     for place in (["--resume", str(small_disk / "run")], [*TRAIN[1:], "--out", str(small_disk / "new")]):
-        assert "Read-only file system" in refused(capsys, "train", *place)
+        assert os.strerror(errno.EROFS) in refusal(capsys, "train", *place)
     assert main(["inspect", str(small_disk / "run")]) == 0
     assert main(["generate", str(small_disk / "run"), "the", "--max-tokens", "3"]) == 0
 
@@ -357,7 +348,7 @@ def test_a_disk_that_cannot_be_written(small_disk, run, capsys):
 def test_refusing_a_folder_leaves_no_descriptor_open(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        with pytest.raises(OSError, match="not a regular file"):
+        with refused(OSError):
             files.open_file(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before
 

@@ -16,6 +16,7 @@ from perspectron.ops import delta
 from perspectron.ops.triton import delta_scan as on_gpu
 from perspectron.ops.triton import record
 from perspectron.util.errors import BackendError
+from tests.refusals import refused
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: pip install 'perspectron[triton]'", allow_module_level=True)
@@ -164,17 +165,14 @@ def test_nothing_gives_nothing(op, batch, T):
 def test_what_it_cannot_do_says_what_would_work(op, monkeypatch):
     tensors = inputs(op, 3, 5, 4)
     scan = functools.partial(SCANS[op], backend="triton")
-    with pytest.raises(BackendError, match=r"got torch.float64,"):
+    with refused(BackendError, "torch.float64"):
         scan(*(x.double() for x in tensors))
-    with pytest.raises(BackendError, match="keys of 129 channels,"):
+    with refused(BackendError, 129):
         scan(*inputs(op, 2, 129, 3))
-    with (
-        torch.autograd.forward_ad.dual_level(),
-        pytest.raises(BackendError, match="no forward-mode derivative"),
-    ):
+    with torch.autograd.forward_ad.dual_level(), refused(BackendError, "triton"):
         scan(*tensors)
     monkeypatch.setattr(record, "version", lambda: None)
-    with pytest.raises(BackendError, match=r"triton is not installed: pip install 'perspectron\[triton\]'"):
+    with refused(BackendError, "perspectron[triton]"):
         scan(*tensors)
 
 
@@ -182,7 +180,7 @@ def test_a_second_derivative_is_an_error_not_a_silent_zero():
     tensors = [x.requires_grad_() for x in inputs("gated delta", 5, 3, 4)]
     loss = delta.scan(*tensors, backend="triton")[0].square().sum()
     (gradient,) = torch.autograd.grad(loss, tensors[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
+    with refused(RuntimeError, "create_graph"):
         torch.autograd.grad(gradient.square().sum() + tensors[0].sum(), tensors[0])
 
 

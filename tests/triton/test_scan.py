@@ -19,6 +19,7 @@ from perspectron.ops import gla, pdr
 from perspectron.ops.triton import record
 from perspectron.ops.triton import scan as on_gpu
 from perspectron.util.errors import BackendError
+from tests.refusals import refused
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: pip install 'perspectron[triton]'", allow_module_level=True)
@@ -167,16 +168,16 @@ def test_nothing_gives_nothing(op, batch, T):
 def test_what_it_cannot_do_says_what_would_work(op, monkeypatch):
     tensors = inputs(op, 3, 5, 4)
     scan = functools.partial(SCANS[op], backend="triton")
-    with pytest.raises(BackendError, match=r"got torch.float64,"):
+    with refused(BackendError, "torch.float64"):
         scan(*(x.double() for x in tensors))
-    with pytest.raises(BackendError, match="257 columns of the state,"):
+    with refused(BackendError, 257):
         scan(*inputs(op, 2, 3, 257))
-    with pytest.raises(BackendError, match="not under a compiler, a trace or a functional transform"):
+    with refused(BackendError, "triton"):
         torch.func.grad(lambda q: scan(q, *tensors[1:])[0].sum())(tensors[0])
-    with pytest.raises(BackendError, match="got tensors on meta,"):
+    with refused(BackendError, "meta"):
         scan(*(x.to("meta") for x in tensors))
     monkeypatch.setattr(record, "version", lambda: None)
-    with pytest.raises(BackendError, match=r"triton is not installed: pip install 'perspectron\[triton\]'"):
+    with refused(BackendError, "perspectron[triton]"):
         scan(*tensors)
 
 
@@ -185,12 +186,9 @@ def test_what_is_not_there_is_an_error_not_a_silent_zero(op):
     tensors = [x.requires_grad_() for x in inputs(op, 5, 5, 4)]
     loss = SCANS[op](*tensors, backend="triton")[0].square().sum()
     (gradient,) = torch.autograd.grad(loss, tensors[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
+    with refused(RuntimeError, "create_graph"):
         torch.autograd.grad(gradient.square().sum() + tensors[0].sum(), tensors[0])
-    with (
-        torch.autograd.forward_ad.dual_level(),
-        pytest.raises(BackendError, match="no forward-mode derivative"),
-    ):
+    with torch.autograd.forward_ad.dual_level(), refused(BackendError, "triton"):
         SCANS[op](*tensors, backend="triton")
 
 

@@ -16,14 +16,13 @@ from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import mixers
 from perspectron.util.config import dump, load
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 
-def fails(message: str, call, *args, **kwargs) -> None:
-    """`call` raises a ConfigError of one line, and that line is `message`."""
-    with pytest.raises(ConfigError) as caught:
+def fails(named: list[object], call, *args, **kwargs) -> None:
+    """`call` raises a ConfigError of one line, which names these."""
+    with refused(ConfigError, *named):
         call(*args, **kwargs)
-    assert str(caught.value) == message
-    assert "\n" not in message
 
 
 def plain() -> dict:
@@ -33,10 +32,7 @@ def plain() -> dict:
         "vocab_size": 10,
         "d_model": 16,
         "blocks": [
-            {
-                "mixer": {"kind": "pdr", "rank": 4},
-                "ffn": {"kind": "routed", "hidden": 8, "torus": [2, 3]},
-            }
+            {"mixer": {"kind": "pdr", "rank": 4}, "ffn": {"kind": "routed", "hidden": 8, "torus": [2, 3]}}
         ],
     }
 
@@ -90,93 +86,78 @@ def test_defaults_are_filled_in_and_numbers_become_what_the_field_holds():
 # ---------------------------------------------------------------- mistakes in a file
 
 MIXER, FFN = ["blocks", 0, "mixer"], ["blocks", 0, "ffn"]
-FFN_KINDS = "routed, swiglu, mlp, context_mlp, tied"
 MISTAKES = [
-    (
-        ["d_modle"],
-        4,
-        "config: key = 'd_modle', must be one of name, vocab_size, d_model, blocks, head, embedding_std, "
-        "embedding_norm, embedding_factor, logits_factor, logits_cap, positions, norm, norm_eps, dropout, shift, "
-        "first_values, longest",
-    ),
-    (["d_model"], 16.0, "config.d_model = 16.0, must be of type int"),
-    (["d_model"], "16", "config.d_model = '16', must be of type int"),
-    (["d_model"], True, "config.d_model = True, must be of type int"),
-    (["d_model"], [16], "config.d_model = [16], must be of type int"),
-    (["d_model"], None, "config.d_model = None, must be of type int"),
-    (["d_model"], 0, "d_model = 0, must be ≥ 1"),
-    (["vocab_size"], -1, "vocab_size = -1, must be ≥ 1"),
-    (["name"], 3, "config.name = 3, must be of type str"),
-    (["norm_eps"], math.nan, "config.norm_eps = nan, must be finite"),
-    (["norm_eps"], math.inf, "config.norm_eps = inf, must be finite"),
-    (["norm_eps"], False, "config.norm_eps = False, must be of type float"),
-    (["norm_eps"], 0, "norm_eps = 0.0, must be > 0"),
-    (["blocks"], [], "blocks = 0, must be at least one block"),
-    (["blocks"], {}, "config.blocks = {}, must be a list"),
-    (["blocks"], "pdr", "config.blocks = 'pdr', must be a list"),
-    (["blocks", 0], "pdr", "config.blocks[0] = 'pdr', must be an object"),
-    (MIXER, "pdr", "config.blocks[0].mixer = 'pdr', must be an object with a \"kind\""),
-    (MIXER, {"kind": "pdr"}, "config.blocks[0].mixer.rank = 'nothing', must be given"),
-    ([*MIXER, "rank"], 0, "rank = 0, must be ≥ 1"),
-    ([*MIXER, "rank"], "a\nb", "config.blocks[0].mixer.rank = 'a\\nb', must be of type int"),
-    ([*MIXER, "scale"], -1.0, "scale = -1.0, must be > 0"),
-    ([*MIXER, "scale"], math.nan, "config.blocks[0].mixer.scale = nan, must be finite"),
-    ([*MIXER, "out_norm"], 1, "config.blocks[0].mixer.out_norm = 1, must be of type bool"),
-    ([*MIXER, "renorm_every"], -1, "renorm_every = -1, must be ≥ 0"),
-    (
-        [*MIXER, "window"],
-        4,
-        "config.blocks[0].mixer: key = 'window', must be one of rank, scale, out_norm, renorm_every, gate_rank, "
-        "fixed_decay",
-    ),
-    (FFN, {"kind": "swiglu", "hidden": 0}, "hidden = 0, must be ≥ 1"),
-    (FFN, {"kind": "moe"}, "config.blocks[0].ffn.kind = 'moe', must be one of " + FFN_KINDS),
-    (FFN, {"hidden": 4}, "config.blocks[0].ffn.kind = None, must be one of " + FFN_KINDS),
-    ([*FFN, "torus"], [2, 2.5], "config.blocks[0].ffn.torus[1] = 2.5, must be of type int"),
-    ([*FFN, "torus"], [2, 0], "torus = (2, 0), must be one or more lengths ≥ 1"),
-    ([*FFN, "torus"], [], "torus = (), must be one or more lengths ≥ 1"),
-    ([*FFN, "torus"], 4, "config.blocks[0].ffn.torus = 4, must be a list"),
+    (["d_modle"], 4, ["config", "d_modle"]),
+    (["d_model"], 16.0, ["config.d_model", 16.0]),
+    (["d_model"], "16", ["config.d_model", "'16'"]),
+    (["d_model"], True, ["config.d_model", True]),
+    (["d_model"], [16], ["config.d_model"]),
+    (["d_model"], None, ["config.d_model", None]),
+    (["d_model"], 0, ["d_model", 0]),
+    (["vocab_size"], -1, ["vocab_size", -1]),
+    (["name"], 3, ["config.name", 3]),
+    (["norm_eps"], math.nan, ["config.norm_eps", math.nan]),
+    (["norm_eps"], math.inf, ["config.norm_eps", math.inf]),
+    (["norm_eps"], False, ["config.norm_eps", False]),
+    (["norm_eps"], 0, ["norm_eps", 0.0]),
+    (["blocks"], [], ["blocks", 0]),
+    (["blocks"], {}, ["config.blocks", "{}"]),
+    (["blocks"], "pdr", ["config.blocks", "pdr"]),
+    (["blocks", 0], "pdr", ["config.blocks[0]", "pdr"]),
+    (MIXER, "pdr", ["config.blocks[0].mixer", "pdr"]),
+    (MIXER, {"kind": "pdr"}, ["config.blocks[0].mixer.rank"]),
+    ([*MIXER, "rank"], 0, ["rank", 0]),
+    ([*MIXER, "rank"], "a\nb", ["config.blocks[0].mixer.rank", r"a\nb"]),
+    ([*MIXER, "scale"], -1.0, ["scale", -1.0]),
+    ([*MIXER, "scale"], math.nan, ["config.blocks[0].mixer.scale", math.nan]),
+    ([*MIXER, "out_norm"], 1, ["config.blocks[0].mixer.out_norm", 1]),
+    ([*MIXER, "renorm_every"], -1, ["renorm_every", -1]),
+    ([*MIXER, "window"], 4, ["config.blocks[0].mixer", "window"]),
+    (FFN, {"kind": "swiglu", "hidden": 0}, ["hidden", 0]),
+    (FFN, {"kind": "moe"}, ["config.blocks[0].ffn.kind", "moe"]),
+    (FFN, {"hidden": 4}, ["config.blocks[0].ffn.kind", None]),
+    ([*FFN, "torus"], [2, 2.5], ["config.blocks[0].ffn.torus[1]", 2.5]),
+    ([*FFN, "torus"], [2, 0], ["torus"]),
+    ([*FFN, "torus"], [], ["torus", "()"]),
+    ([*FFN, "torus"], 4, ["config.blocks[0].ffn.torus", 4]),
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "message"), MISTAKES, ids=[message for *_, message in MISTAKES])
-def test_a_mistake_is_named(path, value, message):
+@pytest.mark.parametrize(("path", "value", "named"), MISTAKES, ids=str)
+def test_a_mistake_is_named(path, value, named):
     load(ModelConfig, plain())
-    fails(message, load, ModelConfig, changed(path, value))
+    fails(named, load, ModelConfig, changed(path, value))
 
 
 @pytest.mark.parametrize("key", ["name", "vocab_size", "d_model", "blocks"])
 def test_a_missing_key_is_named(key):
     config = {name: value for name, value in plain().items() if name != key}
-    fails(f"config.{key} = 'nothing', must be given", load, ModelConfig, config)
+    fails([f"config.{key}"], load, ModelConfig, config)
 
 
 @pytest.mark.parametrize("value", [None, [], "model", 3, math.nan])
 def test_what_is_no_object_is_named(value):
-    fails(f"config = {value!r}, must be an object", load, ModelConfig, value)
+    fails(["config"], load, ModelConfig, value)
 
 
 @pytest.mark.parametrize("kind", ["mamba", None, 3, ["pdr"]])
 def test_an_unknown_mixer_is_named_with_those_there_are(kind):
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, "config.blocks[0].mixer.kind", *mixers()):
         load(ModelConfig, changed([*MIXER, "kind"], kind))
-    message = str(caught.value)
-    assert message.startswith(f"config.blocks[0].mixer.kind = {kind!r}, must be one of ")
-    assert set(mixers()) <= set(message.rpartition("one of ")[2].split(", "))
 
 
 def test_configs_are_checked_without_a_file_too():
-    fails("kv_heads = 3, must be a divisor of heads = 4", mixers()["window_gqa"].small.__class__, 4, 3, 8)
-    fails("window = 0, must be ≥ 1", mixers()["window_gqa"].small.__class__, 4, 2, 0)
-    fails("heads = 0, must be ≥ 1", mixers()["attention"].small.__class__, 0)
-    fails("rope_base = nan, must be > 1", mixers()["attention"].small.__class__, 2, math.nan)
-    fails("hidden = 0, must be ≥ 1", SwiGLUConfig, 0)
+    fails(["kv_heads", 3], mixers()["window_gqa"].small.__class__, 4, 3, 8)
+    fails(["window", 0], mixers()["window_gqa"].small.__class__, 4, 2, 0)
+    fails(["heads", 0], mixers()["attention"].small.__class__, 0)
+    fails(["rope_base", math.nan], mixers()["attention"].small.__class__, 2, math.nan)
+    fails(["hidden", 0], SwiGLUConfig, 0)
 
 
 # ---------------------------------------------------------------- presets
 
 
-def test_overrides_arrive():
+def test_every_override_of_a_preset_arrives():
     config = presets.get("perspective-tiny", layers=8, rank=8, heads=6, kv_heads=3, window=5, hidden=9, d_model=24,
                          vocab_size=7, out_norm=True, renorm_every=11)  # fmt: skip
     assert (config.vocab_size, config.d_model, len(config.blocks)) == (7, 24, 8)
@@ -191,92 +172,82 @@ def test_overrides_arrive():
     assert presets.get("perspective-tiny") == presets.get("perspective-tiny"), "no override stays behind"
 
 
-KEYS = ", ".join(presets.sizes("perspective-tiny"))
-
-
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "named"),
     [
-        ({"rank": 0}, "rank = 0, must be ≥ 1"),
-        ({"window": 0}, "window = 0, must be ≥ 1"),
-        ({"layers": 0}, "layers = 0, must be ≥ 1"),
-        ({"hidden": -3}, "hidden = -3, must be ≥ 1"),
-        ({"d_model": 0}, "d_model = 0, must be ≥ 1"),
-        ({"renorm_every": -1}, "renorm_every = -1, must be ≥ 0"),
-        ({"kv_heads": 3}, "kv_heads = 3, must be a divisor of heads = 4"),
-        ({"kv_heads": 0}, "kv_heads = 0, must be a divisor of heads = 4"),
-        ({"heads": 5}, "kv_heads = 2, must be a divisor of heads = 5"),
-        ({"heads": 4.0}, "heads = 4.0, must be of type int"),
-        ({"layers": True}, "layers = True, must be of type int"),
-        ({"rank": "8"}, "rank = '8', must be of type int"),
-        ({"rank": [8]}, "rank = [8], must be of type int"),
-        ({"rank": None}, "rank = None, must be of type int"),
-        ({"out_norm": 1}, "out_norm = 1, must be of type bool"),
-        ({"ffn": "moe"}, "ffn = 'moe', must be one of dense, routed, seed"),
-        ({"experts": 9}, "experts = 9, must be the 8 that fill a torus of (4, 2)"),
-        ({"gate": "hard"}, "gate = 'hard', must be one of none, straight_through, soft"),
-        ({"router": "hash"}, "router = 'hash', must be one of torus, switch"),
-        ({"nearest": 0}, "nearest = 0, must be ≥ 1"),
-        ({"temperature": 0}, "temperature = 0.0, must be > 0"),
-        ({"balance": -1}, "balance = -1.0, must be ≥ 0"),
-        ({"bias_rate": -0.1}, "bias_rate = -0.1, must be ≥ 0"),
-        ({"torus": 8}, "torus = 8, must be a list"),
-        ({"torus": []}, "torus = (), must be one or more lengths ≥ 1"),
-        ({"torus": [2, 0]}, "torus = (2, 0), must be one or more lengths ≥ 1"),
-        ({"dim": 3}, f"perspective-tiny: key = 'dim', must be one of {KEYS}"),
+        ({"rank": 0}, ["rank", 0]),
+        ({"window": 0}, ["window", 0]),
+        ({"layers": 0}, ["layers", 0]),
+        ({"hidden": -3}, ["hidden", -3]),
+        ({"d_model": 0}, ["d_model", 0]),
+        ({"renorm_every": -1}, ["renorm_every", -1]),
+        ({"kv_heads": 3}, ["kv_heads", 3]),
+        ({"kv_heads": 0}, ["kv_heads", 0]),
+        ({"heads": 5}, ["kv_heads", 2]),
+        ({"heads": 4.0}, ["heads", 4.0]),
+        ({"layers": True}, ["layers", True]),
+        ({"rank": "8"}, ["rank", "'8'"]),
+        ({"rank": [8]}, ["rank"]),
+        ({"rank": None}, ["rank", None]),
+        ({"out_norm": 1}, ["out_norm", 1]),
+        ({"ffn": "moe"}, ["ffn", "moe"]),
+        ({"experts": 9}, ["experts", 9]),
+        ({"gate": "hard"}, ["gate", "hard"]),
+        ({"router": "hash"}, ["router", "hash"]),
+        ({"nearest": 0}, ["nearest", 0]),
+        ({"temperature": 0}, ["temperature", 0.0]),
+        ({"balance": -1}, ["balance", -1.0]),
+        ({"bias_rate": -0.1}, ["bias_rate", -0.1]),
+        ({"torus": 8}, ["torus", 8]),
+        ({"torus": []}, ["torus", "()"]),
+        ({"torus": [2, 0]}, ["torus"]),
+        ({"dim": 3}, ["perspective-tiny", "dim"]),
     ],
     ids=str,
 )
-def test_a_bad_override_is_named(override, message):
-    fails(message, presets.get, "perspective-tiny", **override)
+def test_a_bad_override_is_named(override, named):
+    fails(named, presets.get, "perspective-tiny", **override)
 
 
 @pytest.mark.parametrize("torus", [["8"], [2.5], [True, 2], [math.nan], [[2]]], ids=str)
 def test_a_torus_of_anything_but_whole_numbers_is_named(torus):
-    with pytest.raises(ConfigError, match=r"^torus") as caught:
+    with refused(ConfigError, "int") as caught:
         presets.get("perspective-tiny", ffn="routed", torus=torus)
-    assert "int" in str(caught.value)
+    assert str(caught.value).startswith("torus")
 
 
 def test_an_unknown_preset_is_named_with_those_there_are():
     known = ", ".join([*presets.names(), *presets.DESIGNS])
-    with pytest.raises(ConfigError, match="preset = 'gpt-5',") as caught:
+    with refused(ConfigError, "preset", "gpt-5") as caught:
         presets.get("gpt-5")
-    begins, _, ends = str(caught.value).partition("one of ")[2].partition(" … ")
-    assert known.startswith(begins) and known.endswith(ends) and len(begins) > 300
+    assert known[:300] in str(caught.value) and str(caught.value).endswith(known[-100:])
 
 
 @pytest.mark.parametrize(
-    ("preset", "override", "message"),
+    ("preset", "override", "named"),
     [
-        ("adr-tiny", {"halflife": [4.0]}, "halflife = [4.0], must be two numbers of tokens > 0"),
-        ("adr-tiny", {"halflife": [0.0, 4.0]}, "halflife = [0.0, 4.0], must be two numbers of tokens > 0"),
-        ("adr-tiny", {"halflife": ["4", 8.0]}, "halflife[0] = '4', must be of type float"),
-        ("adr-tiny", {"norm": "both"}, "norm = 'both', must be one of post, pre"),
-        ("adr-tiny", {"emit": "both"}, "emit = 'both', must be one of state, raw"),
-        (
-            "lens-tiny",
-            {"context": False, "context_rank": 4},
-            "context_rank = 4, must be left out where context is off",
-        ),
-        ("lens-tiny", {"route": False, "anneal": 0.1}, "anneal = 0.1, must be left out where route is off"),
+        ("adr-tiny", {"halflife": [4.0]}, ["halflife"]),
+        ("adr-tiny", {"halflife": [0.0, 4.0]}, ["halflife"]),
+        ("adr-tiny", {"halflife": ["4", 8.0]}, ["halflife[0]", "'4'"]),
+        ("adr-tiny", {"norm": "both"}, ["norm", "both"]),
+        ("adr-tiny", {"emit": "both"}, ["emit", "both"]),
+        ("lens-tiny", {"context": False, "context_rank": 4}, ["context_rank", 4]),
+        ("lens-tiny", {"route": False, "anneal": 0.1}, ["anneal", 0.1]),
         ("lens-tiny", {"context_rank": 400}, None),
-        ("drm-104k", {"rank": -1}, "rank = -1, must be ≥ 0"),
-        ("drm-104k", {"gate_top_k": 9}, "gate_top_k = 9, must be ≤ directions = 8"),
-        ("drm-104k", {"gate_renorm": True}, "gate_renorm = True, must be false where gate_top_k = 0"),
-        ("drm-104k", {"action": -1.0}, "action = -1.0, must be ≥ 0"),
-        ("gla-tiny", {"gate_rank": 0}, "gate_rank = 0, must be ≥ 1"),
-        ("ssd-tiny", {"state": 0}, "state = 0, must be ≥ 1"),
+        ("drm-104k", {"rank": -1}, ["rank", -1]),
+        ("drm-104k", {"gate_top_k": 9}, ["gate_top_k", 9]),
+        ("drm-104k", {"gate_renorm": True}, ["gate_renorm", True]),
+        ("drm-104k", {"action": -1.0}, ["action", -1.0]),
+        ("gla-tiny", {"gate_rank": 0}, ["gate_rank", 0]),
+        ("ssd-tiny", {"state": 0}, ["state", 0]),
     ],
     ids=str,
 )
-def test_a_bad_size_of_another_design_is_named(preset, override, message):
-    if message is None:
-        fails(
-            "context_rank = 400, must be ≤ d_model = 128", perspectron.build, presets.get(preset, **override)
-        )
+def test_a_bad_size_of_another_design_is_named(preset, override, named):
+    if named is None:
+        fails(["context_rank", 400], perspectron.build, presets.get(preset, **override))
     else:
-        fails(message, presets.get, preset, **override)
+        fails(named, presets.get, preset, **override)
 
 
 def test_whole_numbers_do_for_fractions():
@@ -305,15 +276,15 @@ def test_opponents_are_as_large_as_perspective(scale):
 @pytest.mark.parametrize("field", ["vocab_size", "d_model", "positions"])
 def test_sizes_that_cannot_be_meant_are_refused(field):
     values = dump(presets.get("perspective-tiny")) | {field: 1 << 40}
-    with pytest.raises(ConfigError, match=rf"{field} = 1099511627776, must be ≤ 16,777,216"):
+    with refused(ConfigError, field, 1 << 40):
         load(ModelConfig, values)
 
 
 def test_a_size_deep_in_a_block_is_refused_by_its_name():
     values = dump(presets.get("perspective-tiny"))
     values["blocks"][1]["ffn"] = {"kind": "swiglu", "hidden": 1 << 30}
-    with pytest.raises(ConfigError, match=r"blocks\[1\].ffn.hidden = 1073741824"):
+    with refused(ConfigError, "blocks[1].ffn.hidden", 1 << 30):
         load(ModelConfig, values)
     values = dump(presets.get("perspective-tiny"))
-    with pytest.raises(ConfigError, match="blocks = 1025,"):
+    with refused(ConfigError, "blocks", 1025):
         load(ModelConfig, values | {"blocks": [values["blocks"][0]] * 1025})

@@ -9,6 +9,7 @@ import pytest
 
 from perspectron.util.errors import ArtifactError
 from perspectron.util.files import locked, parse_json, read_json, safe_join
+from tests.refusals import refused
 
 
 def test_names_do_not_lead_out_of_a_folder(tmp_path: Path) -> None:
@@ -35,7 +36,7 @@ def test_names_do_not_lead_out_of_a_folder(tmp_path: Path) -> None:
         "out",
     ]
     for name in [*names, "ring", "x" * 5000, "\ud800", None, 3, ["a"], b"a"]:
-        with pytest.raises(ArtifactError, match="name"):
+        with refused(ArtifactError, "name"):
             safe_join(folder, name)
 
 
@@ -46,9 +47,8 @@ def test_json_is_read_from_files_of_some_size(tmp_path: Path) -> None:
     (tmp_path / "fits").write_text(" " * (limit - 1) + "1")
     (tmp_path / "zeros").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "pipe")
-    whys = {"levels": "too many levels", "long": "more than 16777216 bytes", "zeros": "not a regular file"}
-    for name, why in (whys | {"pipe": "not a regular file", ".": "JSON", "none": "no such file"}).items():
-        with pytest.raises(ArtifactError, match=why):
+    for name in ("levels", "long", "zeros", "pipe", ".", "none"):
+        with refused(ArtifactError, tmp_path / name):
             read_json(tmp_path / name, ArtifactError)
     assert read_json(tmp_path / "fits", ArtifactError) == 1
     assert read_json(tmp_path / "long", ArtifactError, limit + 1) == 1
@@ -57,7 +57,7 @@ def test_json_is_read_from_files_of_some_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**64 - 1, 10**20 - 1, 10**30])
 def test_files_of_others_may_have_whole_numbers_beyond_64_bits(number: int) -> None:
     assert parse_json(str(number), infinite=True) == float(number)
-    with pytest.raises(ValueError, match="beyond 64 bits"):
+    with refused(ValueError, 64):
         parse_json(str(number))
     for fits in (2**63 - 1, -(2**63)):
         assert type(found := parse_json(str(fits), infinite=True)) is int and found == fits

@@ -101,3 +101,15 @@ def test_after_the_block_large_memory_goes_back_when_it_is_freed():
         "with machine.memory_kept(): pass\nbefore = pages()\ntaken_and_freed()\nprint(pages() - before)\n"
     )
     assert after < 20e6
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_a_block_within_another_ends_nothing():
+    (inside,) = risen(
+        "before = pages()\n"
+        "with machine.memory_kept():\n"
+        "    with machine.memory_kept(): pass\n"
+        "    taken_and_freed()\n"
+        "    print(pages() - before)\n"
+    )
+    assert inside > 100e6

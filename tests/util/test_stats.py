@@ -9,6 +9,7 @@ import pytest
 import scipy.stats
 
 from perspectron.util.stats import RESAMPLINGS, bootstrap, interval, middle, paired, student
+from tests.refusals import refused
 
 
 def test_three_seeds_by_hand():
@@ -46,14 +47,14 @@ def test_one_seed_has_no_test():
     assert interval([1.0]) is None
 
 
-def test_equal_differences():
+def test_equal_differences_have_the_probabilities_0_and_1():
     assert paired([2.0, 3.0], [1.0, 2.0]).p == 0
     same = paired([2.0, 3.0], [2.0, 3.0])
     assert same.p == 1
 
 
 def test_unequal_numbers_are_refused():
-    with pytest.raises(ValueError, match="not pairs"):
+    with refused(ValueError):
         paired([1.0], [])
 
 

@@ -38,7 +38,7 @@ def config(source: Source) -> ModelConfig:
     )
     mixers = [recurrent if kind == RECURRENT else attention for kind in _kinds(source)]
     source.must("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
-    source.must("embeddings_scale_by_sqrt_dim", (True,), True)  # of published files; transformers does not read it
+    source.must("embeddings_scale_by_sqrt_dim", (True,), True)  # of published files
     hidden = source.number("intermediate_size", least=2) // 2
     return decoder.model(
         source, "recurrent_gemma", mixers, SwiGLUConfig(hidden, "gelu_tanh", True), tied=True,

@@ -127,14 +127,24 @@ API void pspx_memory_backward(const float* q, const float* k, const float* v, co
 
 API void pspx_attention(const void* q, const void* k, const void* v, int brief, const int32_t* first, int64_t B, int64_t T,
                         int64_t H, int64_t G, int64_t K, int64_t V, double scale, void* o, float* lse, int threads) {
-  const Attention a{q, k, v, first, o, lse, nullptr, nullptr, nullptr, nullptr, T, H, G, K, V, float(scale)};
+  const Strides keys{T * G * K, K, G * K}, values{T * G * V, V, G * V};
+  const Attention a{q, k, v, first, o, lse, nullptr, nullptr, nullptr, nullptr, T, H, G, K, V, float(scale), keys, values};
   shared(threads, B * G, 1, [&](int64_t from, int64_t to) { kernels().attention[brief](a, from, to); });
+}
+
+// Without gradients, after `ahead` other keys: k and v [B][G][ahead + T][·], in float.
+API void pspx_attention_after(const float* q, const float* k, const float* v, const int32_t* first, int64_t ahead, int64_t B,
+                              int64_t T, int64_t H, int64_t G, int64_t K, int64_t V, double scale, float* o, int threads) {
+  const int64_t S = ahead + T;
+  const Strides keys{G * S * K, S * K, K}, values{G * S * V, S * V, V};
+  const Attention a{q, k, v, first, o, nullptr, nullptr, nullptr, nullptr, nullptr, T, H, G, K, V, float(scale), keys, values, ahead, false};
+  shared(threads, B * H, 1, [&](int64_t from, int64_t to) { kernels().attention[0](a, from, to); });
 }
 
 API void pspx_attention_backward(const void* q, const void* k, const void* v, int brief, const int32_t* first, int64_t B,
                                  int64_t T, int64_t H, int64_t G, int64_t K, int64_t V, double scale, const void* o,
                                  const float* lse, const void* out, void* dq, void* dk, void* dv, int threads) {
-  const Attention a{q, k, v, first, const_cast<void*>(o), const_cast<float*>(lse), out, dq, dk, dv, T, H, G, K, V, float(scale)};
+  const Attention a{q, k, v, first, const_cast<void*>(o), const_cast<float*>(lse), out, dq, dk, dv, T, H, G, K, V, float(scale), {}, {}};
   shared(threads, B * G, 1, [&](int64_t from, int64_t to) { kernels().attention_backward[brief](a, from, to); });
 }
 

@@ -1,6 +1,7 @@
-// Causal attention of a training: o = softmax(scale · q kᵀ) v, where token t sees the keys from first[t] to t. Keys go SPAN
-// at a time, copied once as items: transposed for q kᵀ, where lanes are keys, and in rows for sums over keys. All queries
-// that see some of them pass by, ATTEND_ROWS at a time; what they gather from span to span waits in `sums`.
+// Causal attention of a chunk: o = softmax(scale · q kᵀ) v, where token t sees the keys from first[t] to `ahead` + t. Keys go
+// SPAN at a time, copied once as items: transposed for q kᵀ, where lanes are keys, and in rows for sums over keys. All
+// queries that see some of them pass by, ATTEND_ROWS at a time; what they gather from span to span waits in `sums`. What a
+// token gathers depends on its keys and on their numbers, not on the chunk that it is in.
 
 constexpr int64_t SPAN = 512;
 constexpr int ATTEND_ROWS = 8;  // ATTEND_ROWS · 2 sums, in registers where there are 32 of them
@@ -147,12 +148,12 @@ inline ALWAYS void tile_to(T* to, int64_t stride, int64_t n, int64_t C, const fl
 
 // f(rows, begin, end) for the queries that see some of the keys [lo, hi): together they see lo + [begin, end), whole pairs.
 template <class P, class F>
-inline ALWAYS void passing(const int32_t* first, int64_t T, int64_t lo, int64_t hi, const F& f) {
-  for (int64_t t = lo; t < T; t += ATTEND_ROWS) {
+inline ALWAYS void passing(const int32_t* first, int64_t T, int64_t ahead, int64_t lo, int64_t hi, const F& f) {
+  for (int64_t t = lo > ahead ? lo - ahead : 0; t < T; t += ATTEND_ROWS) {
     const Rows rows{t, t + ATTEND_ROWS < T ? t + ATTEND_ROWS : T};
-    int64_t from = t;
+    int64_t from = ahead + t, to = ahead + rows.end;
     for (int64_t i = t; i < rows.end; i++) from = first[i] < from ? first[i] : from;
-    if (from < hi) f(rows, ((from > lo ? from : lo) - lo) / P::PAIR * P::PAIR, ceil_div((rows.end < hi ? rows.end : hi) - lo, P::PAIR) * P::PAIR);
+    if (from < hi) f(rows, ((from > lo ? from : lo) - lo) / P::PAIR * P::PAIR, ceil_div((to < hi ? to : hi) - lo, P::PAIR) * P::PAIR);
   }
 }
 
@@ -160,10 +161,10 @@ struct Row {
   int64_t from, to;  // keys of the span that it sees
   bool none() const { return from >= to; }
 };
-inline Row row_of(const int32_t* first, Rows rows, int64_t r, int64_t lo, int64_t hi) {
-  const int64_t t = rows.begin + r;
+inline Row row_of(const int32_t* first, int64_t ahead, Rows rows, int64_t r, int64_t lo, int64_t hi) {
+  const int64_t t = rows.begin + r, end = ahead + t + 1;
   if (t >= rows.end) return {0, 0};
-  return {(first[t] > lo ? first[t] : lo) - lo, (t + 1 < hi ? t + 1 : hi) - lo};
+  return {(first[t] > lo ? first[t] : lo) - lo, (end < hi ? end : hi) - lo};
 }
 // A row's raw scores become the weights e^(scale · s + down) of the keys it sees, and 0 for the other keys in [begin, end).
 inline ALWAYS void weigh(float* s, Row row, int64_t begin, int64_t end, Floats scale, Floats down) {
@@ -201,31 +202,30 @@ inline ALWAYS void down_rows(const float* along, int64_t ld, int64_t begin, int6
 template <class P, class T>
 void attention_by(const Attention& a, int64_t from_task, int64_t to_task) {
   constexpr int ITEM = P::ITEM;
-  const int64_t share = a.H / a.G, Kp = sixteen(a.K), Vp = sixteen(a.V), q_row = a.H * a.K, k_row = a.G * a.K;
-  const int64_t o_row = a.H * a.V, v_row = a.G * a.V, wide = sixteen(a.T < SPAN ? a.T : SPAN), ld = wide + SPARE;
+  const int64_t group = a.H / a.G, share = a.together ? group : 1, Kp = sixteen(a.K), Vp = sixteen(a.V), q_row = a.H * a.K;
+  const int64_t o_row = a.H * a.V, S = a.ahead + a.T, wide = sixteen(S < SPAN ? S : SPAN), ld = wide + SPARE;
   float* kt = scratch<float>(KEYS, a.K * ld + wide * Vp + ATTEND_ROWS * (2 * ld + Kp + Vp) + share * a.T * (Vp + 2));
   float *v = kt + a.K * ld, *p = v + wide * Vp, *along = ITEM == 1 ? p : p + ATTEND_ROWS * ld, *q = p + 2 * ATTEND_ROWS * ld;
   float *o = q + ATTEND_ROWS * Kp, *sums = o + ATTEND_ROWS * Vp, *tops = sums + share * a.T * Vp, *totals = tops + share * a.T;
   for (int64_t task = from_task; task < to_task; task++) {
-    const int64_t b = task / a.G, g = task % a.G;
+    const int64_t head = task * share, b = head / a.H, at_head = head % a.H, g = at_head / group;
     const int32_t* first = a.first + b * a.T;
     __builtin_memset(sums, 0, size_t(share * a.T * Vp) * sizeof(float));
     __builtin_memset(totals, 0, size_t(share * a.T) * sizeof(float));
     for (int64_t i = 0; i < share * a.T; i++) tops[i] = -__FLT_MAX__;
-    for (int64_t lo = 0; lo < a.T; lo += SPAN) {
-      const int64_t hi = lo + SPAN < a.T ? lo + SPAN : a.T;
-      const T* keys = static_cast<const T*>(a.k) + (b * a.T + lo) * k_row + g * a.K;
-      turned(items<P>(keys), k_row / ITEM, hi - lo, a.K / ITEM, kt, ld);
-      stacked<P>(static_cast<const T*>(a.v) + (b * a.T + lo) * v_row + g * a.V, v_row, hi - lo, a.V, v, Vp);
+    for (int64_t lo = 0; lo < S; lo += SPAN) {
+      const int64_t hi = lo + SPAN < S ? lo + SPAN : S;
+      turned(items<P>(a.keys.at<T>(a.k, b, g, lo)), a.keys.row / ITEM, hi - lo, a.K / ITEM, kt, ld);
+      stacked<P>(a.values.at<T>(a.v, b, g, lo), a.values.row, hi - lo, a.V, v, Vp);
       for (int64_t h = 0; h < share; h++)
-        passing<P>(first, a.T, lo, hi, [&](Rows rows, int64_t begin, int64_t end) ALWAYS {
-          const T* queries = static_cast<const T*>(a.q) + b * a.T * q_row + (g * share + h) * a.K;
+        passing<P>(first, a.T, a.ahead, lo, hi, [&](Rows rows, int64_t begin, int64_t end) ALWAYS {
+          const T* queries = static_cast<const T*>(a.q) + b * a.T * q_row + (at_head + h) * a.K;
           tile_of(items<P>(queries), q_row / ITEM, rows, a.K / ITEM, q, Kp);
           for (int64_t j = begin; j < end; j += 32) rows_times<2, ATTEND_ROWS, P>(q, Kp, kt + j, ld, a.K / ITEM, p + j, ld);
           float fading[ATTEND_ROWS];  // of what was gathered before: its weights have another top
           for (int64_t r = 0; r < ATTEND_ROWS; r++) {
             float* s = p + r * ld;
-            const Row row = row_of(first, rows, r, lo, hi);
+            const Row row = row_of(first, a.ahead, rows, r, lo, hi);
             fading[r] = 1;
             if (row.none()) {
               __builtin_memset(s + begin, 0, size_t(end - begin) * sizeof(float));
@@ -261,10 +261,10 @@ void attention_by(const Attention& a, int64_t from_task, int64_t to_task) {
       for (int64_t t = 0; t < a.T; t++) {
         const int64_t at = h * a.T + t;
         each(sums + at * Vp, sums + at * Vp, Vp, [&](Floats x, Floats) ALWAYS { return div(x, broadcast(totals[at])); });
-        a.lse[(b * a.T + t) * a.H + g * share + h] = tops[at] * a.scale + __builtin_logf(totals[at]);
+        if (a.lse) a.lse[(b * a.T + t) * a.H + at_head + h] = tops[at] * a.scale + __builtin_logf(totals[at]);
       }
     for (int64_t h = 0; h < share; h++)
-      tile_to(static_cast<T*>(a.o) + b * a.T * o_row + (g * share + h) * a.V, o_row, a.T, a.V, sums + h * a.T * Vp, Vp);
+      tile_to(static_cast<T*>(a.o) + b * a.T * o_row + (at_head + h) * a.V, o_row, a.T, a.V, sums + h * a.T * Vp, Vp);
   }
 }
 
@@ -304,7 +304,7 @@ void attention_backward_by(const Attention& a, int64_t from_task, int64_t to_tas
         const T* queries = static_cast<const T*>(a.q) + b * a.T * q_row + (g * share + h) * a.K;
         const int64_t outputs = b * a.T * o_row + (g * share + h) * a.V;
         const T *given = static_cast<const T*>(a.out) + outputs, *was = static_cast<const T*>(a.o) + outputs;
-        passing<P>(first, a.T, lo, hi, [&](Rows rows, int64_t begin, int64_t end) ALWAYS {
+        passing<P>(first, a.T, 0, lo, hi, [&](Rows rows, int64_t begin, int64_t end) ALWAYS {
           tile_of(items<P>(queries), q_row / ITEM, rows, a.K / ITEM, q_along, Kp);
           tile_of(was, o_row, rows, a.V, o, Vp);
           tile_of(given, o_row, rows, a.V, out, Vp);
@@ -321,7 +321,7 @@ void attention_backward_by(const Attention& a, int64_t from_task, int64_t to_tas
           }
           for (int64_t r = 0; r < ROWS; r++) {
             float *s = p + r * ld, *d = ds + r * ld;
-            const Row row = row_of(first, rows, r, lo, hi);
+            const Row row = row_of(first, 0, rows, r, lo, hi);
             if (row.none()) {
               __builtin_memset(s + begin, 0, size_t(end - begin) * sizeof(float));
               __builtin_memset(d + begin, 0, size_t(end - begin) * sizeof(float));

@@ -131,15 +131,24 @@ struct Conv {  // y_t = silu(bias + Σ_j weight_j u_{t+j}); S = T + W − 1
   int64_t T, W, C;
 };
 
-struct Attention {  // o = softmax(scale · q kᵀ) v of each token over the keys from its first to itself; G divides H
-  const void *q, *k, *v;       // [B][T][H][K], [B][T][G][K], [B][T][G][V]
-  const int32_t* first;        // [B][T], in 0 … t
+struct Strides {  // of keys or values, in numbers
+  int64_t batch, head, row;
+  template <class T>
+  const T* at(const void* x, int64_t b, int64_t g, int64_t s) const { return static_cast<const T*>(x) + b * batch + g * head + s * row; }
+};
+
+struct Attention {  // o = softmax(scale · q kᵀ) v of each token over the keys from its first to `ahead` + t; G divides H
+  const void *q, *k, *v;       // [B][T][H][K], [B][S][G][K], [B][S][G][V]; S is `ahead` + T, 0 + T in training
+  const int32_t* first;        // [B][T], in 0 … `ahead` + t
   void* o;                     // [B][T][H][V]
-  float* lse;                  // [B][T][H]
+  float* lse;                  // [B][T][H]; null where nobody asks
   const void* out;             // the gradient of o
   void *dq, *dk, *dv;
   int64_t T, H, G, K, V;
   float scale;
+  Strides keys, values;
+  int64_t ahead = 0;
+  bool together = true;        // a task is a key head of B·G; else a head of B·H
 };
 
 struct Turn {  // rotary positions of N rows of heads
@@ -205,7 +214,7 @@ struct Kernels {
   void (*gelu_backward[2])(const Gelu&, int64_t first, int64_t last);
   void (*decayed[2])(const Decayed&, int64_t first, int64_t last);
   void (*decayed_backward[2])(const Decayed&, int64_t first, int64_t last);
-  void (*attention[2])(const Attention&, int64_t first, int64_t last);  // key heads of all B·G
+  void (*attention[2])(const Attention&, int64_t first, int64_t last);  // tasks, see there; backward, key heads of all B·G
   void (*attention_backward[2])(const Attention&, int64_t first, int64_t last);
   void (*turn[2])(const Turn&, int64_t first, int64_t last);
   void (*shifted)(const Shifted&, int64_t first, int64_t last);  // backward: whole multiples of `rows`

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from perspectron.designs.adr import gru
 from perspectron.designs.adr.gru import Cells
 from perspectron.util.errors import BackendError
+from tests.refusals import refused
 
 LENGTHS = [1, 2, 63, 64, 65, 150]
 MASKS = [(), ("reset_BT",), ("pad_BT",), ("reset_BT", "pad_BT")]
@@ -285,7 +286,7 @@ def test_no_tokens_leave_the_state():
 
 
 @parallel
-def test_gradcheck(backend):
+def test_gradients_are_those_of_finite_differences(backend):
     tensors = [tensor.requires_grad_() for tensor in inputs(5, B=1, D=2, scale=0.5)]
     reset_BT = torch.tensor([[False, False, False, True, False]])
     assert torch.autograd.gradcheck(
@@ -313,11 +314,11 @@ def test_second_derivatives_and_forward_mode_are_errors_not_silent_zeros(backend
 
     x.requires_grad_()
     (gradient,) = torch.autograd.grad(loss(x), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
+    with refused(RuntimeError, "create_graph"):
         torch.autograd.grad(gradient.square().sum() + x.sum(), x)
-    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+    with refused(RuntimeError, "gru.scan"):
         torch.func.jvp(loss, (x,), (x,))
-    with pytest.raises(RuntimeError, match=r"differentiable once|no forward-mode derivative"):
+    with refused(RuntimeError, "gru.scan"):
         torch.func.jvp(torch.func.grad(loss), (x,), (x,))
 
 
@@ -401,11 +402,11 @@ def test_shapes_are_known_on_the_meta_device(backend):
 
 def test_bad_calls_say_what_is_wrong():
     tensors = inputs(4)
-    with pytest.raises(BackendError, match="backend = 'cuda',"):
+    with refused(BackendError, "backend", "cuda"):
         scan(tensors, backend="cuda")
-    with pytest.raises(ValueError, match=r"state has shape \(1, 2, 2, 5\), want \(3, 2, 2, 5\)"):
+    with refused(ValueError, "state"):
         scan([*tensors[:5], tensors[5][:1]])
     for i, name in enumerate(NAMES[1:5], 1):
         bad = [tensor[..., :-1] if j == i else tensor for j, tensor in enumerate(tensors)]
-        with pytest.raises(ValueError, match=f"{name} has shape"):
+        with refused(ValueError, name):
             scan(bad)

@@ -92,7 +92,7 @@ def test_nothing_of_before_a_reset_is_remembered(backend):
     assert gradient[0, 4:].isfinite().all() and gradient[0, 4:].any()
 
 
-def test_some_gradients_alone():
+def test_a_gradient_asked_for_alone_is_the_same():
     leaves, _ = case((3, 9, 2, 1, 5))
     whole = results((3, 9, 2, 1, 5), masked=False, learned=False, raw=False)[2:]
     for i, leaf in enumerate(leaves):

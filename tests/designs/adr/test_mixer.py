@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from perspectron.designs.adr.mixer import ADR, ADRConfig, ADRState
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 D, H, K = 12, 3, 4
 CONFIGS = [
@@ -318,23 +319,23 @@ def test_cells_start_as_torchs():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "named"),
     [
-        ({"gamma": -0.1}, r"gamma = -0.1, must be in \[0, 1\)"),
-        ({"gamma": 1.0}, r"gamma = 1.0, must be in \[0, 1\)"),
-        ({"cold_start": True, "gamma": 0.0}, "cold_start = True, must be False with gamma = 0"),
-        ({"remember": "keys"}, "couple = True, must be False with remember = 'keys'"),
-        ({"remember": "all"}, "remember = 'all', must be one of both, keys, values"),
-        ({"heads": 0}, "heads = 0, must be ≥ 1"),
-        ({"emit": "h"}, "emit = 'h', must be one of state, raw"),
-        ({"cold_start": True, "emit": "raw"}, "cold_start = True, must be False with emit = 'raw'"),
+        ({"gamma": -0.1}, ["gamma"]),
+        ({"gamma": 1.0}, ["gamma"]),
+        ({"cold_start": True, "gamma": 0.0}, ["cold_start", True]),
+        ({"remember": "keys"}, ["couple", True]),
+        ({"remember": "all"}, ["remember", "all"]),
+        ({"heads": 0}, ["heads", 0]),
+        ({"emit": "h"}, ["emit", "h"]),
+        ({"cold_start": True, "emit": "raw"}, ["cold_start", True]),
     ],
 )
-def test_bad_configs_say_what_is_wrong(fields, message):
-    with pytest.raises(ConfigError, match=message):
+def test_bad_configs_say_what_is_wrong(fields, named):
+    with refused(ConfigError, *named):
         ADRConfig(**{"heads": H, "gamma": 0.8} | fields)
 
 
 def test_heads_divide_the_width():
-    with pytest.raises(ConfigError, match="heads = 5,"):
+    with refused(ConfigError, "heads", 5):
         ADR(D, 1e-6, ADRConfig(5, gamma=0.8))

@@ -21,6 +21,7 @@ from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.ops import delta
 from perspectron.util.config import MixerConfig
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 D, H = 16, 2
 KINDS = {"gdn": (GDN, GDNConfig), "kda": (KDA, KDAConfig), "gdn2": (GDN2, GDN2Config)}
@@ -183,16 +184,16 @@ def test_key_heads_that_are_shared_are_key_heads_repeated():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "named"),
     [
-        ({"key_heads": 3}, "key_heads = 3, must be a divisor of heads = 4"),
-        ({"key_heads": 0}, "key_heads = 0, must be ≥ 1"),
-        ({"key_dim": 0}, "key_dim = 0, must be ≥ 1"),
-        ({"value_dim": -1}, "value_dim = -1, must be ≥ 1"),
+        ({"key_heads": 3}, ["key_heads", 3]),
+        ({"key_heads": 0}, ["key_heads", 0]),
+        ({"key_dim": 0}, ["key_dim", 0]),
+        ({"value_dim": -1}, ["value_dim", -1]),
     ],
 )
-def test_heads_that_do_not_fit_are_named(fields, message):
-    with pytest.raises(ConfigError, match=f"^{message}$"):
+def test_heads_that_do_not_fit_are_named(fields, named):
+    with refused(ConfigError, *named):
         GDNConfig(4, **fields)
 
 
@@ -260,8 +261,7 @@ def started(config: MixerConfig, seed: int = 0) -> Delta:
 
 
 @pytest.mark.parametrize(
-    ("config", "rates"),
-    [(GDNConfig(128), (0, 16)), (KDAConfig(128), (1, 16)), (GDN2Config(128), (1, 16))],
+    ("config", "rates"), [(GDNConfig(128), (0, 16)), (KDAConfig(128), (1, 16)), (GDN2Config(128), (1, 16))]
 )
 def test_it_starts_as_published(config, rates):
     mixer, again, other = started(config), started(config), started(config, 1)
@@ -316,15 +316,15 @@ def test_gates_are_not_rounded_to_16_bits(kind):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "named"),
     [
-        (lambda: GDNConfig(0), "heads = 0, must be ≥ 1"),
-        (lambda: KDAConfig(2, conv=0), "conv = 0, must be ≥ 1"),
-        (lambda: GDN(D, 1e-6, GDNConfig(5)), "heads = 5, must be a divisor of 3/4 d_model = 12"),
-        (lambda: KDA(D, 1e-6, KDAConfig(3)), "heads = 3, must be a divisor of d_model = 16"),
-        (lambda: GDN2(D, 1e-6, GDN2Config(3)), "heads = 3, must be a divisor of d_model = 16"),
+        (lambda: GDNConfig(0), ["heads", 0]),
+        (lambda: KDAConfig(2, conv=0), ["conv", 0]),
+        (lambda: GDN(D, 1e-6, GDNConfig(5)), ["heads", 5]),
+        (lambda: KDA(D, 1e-6, KDAConfig(3)), ["heads", 3]),
+        (lambda: GDN2(D, 1e-6, GDN2Config(3)), ["heads", 3]),
     ],
 )
-def test_a_wrong_config_says_which_field(config, message):
-    with pytest.raises(ConfigError, match=f"^{message}$"):
+def test_a_wrong_config_says_which_field(config, named):
+    with refused(ConfigError, *named):
         config()

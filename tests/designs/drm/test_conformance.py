@@ -174,7 +174,7 @@ def close(name: str, ours: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "naive"])
-def test_vector(path, backend):
+def test_a_vector_of_the_document_is_met(path, backend):
     c, tensors = read(path)
     assert not (unknown := switches_not_built(c)), f"not built here: {', '.join(unknown)}"
     model = load(c, tensors)

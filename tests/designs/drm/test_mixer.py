@@ -21,6 +21,7 @@ from perspectron.designs.drm.terms import Losses
 from perspectron.model.config import BlockConfig, ModelConfig, NoResidualConfig
 from perspectron.util.config import dump, load
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 D, E, H, N, R = 12, 6, 10, 5, 3
 SMALL = DRMConfig(N, R, H, E)
@@ -477,44 +478,44 @@ def test_coupling_of_a_state():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"directions": -1}, "directions = -1, must be ≥ 0"),
-        ({"directions": 0, "direction_basis": 2}, "direction_basis = 2, must be 0 where directions = 0"),
-        ({"rank": -1}, "rank = -1, must be ≥ 0"),
-        ({"hidden": 0}, "hidden = 0, must be ≥ 1"),
-        ({"d_token": 0}, "d_token = 0, must be ≥ 1"),
-        ({"dt": 0.0}, "dt = 0.0, must be > 0"),
-        ({"radius": -1.0}, "radius = -1.0, must be > 0"),
-        ({"gate_temperature": 0.0}, "gate_temperature = 0.0, must be > 0"),
-        ({"gate_top_k": 6}, "gate_top_k = 6, must be ≤ directions = 5"),
-        ({"gate_renorm": True}, "gate_renorm = True, must be false where gate_top_k = 0"),
-        ({"metric_floor": 0.0}, "metric_floor = 0.0, must be > 0"),
-        ({"rank": 0, "metric_basis": 2}, "metric_basis = 2, must be 0 where rank = 0"),
-        ({"direction_basis": -1}, "direction_basis = -1, must be ≥ 0"),
-        ({"strength": 1.5}, r"strength = 1.5, must be in \[0, 1\]"),
-        ({"strength_warmup": -1}, "strength_warmup = -1, must be ≥ 0"),
-        ({"clip": False}, "squash = True, must be false where clip = false"),
-        ({"damping": -0.1}, "damping = -0.1, must be ≥ 0"),
-        ({"geometry_interval": 0}, "geometry_interval = 0, must be ≥ 1"),
-        ({"bptt": -1}, "bptt = -1, must be ≥ 0"),
+        ({"directions": -1}, ["directions", -1]),
+        ({"directions": 0, "direction_basis": 2}, ["direction_basis", 2]),
+        ({"rank": -1}, ["rank", -1]),
+        ({"hidden": 0}, ["hidden", 0]),
+        ({"d_token": 0}, ["d_token", 0]),
+        ({"dt": 0.0}, ["dt"]),
+        ({"radius": -1.0}, ["radius"]),
+        ({"gate_temperature": 0.0}, ["gate_temperature"]),
+        ({"gate_top_k": 6}, ["gate_top_k", 6]),
+        ({"gate_renorm": True}, ["gate_renorm", True]),
+        ({"metric_floor": 0.0}, ["metric_floor"]),
+        ({"rank": 0, "metric_basis": 2}, ["metric_basis", 2]),
+        ({"direction_basis": -1}, ["direction_basis", -1]),
+        ({"strength": 1.5}, ["strength"]),
+        ({"strength_warmup": -1}, ["strength_warmup", -1]),
+        ({"clip": False}, ["squash", True]),
+        ({"damping": -0.1}, ["damping"]),
+        ({"geometry_interval": 0}, ["geometry_interval", 0]),
+        ({"bptt": -1}, ["bptt", -1]),
     ],
 )
-def test_each_field_is_checked(changes, message):
-    with pytest.raises(ConfigError, match=message):
+def test_each_field_is_checked(changes, named):
+    with refused(ConfigError, *named):
         dataclasses.replace(SMALL, **changes)
 
 
 def test_risk_and_losses_are_checked():
-    with pytest.raises(ConfigError, match=r"exponent_max = 1\.0,"):
+    with refused(ConfigError, "exponent_max", 1.0):
         Risk(exponent_min=2.0, exponent_max=1.0)
     for field in dataclasses.fields(Risk)[:-1]:  # cached is none or the other
-        with pytest.raises(ConfigError, match=f"{field.name} = -1.0, must be"):
+        with refused(ConfigError, field.name, -1.0):
             Risk(**{field.name: -1.0})
     for field in dataclasses.fields(Losses):
-        with pytest.raises(ConfigError, match=f"{field.name} = -1.0, must be ≥ 0"):
+        with refused(ConfigError, field.name, -1.0):
             Losses(**{field.name: -1.0})
-    with pytest.raises(ConfigError, match=r"condition_target = 0\.0,"):
+    with refused(ConfigError, "condition_target", 0.0):
         Losses(condition_target=0.0)
 
 

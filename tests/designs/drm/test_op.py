@@ -15,6 +15,7 @@ from perspectron.designs.drm import loop as drm_loop
 from perspectron.designs.drm import op as drm
 from perspectron.designs.drm.law import Geometry, Law, State, Trace, Weights, of_lines, plan, width
 from perspectron.util.errors import BackendError
+from tests.refusals import refused
 
 B, S, E, H, N, R = 3, 7, 4, 6, 5, 3
 LENGTHS = [1, 63, 64, 65]
@@ -141,7 +142,7 @@ def test_a_row_that_waits_in_padding_with_an_empty_geometry():
 
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize("variant", ["plain", "all at once"])
-def test_at_any_length(variant, T):
+def test_the_fast_path_is_the_loop_at_any_length(variant, T):
     same(variant, T)
 
 
@@ -292,7 +293,7 @@ def test_coupling_is_the_metric_between_directions():
 # ---------------------------------------------------------------- derivatives, precision, cost
 
 
-def test_gradcheck():
+def test_gradients_are_those_of_finite_differences():
     law, w = law_of("all at once")._replace(gate_top_k=0, gate_renorm=False), weights("all at once")
     e, state = inputs(law, 3)
     tensors = [x.requires_grad_() for x in (e, state.z_BS, state.geometry_BF, *w)]
@@ -312,14 +313,11 @@ def test_other_derivatives_are_errors_not_silent_zeros():
         return drm.scan(e, state, weights(), BASE)[0].square().sum()
 
     (gradient,) = torch.autograd.grad(loss(e), e, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
+    with refused(RuntimeError, "create_graph"):
         torch.autograd.grad(gradient.square().sum() + e.sum(), e)
     with pytest.raises(RuntimeError, match="setup_context"):
         torch.func.jvp(loss, (e,), (e,))
-    with (
-        torch.autograd.forward_ad.dual_level(),
-        pytest.raises(RuntimeError, match="no forward-mode derivative"),
-    ):
+    with torch.autograd.forward_ad.dual_level(), refused(RuntimeError, "drm.scan"):
         loss(torch.autograd.forward_ad.make_dual(e.detach(), torch.ones_like(e)))
     _, tangent = torch.func.jvp(
         lambda e: drm.scan(e, state, weights(), BASE, backend="naive")[0].square().sum(),
@@ -434,13 +432,13 @@ def test_angles_on_the_torus_and_back():
 def test_bad_calls_say_what_is_wrong():
     w = weights()
     e, state = inputs(BASE, 2)
-    with pytest.raises(BackendError, match="backend = 'cuda',"):
+    with refused(BackendError, "backend", "cuda"):
         drm.scan(e, state, w, BASE, backend="cuda")
-    with pytest.raises(ValueError, match="T ≥ 1"):
+    with refused(ValueError, "e"):
         drm.scan(e[:, :0], state, w, BASE)
-    with pytest.raises(ValueError, match="token_w has shape"):
+    with refused(ValueError, "token_w"):
         drm.scan(e[..., :2], state, w, BASE)
-    with pytest.raises(ValueError, match="state has shape"):
+    with refused(ValueError, "state"):
         drm.scan(e[:2], state, w, BASE)
-    with pytest.raises(ValueError, match="geometry has shape"):
+    with refused(ValueError, "geometry"):
         drm.scan(e, state, w, law_of("interval 4"))

@@ -13,6 +13,7 @@ import perspectron
 from perspectron.designs.gla.mixer import GLA, GLAConfig, GLAState
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 D, H = 16, 2
 K, V = D // 2 // H, D // H
@@ -155,15 +156,15 @@ def test_huge_values_in_padding_do_no_harm_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "named"),
     [
-        ({"heads": 0}, "heads = 0, must be ≥ 1"),
-        ({"heads": 2, "gate_rank": 0}, "gate_rank = 0, must be ≥ 1"),
-        ({"heads": 2, "gate_temperature": 0.0}, "gate_temperature = 0.0, must be > 0"),
-        ({"heads": 3}, "heads = 3, must be a divisor of d_model / 2 = 8"),
-        ({"heads": 16}, "heads = 16, must be a divisor of d_model / 2 = 8"),
+        ({"heads": 0}, ["heads", 0]),
+        ({"heads": 2, "gate_rank": 0}, ["gate_rank", 0]),
+        ({"heads": 2, "gate_temperature": 0.0}, ["gate_temperature"]),
+        ({"heads": 3}, ["heads", 3]),
+        ({"heads": 16}, ["heads", 16]),
     ],
 )
-def test_a_wrong_config_says_which_field(fields, message):
-    with pytest.raises(ConfigError, match=f"^{message}$"):
+def test_a_wrong_config_says_which_field(fields, named):
+    with refused(ConfigError, *named):
         GLA(D, 1e-6, GLAConfig(**fields))

@@ -16,6 +16,7 @@ from perspectron.designs.hgrn2.mixer import HGRN2, HGRN2Config, HGRN2State
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 D, H, K, N = 8, 2, 4, 3
 EPS = 1e-6
@@ -199,7 +200,7 @@ def test_a_layer_alone_has_no_bound():
 def test_a_layer_without_the_lowest_one_is_an_error():
     block = BlockConfig(HGRN2Config(2, 1, 2), SwiGLUConfig(8))
     built = perspectron.build(ModelConfig("half", 11, 16, (block,)))
-    with pytest.raises(ConfigError, match=r"^layer = 1,"):
+    with refused(ConfigError, "layer", 1):
         built(torch.zeros(1, 3, dtype=torch.int64))
 
 
@@ -229,14 +230,14 @@ def test_parameters_and_state_are_as_large_as_said():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "named"),
     [
-        ({"heads": 0}, "heads = 0, must be ≥ 1"),
-        ({"heads": 1, "layers": 0}, "layers = 0, must be ≥ 1"),
-        ({"heads": 1, "layer": 2, "layers": 2}, "layer = 2, must be in \\[0, layers\\) = \\[0, 2\\)"),
-        ({"heads": 3}, "heads = 3, must be .* d_model = 8"),
+        ({"heads": 0}, ["heads", 0]),
+        ({"heads": 1, "layers": 0}, ["layers", 0]),
+        ({"heads": 1, "layer": 2, "layers": 2}, ["layer", 2]),
+        ({"heads": 3}, ["heads", 3]),
     ],
 )
-def test_a_wrong_config_says_which_field(fields, message):
-    with pytest.raises(ConfigError, match=f"^{message}$"):
+def test_a_wrong_config_says_which_field(fields, named):
+    with refused(ConfigError, *named):
         HGRN2(D, 1e-6, HGRN2Config(**fields))

@@ -15,6 +15,7 @@ from perspectron.designs.mamba3.mixer import Mamba3, Mamba3Config, Mamba3State
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.ops import gla
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 D, P, N, H = 12, 6, 8, 4
 INNER, EPS = 24, 1e-5
@@ -138,10 +139,7 @@ def test_its_gradients_are_those_of_the_published_layer(masked):
             sum((part * normal(*part.shape, seed=i)).sum() for i, part in enumerate(whole)),
             list(wanted.values()),
         )
-        for whole in (
-            (y.masked_fill(pad[:, :, None], 0), *parts(end)),
-            (expected, *parts(expected_end)),
-        )
+        for whole in ((y.masked_fill(pad[:, :, None], 0), *parts(end)), (expected, *parts(expected_end)))
     )
     for name, a, b in zip(wanted, fast, slow, strict=True):
         assert b.abs().max() > 0, name
@@ -287,15 +285,15 @@ def test_half_precision_follows_float64(dtype, T):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "named"),
     [
-        ({"head_dim": 0, "state": 4}, "head_dim = 0, must be ≥ 1"),
-        ({"head_dim": 4, "state": 0}, "state = 0, must be ≥ 1"),
-        ({"head_dim": 4, "state": 6}, "state = 6, must be a multiple of 4"),
-        ({"head_dim": 4, "state": 4, "expand": 0}, "expand = 0, must be ≥ 1"),
-        ({"head_dim": 5, "state": 4}, "head_dim = 5, must be a divisor of expand · d_model = 24"),
+        ({"head_dim": 0, "state": 4}, ["head_dim", 0]),
+        ({"head_dim": 4, "state": 0}, ["state", 0]),
+        ({"head_dim": 4, "state": 6}, ["state", 6]),
+        ({"head_dim": 4, "state": 4, "expand": 0}, ["expand", 0]),
+        ({"head_dim": 5, "state": 4}, ["head_dim", 5]),
     ],
 )
-def test_a_wrong_config_says_which_field(fields, message):
-    with pytest.raises(ConfigError, match=f"^{message}$"):
+def test_a_wrong_config_says_which_field(fields, named):
+    with refused(ConfigError, *named):
         Mamba3(D, EPS, Mamba3Config(**fields))

@@ -16,6 +16,7 @@ from perspectron.designs.rwkv7.channel import RWKV7Channel, RWKV7ChannelConfig, 
 from perspectron.designs.rwkv7.mixer import RWKV7, RWKV7Config, RWKV7State
 from perspectron.train.optim import OptimConfig, optimizer_of
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 D, H, K = 12, 3, 4
 
@@ -200,7 +201,7 @@ def test_what_the_first_layer_hands_on_reaches_all_others_and_its_gradient_comes
 def test_a_later_layer_alone_is_refused():
     module = build(1)
     for shared in (None, {}):
-        with pytest.raises(ConfigError, match=r"^layer = 1,"):
+        with refused(ConfigError, "layer", 1):
             module(normal(1, 3, D), warm(1), shared=shared)
 
 
@@ -277,15 +278,15 @@ def test_vectors_do_not_decay():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "named"),
     [
-        (lambda: RWKV7Config(1), "head_dim = 1, must be ≥ 2"),
-        (lambda: RWKV7Config(8, 2, 2), r"layer = 2, must be in \[0, 2\)"),
-        (lambda: RWKV7ChannelConfig(0), "hidden = 0, must be ≥ 1"),
-        (lambda: RWKV7ChannelConfig(8, -1), r"layer = -1, must be in \[0, 1\)"),
-        (lambda: RWKV7(D, 1e-6, RWKV7Config(5)), "head_dim = 5, must be a divisor of d_model = 12"),
+        (lambda: RWKV7Config(1), ["head_dim", 1]),
+        (lambda: RWKV7Config(8, 2, 2), ["layer", 2]),
+        (lambda: RWKV7ChannelConfig(0), ["hidden", 0]),
+        (lambda: RWKV7ChannelConfig(8, -1), ["layer", -1]),
+        (lambda: RWKV7(D, 1e-6, RWKV7Config(5)), ["head_dim", 5]),
     ],
 )
-def test_a_wrong_config_says_which_field(make, message):
-    with pytest.raises(ConfigError, match=f"^{message}$"):
+def test_a_wrong_config_says_which_field(make, named):
+    with refused(ConfigError, *named):
         make()

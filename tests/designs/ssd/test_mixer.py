@@ -18,6 +18,7 @@ from perspectron.designs.ssd.mixer import SSD, SSDConfig, SSDState
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.ops.conv import convolve
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 D, P, N = 12, 6, 5
 INNER, H = 24, 4
@@ -312,7 +313,7 @@ def test_second_derivatives_are_an_error_not_a_silent_zero():
     u = normal(1, 20, 3).requires_grad_()
     y, _ = convolve(u, normal(1, 3, 3), normal(3, 1, 4), normal(3), None, None)
     (gradient,) = torch.autograd.grad(y.square().sum(), u, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
+    with refused(RuntimeError, "create_graph"):
         torch.autograd.grad(gradient.square().sum() + u.sum(), u)
 
 
@@ -392,21 +393,18 @@ def test_huge_values_in_padding_do_no_harm_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "named"),
     [
-        ({"head_dim": 0, "state": 4}, "head_dim = 0, must be ≥ 1"),
-        ({"head_dim": 4, "state": 0}, "state = 0, must be ≥ 1"),
-        ({"head_dim": 4, "state": 4, "expand": 0}, "expand = 0, must be ≥ 1"),
-        ({"head_dim": 4, "state": 4, "conv": 0}, "conv = 0, must be ≥ 1"),
-        (
-            {"head_dim": 4, "state": 4, "groups": 4},
-            "groups = 4, must be a divisor of the number of heads = 6",
-        ),
-        ({"head_dim": 4, "state": 4, "dt_min": 1.0, "dt_max": 0.5}, "dt_max = 0.5, must be ≥ dt_min = 1.0"),
-        ({"head_dim": 4, "state": 4, "norm": "x"}, "norm = 'x', must be one of after, before, none"),
-        ({"head_dim": 5, "state": 4}, "head_dim = 5, must be a divisor of expand · d_model = 24"),
+        ({"head_dim": 0, "state": 4}, ["head_dim", 0]),
+        ({"head_dim": 4, "state": 0}, ["state", 0]),
+        ({"head_dim": 4, "state": 4, "expand": 0}, ["expand", 0]),
+        ({"head_dim": 4, "state": 4, "conv": 0}, ["conv", 0]),
+        ({"head_dim": 4, "state": 4, "groups": 4}, ["groups", 4]),
+        ({"head_dim": 4, "state": 4, "dt_min": 1.0, "dt_max": 0.5}, ["dt_max"]),
+        ({"head_dim": 4, "state": 4, "norm": "x"}, ["norm", "x"]),
+        ({"head_dim": 5, "state": 4}, ["head_dim", 5]),
     ],
 )
-def test_a_wrong_config_says_which_field(fields, message):
-    with pytest.raises(ConfigError, match=f"^{message}$"):
+def test_a_wrong_config_says_which_field(fields, named):
+    with refused(ConfigError, *named):
         SSD(D, 1e-6, SSDConfig(**fields))

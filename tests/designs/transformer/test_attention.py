@@ -13,6 +13,7 @@ from perspectron.designs.transformer.attention import Attention, AttentionConfig
 from perspectron.ops import rope
 from perspectron.ops.rope import RopeScaling
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 D, H = 16, 4
 LLAMA3 = RopeScaling("llama3", 4.0, 16)
@@ -222,23 +223,22 @@ def test_scaled_positions_are_those_of_transformers(name, width, share):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "named"),
     [
-        ({"heads": 0}, "heads = 0, must be ≥ 1"),
-        ({"heads": 3}, "heads = 3, must be a divisor of d_model / 2 = 8"),
-        ({"heads": 4, "kv_heads": 3}, "kv_heads = 3, must be a divisor of heads = 4"),
-        ({"heads": 4, "head_dim": 5}, "head_dim = 5, must be even to be turned"),
-        ({"heads": 4, "window": 0}, "window = 0, must be ≥ 1"),
-        ({"heads": 4, "cap": 0.0}, "cap = 0.0, must be > 0"),
-        ({"heads": 16}, "heads = 16, must be a divisor of d_model / 2 = 8"),
-        ({"heads": 3, "rope_base": None}, "heads = 3, must be a divisor of d_model = 16"),
-        ({"heads": 2, "rope_base": 1.0}, "rope_base = 1.0, must be > 1"),
+        ({"heads": 0}, ["heads", 0]),
+        ({"heads": 3}, ["heads", 3]),
+        ({"heads": 4, "kv_heads": 3}, ["kv_heads", 3]),
+        ({"heads": 4, "head_dim": 5}, ["head_dim", 5]),
+        ({"heads": 4, "window": 0}, ["window", 0]),
+        ({"heads": 4, "cap": 0.0}, ["cap"]),
+        ({"heads": 16}, ["heads", 16]),
+        ({"heads": 3, "rope_base": None}, ["heads", 3]),
+        ({"heads": 2, "rope_base": 1.0}, ["rope_base"]),
     ],
 )
-def test_mistakes_are_named(fields, message):
-    with pytest.raises(ConfigError) as caught:
+def test_mistakes_are_named(fields, named):
+    with refused(ConfigError, *named):
         Attention(D, 1e-6, AttentionConfig(**fields))
-    assert str(caught.value) == message
 
 
 def test_without_rotation_a_head_may_have_an_odd_width():

@@ -113,6 +113,8 @@ class Family(NamedTuple):
     names: dict[str, str]
     fixes: Callable[[Values], dict[str, Fix]] = lambda values: {}
     outer: dict[str, str] = _OUTER
+    experts: bool = False
+    """Whether there can be experts."""
     attends: bool = True
     """False of a family without attention, whose values are `unattended`, not `shared`."""
     top: str = "model."
@@ -122,8 +124,8 @@ class Family(NamedTuple):
 # ---------------------------------------------------------------- configs
 
 
-def shared(fields: Fields) -> Values:
-    """The values that all families have."""
+def shared(fields: Fields, *, experts: bool = False) -> Values:
+    """The values that all families have. experts: whether there can be some."""
     layers = fields.number("block_count")
     if fields.get("nextn_predict_layers"):
         layers -= fields.number("nextn_predict_layers")
@@ -137,8 +139,8 @@ def shared(fields: Fields) -> Values:
     rope = {"rope_theta": fields.real("rope.freq_base", 1e4), **_rope_scaling(fields)}
     if (turned := fields.number("rope.dimension_count", K)) != K:
         rope["partial_rotary_factor"] = turned / K
-    if experts := fields.get("expert_count", 0):
-        raise fields.error("expert_count", experts, "0")
+    if not experts and (count := fields.get("expert_count", 0)):
+        raise fields.error("expert_count", count, "0")
     fields.get("expert_used_count")
     return {
         "hidden_size": D, "num_hidden_layers": layers, "num_attention_heads": H, "head_dim": K,
@@ -274,15 +276,49 @@ def _qwen35(fields: Fields, values: Values) -> Values:
     }  # fmt: skip
 
 
+def _experts(fields: Fields, *, normed: bool) -> Values:
+    """The numbers of experts; normed: whether llama.cpp divides their weights by their sum."""
+    fields.get("expert_count")
+    for name, only in (
+        ("expert_gating_func", 1), ("expert_weights_scale", 1.0), ("expert_group_count", 1),
+        ("expert_group_used_count", 1), ("expert_shared_count", 1), ("leading_dense_block_count", 0),
+    ):  # fmt: skip
+        if (value := fields.get(name) or only) != only:
+            raise fields.error(name, value, f"{only}")
+    if fields.get("expert_weights_norm", normed) != normed:
+        raise fields.error("expert_weights_norm", not normed, f"{normed}")
+    return {"num_experts_per_tok": fields.number("expert_used_count"), "norm_topk_prob": normed}
+
+
+def _olmoe(fields: Fields, values: Values) -> Values:
+    clip = fields.get("attention.clamp_kqv") or None
+    fields.get("expert_feed_forward_length")
+    return _experts(fields, normed=False) | {"num_experts": fields.number("expert_count"), "clip_qkv": clip}
+
+
+def _qwen3moe(fields: Fields, values: Values) -> Values:
+    """In llama.cpp all layers have experts."""
+    hidden = fields.number("expert_feed_forward_length")
+    return _experts(fields, normed=True) | {
+        "num_experts": fields.number("expert_count"), "moe_intermediate_size": hidden,
+    }  # fmt: skip
+
+
 def _granite(fields: Fields, values: Values) -> Values:
-    """Granite 4, dense; the scales that are missing are those of llama.cpp."""
-    positions = fields.get("rope.scaling.finetuned", True)
+    """Granite 4; the scales that are missing are those of llama.cpp."""
+    positions, experts = fields.get("rope.scaling.finetuned", True), fields.get("expert_count") or 0
+    shared = fields.get("expert_shared_feed_forward_length") or (
+        0 if experts else values["intermediate_size"]
+    )
+    if experts:
+        fields.get("expert_feed_forward_length")
+        per_token = _experts(fields, normed=True)["num_experts_per_tok"]
     return {
         "mamba_n_heads": 1, "mamba_d_head": values["hidden_size"], "mamba_expand": 1,
-        "num_local_experts": 0, "num_experts_per_tok": 0,
+        "num_local_experts": experts, "num_experts_per_tok": per_token if experts else 0,
         "position_embedding_type": "rope" if positions else "nope",
         "layer_types": ["attention"] * values["num_hidden_layers"],
-        "shared_intermediate_size": fields.get("expert_shared_feed_forward_length") or values["intermediate_size"],
+        "shared_intermediate_size": shared,
         "attention_bias": fields.has("attn_q.bias"),
         "attention_multiplier": fields.real("attention.scale", 0.0) or values["head_dim"] ** -0.5,
         "embedding_multiplier": fields.real("embedding_scale", 0.0) or 1.0,
@@ -405,7 +441,16 @@ _GEMMA_NORMS = (
 _GRANITE_NAMES = _NORMS | _ATTENTION | {
     "ffn_gate": "shared_mlp.input_linear", "ffn_up": "shared_mlp.input_linear",
     "ffn_down": "shared_mlp.output_linear",
+    "ffn_gate_shexp": "shared_mlp.input_linear", "ffn_up_shexp": "shared_mlp.input_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear", "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_exps": "block_sparse_moe.input_linear", "ffn_up_exps": "block_sparse_moe.input_linear",
+    "ffn_down_exps": "block_sparse_moe.output_linear",
 }  # fmt: skip
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}  # fmt: skip
+"""Of mixtures, all experts in one tensor, as `foreign.mixture` takes them, too."""
 FAMILIES = {
     "llama": Family("llama", _llama, _NORMS | _ATTENTION | _MLP, _permuted),
     "qwen2": Family("qwen2", _plain, _NORMS | _ATTENTION | _MLP),
@@ -418,8 +463,11 @@ FAMILIES = {
     ),
     "olmo2": Family("olmo2", _olmo2, _ATTENTION | _MLP | _POST),
     "qwen35": Family("qwen3_5_text", _qwen35, _NORMS | _ATTENTION | _MLP | _POST | _DELTA, _delta),
+    "olmoe": Family("olmoe", _olmoe, _NORMS | _ATTENTION | _EXPERTS, experts=True),
+    "qwen3moe": Family("qwen3_moe", _qwen3moe, _NORMS | _ATTENTION | _EXPERTS, experts=True),
     "granite": Family("granitemoehybrid", _granite, _GRANITE_NAMES, _permuted),
-    "granitehybrid": Family("granitemoehybrid", _granite_hybrid, _GRANITE_NAMES | _MAMBA, _mamba),
+    "granitemoe": Family("granitemoehybrid", _granite, _GRANITE_NAMES, _permuted, experts=True),
+    "granitehybrid": Family("granitemoehybrid", _granite_hybrid, _GRANITE_NAMES | _MAMBA, _mamba, experts=True),
     "mamba": Family(
         "mamba", _mamba1,
         {

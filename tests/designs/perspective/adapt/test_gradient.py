@@ -22,7 +22,9 @@ from perspectron.designs.perspective.adapt.gradient import (
 from perspectron.model.block import of_mixer
 from perspectron.model.model import LanguageModel
 from perspectron.ops import pdr
+from perspectron.util.errors import ConfigError
 from tests.designs.perspective.adapt.conftest import make, make2, text
+from tests.refusals import refused
 
 
 def projected(space, gradient):
@@ -164,5 +166,5 @@ def test_forward_mode_along_every_direction_is_the_projected_gradient(model):
 
 
 def test_a_subspace_larger_than_the_adapter_is_refused(model):
-    with pytest.raises(Exception, match="the numbers of the adapter"):
+    with refused(ConfigError, "subspace", 10**6):
         Subspace(Adapter(model).up, 10**6, seed=0)

@@ -16,6 +16,7 @@ from perspectron.model.block import of_mixer
 from perspectron.quant.convert import convert
 from perspectron.util.errors import ConfigError, StateError
 from tests.designs.perspective.adapt.conftest import make, text
+from tests.refusals import refused
 
 
 def learned(model, tokens=120, **options) -> tuple[Adapter, Learner]:
@@ -194,25 +195,25 @@ def test_no_time_is_no_learning(model):
 def test_what_cannot_be_adapted_is_told_in_one_line(model, tmp_path):
     packed = make(layers=2, mixers="pdr").float()
     convert(packed)
-    with pytest.raises(ConfigError, match="packed in few bits"):
+    with refused(ConfigError):
         Adapter(packed)
-    with pytest.raises(ConfigError, match="has no PDR layer whose gates read their input"):
+    with refused(ConfigError):
         Adapter(make(layers=1, mixers="attention"))
     other = make(layers=2)
-    with pytest.raises(ConfigError, match=r"among 0, 1(, 2)?, the PDR layers"):
+    with refused(ConfigError, "layers", 3):
         Adapter(model, AdapterConfig(layers=(3,)))
-    with pytest.raises(ConfigError, match="rank = 0"):
+    with refused(ConfigError, "rank", 0):
         AdapterConfig(rank=0)
     adapter, _ = learned(model, 40)
     adapter.save(tmp_path / "a")
-    with pytest.raises(StateError, match="adapter of model"):
+    with refused(StateError, tmp_path / "a"):
         Adapter.load(tmp_path / "a", other)
-    with pytest.raises(StateError, match="merge: the adapter is of model"):
+    with refused(StateError, "merge"):
         merge(other, adapter)
     data = bytearray((tmp_path / "a").read_bytes())
     data[-1] ^= 1
     (tmp_path / "a").write_bytes(data)
-    with pytest.raises(StateError, match="damaged"):
+    with refused(StateError, tmp_path / "a"):
         Adapter.load(tmp_path / "a", model)
 
 

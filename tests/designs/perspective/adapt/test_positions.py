@@ -2,12 +2,12 @@
 
 import copy
 
-import pytest
 import torch
 
 from perspectron.designs.perspective.adapt.positions import EDGE, SearchConfig, moved, search
 from perspectron.util.errors import ConfigError, DataError
 from tests.designs.perspective.adapt.conftest import make, text
+from tests.refusals import refused
 
 
 def test_it_goes_down_a_bowl_and_stays_on_a_plain():
@@ -39,7 +39,7 @@ def test_positions_move_only_to_lose_less_and_stay_in_their_cells():
 
 
 def test_a_model_without_experts_and_a_short_text_are_told():
-    with pytest.raises(ConfigError, match="has no experts whose positions move"):
+    with refused(ConfigError):
         search(make(layers=1), text(100))
-    with pytest.raises(DataError, match="100 tokens, need at least 512"):
+    with refused(DataError, 100, 512):
         search(make(layers=1, experts=True), text(100))

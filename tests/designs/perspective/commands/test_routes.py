@@ -10,6 +10,7 @@ import torch
 import perspectron
 from perspectron.cli.main import main
 from perspectron.designs.perspective.suites.routes import measure, trace
+from tests.refusals import in_a_line
 
 PROSE = "The tree stood by the river, and nobody had asked it why it stood there at all.\n\n"
 CODE = "def f(x):\n    return [y + 1 for y in x]\n\n"
@@ -122,33 +123,32 @@ def test_a_switch_has_routes_too(texts, tmp_path, capsys):
 
 MISTAKES = [
     (["perspective", "routes", "{dense}", "--text", "{texts}/0.txt"],
-     "model = 'perspective-tiny-dense', must be one with routed"),
-    (["perspective", "routes", "{run}", "--text", "{tmp}/none"], "none: no such file"),
-    (["perspective", "routes", "{run}", "--text", "{tmp}"], "cannot be read"),
-    (["perspective", "routes", "{run}", "--text", "{tmp}/empty"], "empty: 0 tokens, need at least 2"),
-    (["perspective", "routes", "{run}", "--text", "{tmp}/binary"], "binary: not UTF-8 text, at byte "),
-    (["perspective", "routes", "{run}", "--text", "={texts}/0.txt"], "must be FILE or KIND=FILE"),
-    (["perspective", "routes", "{run}", "--text", "code={tmp}/none"], "none: no such file"),
-    (["perspective", "routes", "{run}", "--text", "{texts}/0.txt", "--path", "1"], "path = 1, must be ≥ 2"),
+     ["model", "perspective-tiny-dense"]),
+    (["perspective", "routes", "{run}", "--text", "{tmp}/none"], ["none"]),
+    (["perspective", "routes", "{run}", "--text", "{tmp}"], []),
+    (["perspective", "routes", "{run}", "--text", "{tmp}/empty"], ["empty", 0, 2]),
+    (["perspective", "routes", "{run}", "--text", "{tmp}/binary"], ["binary"]),
+    (["perspective", "routes", "{run}", "--text", "={texts}/0.txt"], ["text"]),
+    (["perspective", "routes", "{run}", "--text", "code={tmp}/none"], ["none"]),
+    (["perspective", "routes", "{run}", "--text", "{texts}/0.txt", "--path", "1"], ["path", 1]),
     (["perspective", "routes", "{run}", "--text", "{texts}/0.txt", "--tokens", "-1"],
-     "tokens = -1, must be ≥ 0"),
+     ["tokens", -1]),
     (["perspective", "routes", "{tmp}/missing", "--text", "{texts}/0.txt"],
-     "missing/config.json: no such file"),
-    (["perspective", "routes", "{run}"], "--text"),
-    (["perspective", "routes", "{run}", "--text"], "text"),
+     ["missing/config.json"]),
+    (["perspective", "routes", "{run}"], ["--text"]),
+    (["perspective", "routes", "{run}", "--text"], ["text"]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=[" ".join(m[0]) for m in MISTAKES])
-def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, run, dense, texts, tmp_path, capsys):
+@pytest.mark.parametrize(("arguments", "named"), MISTAKES, ids=[" ".join(m[0]) for m in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, named, run, dense, texts, tmp_path, capsys):
     (tmp_path / "empty").touch()
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00" * 50)
     places = {"run": run, "dense": dense, "texts": texts, "tmp": tmp_path}
     capsys.readouterr()
     assert main([part.format(**places) for part in arguments]) == 2
     captured = capsys.readouterr()
-    assert words in captured.err
-    assert captured.err.count("\n") == 1
+    in_a_line(captured.err, *named)
     assert captured.out == ""
 
 

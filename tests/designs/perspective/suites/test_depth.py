@@ -15,6 +15,7 @@ from perspectron.designs.perspective.suites import depth
 from perspectron.designs.perspective.suites.depth import contrast, correlation, information, layers_of, probe
 from perspectron.designs.perspective.suites.labels import labels, of_tokens
 from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 SOURCE = """\
 import os  # é
@@ -88,7 +89,7 @@ def test_a_probe_finds_what_is_linear():
     assert right < 0.57
 
 
-def test_rank_correlation():
+def test_a_rank_correlation_of_numbers_in_order_is_1():
     assert correlation(np.arange(4), np.array([1, 2, 3, 9.0])) == 1
     assert correlation(np.arange(2), np.arange(2)) == 0
 
@@ -108,14 +109,14 @@ def test_gates_that_do_not_move_are_as_if_frozen():
     assert contrast(model, [ids] * 2, 0)[1] > 0
 
 
-def test_only_layers_with_decays():
-    with pytest.raises(ConfigError, match="must be one with PDR layers"):
+def test_a_model_without_decays_is_refused():
+    with refused(ConfigError):
         layers_of(
             perspectron.build(presets.get("gpt2", vocab_size=40, d_model=16, layers=1, heads=2, hidden=16))
         )
 
 
-def test_the_suite(tmp_path, capsys):
+def test_the_suite_measures_every_layer_of_a_run(tmp_path, capsys):
     texts = tmp_path / "texts"
     texts.mkdir()
     for i in range(30):
