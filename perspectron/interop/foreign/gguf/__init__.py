@@ -99,7 +99,7 @@ def _tensors(whole: Container, family: Family, config: dict[str, Any]) -> dict[s
         if there is None:
             parts[name] = _Parts([whole.tensors[name]], lambda x: x)
             continue
-        there = f"{family.top}layers.{layer[1]}.{there}" if layer else there
+        there = f"{family.layers}.{layer[1]}.{there}" if layer else there
         fix = fixes.get(rest) or fixes.get(stem) or (lambda x: x)
         parts.setdefault(there, _Parts([], fix)).stored.append(whole.tensors[name])
     return {name: each.load for name, each in parts.items()}
