@@ -8,6 +8,8 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -38,6 +40,9 @@ MODELS = {
     "bamba": lambda: BambaForCausalLM(
         BambaConfig(**SMALL, **HEADS, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=8, mamba_chunk_size=8,
                     pad_token_id=0)
+    ),
+    "falcon_h1": lambda: FalconH1ForCausalLM(
+        FalconH1Config(**SMALL, **HEADS, mamba_n_heads=8, mamba_d_ssm=64, mamba_d_state=8, mamba_chunk_size=8)
     ),
 }  # fmt: skip
 

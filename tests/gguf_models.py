@@ -1,6 +1,7 @@
 """GGUF files of small models of transformers with random weights, written as llama.cpp's converter does."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ GRANITE = {
     "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 64, "mamba_d_conv": 3,
     "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2, "mamba_n_groups": 2, "mamba_d_state": 5,
     "attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 24}
+MAMBA = {
+    "mamba_d_conv": 3, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 5,
 }  # fmt: skip
 DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
@@ -68,6 +73,36 @@ ARCHES: dict[str, tuple[str, dict[str, Any]]] = {
         **GRANITE, "layer_types": ["attention"] * 4, "head_dim": 8, "position_embedding_type": "rope",
         "rope_parameters": ROPE,
     }),
+    "olmoe": ("olmoe", {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.6}),
+    "qwen3moe": ("qwen3_moe", {
+        "rope_parameters": ROPE, "num_local_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True,
+        "moe_intermediate_size": 24,
+    }),
+    "granitemoe": ("granitemoehybrid", {
+        **GRANITE, **EXPERTS, "layer_types": ["attention"] * 4, "head_dim": 8, "position_embedding_type": "rope",
+        "rope_parameters": ROPE,
+    }),
+    "granitehybrid-experts": ("granitemoehybrid", {
+        **GRANITE, **EXPERTS, "layer_types": ["mamba", "attention"] * 2, "head_dim": 8,
+        "position_embedding_type": "nope",
+    }),
+    "falcon-h1": ("falcon_h1", {
+        **MAMBA, "mamba_d_ssm": 64, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "rope_parameters": ROPE,
+    }),
+    "falcon-h1-unnormed": ("falcon_h1", {
+        **MAMBA, "mamba_d_ssm": 64, "mamba_norm_before_gate": False, "rope_parameters": ROPE,
+        "tie_word_embeddings": True,
+    }),
+    "nemotron_h": ("nemotron_h", {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"], "mamba_num_heads": 4,
+        "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 5, "conv_kernel": 3, "time_step_min": 1e-9,
+        "layer_norm_epsilon": 3e-5,
+    }),
+    "qwen3next": ("qwen3_next", {
+        **DELTA, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "num_experts": 6,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+        "rope_parameters": ROPE | {"partial_rotary_factor": 0.4},
+    }),
     "lfm2": ("lfm2", {
         "head_dim": 8, "layer_types": ["conv", "full_attention"] * 2, "norm_eps": 3e-5, "conv_L_cache": 3,
         "block_auto_adjust_ff_dim": False, "rope_parameters": ROPE,
@@ -98,18 +133,24 @@ def rounded(x: Tensor, kind: Any) -> Tensor:
 
 
 def _fits(x: Tensor, kind: Any) -> bool:
-    return x.ndim == 2 and x.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+    return x.ndim in (2, 3) and x.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+
+
+RENAMED = {"mistral": "llama", "llama3": "llama"}
 
 
 def arch_of(name: str) -> str:
     """The architecture in a GGUF."""
-    return {"mistral": "llama", "llama3": "llama"}.get(name, name.split("-")[0])
+    return "falcon-h1" if name.startswith("falcon") else RENAMED.get(name, name.split("-")[0])
 
 
 def folder_of(name: str, folder: Path, **more: Any) -> Path:
     """A model of ARCHES with a tokenizer, as transformers writes it. more: further options."""
     kind, options = ARCHES[name]
     redrawn(kind, options | more).save_pretrained(folder)
+    if kind == "nemotron_h":  # as llama.cpp has it; transformers takes a logarithm before it draws
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"time_step_min": 0.0, "rms_norm_eps": None}))
     tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
@@ -160,29 +201,45 @@ def write(path: Path, folder: Path, arch: str, kind: Any = KINDS.F32, **more: An
     _tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
     writer.values(**more)
     names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), LAYERS)
-    for name, x in load_file(folder / "model.safetensors").items():
+    for name, x in stacked(load_file(folder / "model.safetensors"), "blk.{}.ffn_{}_exps.weight").items():
         for there, part in _converted(arch, name, x, config):
             there = there.replace(".dt_bias", ".dt_proj.bias")
             found = names.get_name(there, try_suffixes=(".weight", ".bias"))
-            assert found is not None, there
-            writer.tensor(found, part, kind if x.ndim == 2 else KINDS.F32)
+            writer.tensor(found or there, part, kind if x.ndim > 1 else KINDS.F32)
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         writer.tensor("rope_freqs.weight", _divisors(rope))
     writer.done()
 
 
+def stacked(tensors: dict[str, Tensor], there: str) -> dict[str, Tensor]:
+    """The experts of a layer in one tensor, under a name made of the layer and the matrix."""
+    found, each = dict[str, Tensor](), dict[str, dict[int, Tensor]]()
+    for name, x in tensors.items():
+        if (
+            of := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight", name)
+        ) is not None:
+            each.setdefault(there.format(of[1], of[3]), {})[int(of[2])] = x
+        else:
+            found[name] = x
+    return found | {name: torch.stack([x[e] for e in sorted(x)]) for name, x in each.items()}
+
+
 def _values(writer: Writer, config: dict[str, Any]) -> None:
     rope = config.get("rope_parameters") or {}
     full, local = rope.get("full_attention", rope), rope.get("sliding_attention", {})
-    types = config.get("layer_types") or []
+    types = config.get("layers_block_type") or config.get("layer_types") or []
     heads = config["num_key_value_heads"]
     writer.values(
         block_count=LAYERS, context_length=config["max_position_embeddings"], embedding_length=D,
-        vocab_size=config["vocab_size"], feed_forward_length=64, attention__head_count=H,
+        vocab_size=config["vocab_size"], attention__head_count=H,
         attention__head_count_kv=[heads if kind in ("attention", "full_attention") else 0 for kind in types]
-        if writer.arch in ("granitehybrid", "lfm2") else heads,
-        attention__layer_norm_rms_epsilon=config.get("norm_eps") or config["rms_norm_eps"],
+        if writer.arch in ("granitehybrid", "lfm2", "nemotron_h") else heads,
+        feed_forward_length=[64 if kind == "mlp" else 0 for kind in types] if writer.arch == "nemotron_h" else 64,
+        attention__layer_norm_rms_epsilon=next(
+            config[name] for name in ("layer_norm_epsilon", "norm_eps", "rms_norm_eps") if name in config
+        ),
+        attention__layer_norm_epsilon=config.get("layer_norm_epsilon"),
         attention__sliding_window=config.get("sliding_window"),
         final_logit_softcapping=config.get("final_logit_softcapping"), rope__freq_base=full.get("rope_theta"),
         rope__freq_base_swa=local.get("rope_theta"), attention__key_length=config.get("head_dim"),
@@ -203,7 +260,13 @@ def _values(writer: Writer, config: dict[str, Any]) -> None:
             rope__scaling__finetuned=config["position_embedding_type"] == "rope",
             expert_shared_feed_forward_length=config["shared_intermediate_size"],
         )  # fmt: skip
-    if writer.arch == "granitehybrid":
+    if config.get("num_experts_per_tok") and writer.arch != "nemotron_h":
+        writer.values(
+            expert_count=config.get("num_local_experts") or config.get("num_experts"),
+            expert_used_count=config["num_experts_per_tok"], attention__clamp_kqv=config.get("clip_qkv"),
+            expert_feed_forward_length=config.get("moe_intermediate_size"),
+        )  # fmt: skip
+    if writer.arch in ("granitehybrid", "falcon-h1", "nemotron_h"):
         writer.values(
             ssm__conv_kernel=3,
             ssm__state_size=5,
@@ -211,40 +274,78 @@ def _values(writer: Writer, config: dict[str, Any]) -> None:
             ssm__inner_size=64,
             ssm__time_step_rank=4,
         )
-    if writer.arch == "qwen35":
+    if writer.arch in ("qwen35", "qwen3next"):
         Hv, V = config["linear_num_value_heads"], config["linear_value_head_dim"]
         writer.values(
             ssm__conv_kernel=3, ssm__state_size=config["linear_key_head_dim"], ssm__inner_size=Hv * V,
             ssm__group_count=config["linear_num_key_heads"], ssm__time_step_rank=Hv, full_attention_interval=4,
-            attention__recurrent_layers=[kind == "linear_attention" for kind in types],
-            rope__dimension_count=int(K * full["partial_rotary_factor"]), rope__dimension_sections=[1, 1, 0, 0],
+            rope__dimension_count=int(K * full["partial_rotary_factor"]),
+            expert_shared_feed_forward_length=config.get("shared_expert_intermediate_size"),
         )  # fmt: skip
+    if writer.arch == "qwen35":
+        linear = [kind == "linear_attention" for kind in types]
+        writer.values(attention__recurrent_layers=linear, rope__dimension_sections=[1, 1, 0, 0])
 
 
 def _converted(arch: str, name: str, x: Tensor, config: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """A tensor as the converter stores it, under names that gguf knows."""
-    permutes = arch in ("llama", "smollm3", "granite", "granitehybrid")
+    permutes = arch in ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "nemotron_h")
     if permutes and (".q_proj." in name or ".k_proj." in name):
         heads = H if ".q_proj." in name else G
         x = x.reshape(heads, 2, len(x) // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
-    plus_one = {"gemma3": "norm.weight", "qwen35": "norm.weight"}.get(arch)
-    if plus_one and name.endswith(plus_one) and "linear_attn.norm" not in name:
+    if (
+        arch in ("gemma3", "qwen35", "qwen3next")
+        and name.endswith("norm.weight")
+        and "linear_attn.norm" not in name
+    ):
         x = x + 1
-    if "linear_attn." in name:
+    if arch == "falcon-h1":
+        x = _multiplied(name, x, config)
+    if arch == "qwen35" and "linear_attn." in name:
         x = _tiled(name, x, config)
     if name.endswith(".A_log"):
         x = -x.exp()
     if "conv1d.weight" in name or "conv.conv.weight" in name:
         x = x.squeeze(1)
-    if "mamba." in name and name.endswith((".A_log", ".D")):
+    if ("mamba." in name or "mixer." in name) and name.endswith((".A_log", ".D")):
         x = x[:, None]
-    if name.endswith("mamba.norm.weight"):
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         x = x.reshape(2, -1)
+    layer, experts = name.split(".")[2:3], config.get("num_local_experts") and arch.startswith("granite")
+    if experts and name.endswith("input_linear.weight"):
+        of = "shexp" if "shared_mlp" in name else "exps"
+        return [(f"blk.{layer[0]}.ffn_{part}_{of}.weight", half)
+                for part, half in zip(("gate", "up"), x.chunk(2, -2), strict=True)]  # fmt: skip
+    if experts and name.endswith("output_linear.weight"):
+        return [(f"blk.{layer[0]}.ffn_down_{'shexp' if 'shared_mlp' in name else 'exps'}.weight", x)]
+    if name.endswith(("mlp.gate.weight", "router.layer.weight")):
+        return [(f"blk.{layer[0]}.ffn_gate_inp.weight", x)]
     if name.endswith("shared_mlp.input_linear.weight"):
         layer = name.split(".")[2]
         return [(f"model.layers.{layer}.mlp.{part}_proj.weight", half)
                 for part, half in zip(("gate", "up"), x.chunk(2), strict=True)]  # fmt: skip
+    if name.endswith("in_proj_qkvz.weight"):
+        Hk, Hv, wide = (config[f"linear_{x}"] for x in ("num_key_heads", "num_value_heads", "key_head_dim"))
+        high = Hv // Hk * config["linear_value_head_dim"]
+        *qkv, z = (part.flatten(0, 1) for part in x.unflatten(0, (Hk, -1)).split([wide, wide, high, high], 1))
+        return [(f"blk.{layer[0]}.attn_qkv.weight", torch.cat(qkv)), (f"blk.{layer[0]}.attn_gate.weight", z)]
     return [(name.replace("shared_mlp.output_linear", "mlp.down_proj"), x)]
+
+
+def _multiplied(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:
+    """By the factors of Falcon-H1's config."""
+    I, N = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]  # noqa: E741
+    read = config["attention_in_multiplier"]
+    if "mamba.in_proj" in name:
+        parts = zip(x.split([I, I, N, N, len(x) - 2 * I - 2 * N]), config["ssm_multipliers"], strict=True)
+        return torch.cat([part * factor for part, factor in parts]) * config["ssm_in_multiplier"]
+    factors = {
+        "down_proj": config["mlp_multipliers"][1], "gate_proj": config["mlp_multipliers"][0],
+        "k_proj": config["key_multiplier"] * read, "q_proj": read, "v_proj": read,
+        ".o_proj": config["attention_out_multiplier"], "out_proj": config["ssm_out_multiplier"],
+        "lm_head": config["lm_head_multiplier"], "embed_tokens": config["embedding_multiplier"],
+    }  # fmt: skip
+    return x * next((factor for part, factor in factors.items() if part in name), 1.0)
 
 
 def _tiled(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:

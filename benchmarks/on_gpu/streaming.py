@@ -8,7 +8,7 @@ Weights are random. What a disk would add is not measured.
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -86,6 +86,9 @@ class HostExperts:
     def get(self, layer: int, expert: int) -> Iterator[Shard]:
         self.asked += 1
         yield self._shards[(7 * layer + expert) % len(self._shards)]
+
+    def ask(self, layer: int, experts: Sequence[int]) -> None:
+        pass
 
     def hint(self, layer: int, expert: int) -> None:
         pass

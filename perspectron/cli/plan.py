@@ -116,7 +116,8 @@ class Plan:
         context = min(CONTEXT, config.positions or CONTEXT) if self.context is None else self.context
         bound = f"from 1 to {config.positions:,}, the learned positions" if config.positions else "≥ 1"
         require(1 <= context <= (config.positions or context), "context", context, bound)
-        return needs(config, context, formats or self.shared or "2bit", distinct)
+        experts = "" if folder.experts is None else folder.experts.format
+        return needs(config, context, formats or self.shared or "2bit", distinct, experts)
 
     def _rates(self, folder: Folder, gpu: bool) -> Rates:
         """The rates that were typed, else those measured here, else None."""

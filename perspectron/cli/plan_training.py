@@ -1,6 +1,5 @@
 """The output of `perspectron plan MODEL --train`: memory of each GPU, by part."""
 
-import math
 from dataclasses import asdict
 
 from perspectron.cli.options import answer, table
@@ -41,7 +40,7 @@ def plan_training(
     require(gpus % E == 0, "expert_parallel", E, f"a divisor of gpus = {gpus}")
     require(seq_len >= C and seq_len % C == 0, "seq_len", seq_len, f"a multiple of context_parallel = {C}")
     shape = shape_of(config)
-    counts = [math.prod(block.ffn.torus) for block in config.blocks if isinstance(block.ffn, RoutedConfig)]
+    counts = [block.ffn.count for block in config.blocks if isinstance(block.ffn, RoutedConfig)]
     require(E == 1 or bool(counts), "expert_parallel", E, f"1: {config.name} has no experts")
     for count in counts:
         require(count % E == 0, "expert_parallel", E, f"a divisor of {count}, the experts of a layer")

@@ -143,7 +143,7 @@ class Tokenizer:
         marks = itertools.takewhile(bool, first.special_tokens_mask)
         ids: Mapping[str, int] = self._spelled
         if isinstance(self._inner, world.Longest):  # of which the files of a folder have texts, not letters
-            ids = {self.token_bytes(id).decode(errors="replace"): id for id in ids.values()} | ids
+            ids = {self.token_bytes(id).decode(errors="replace"): id for id in ids.values()} | dict(ids)
         return specials.beside(folder, ids, [id for id, _ in zip(first.ids, marks, strict=False)])
 
     def save(self, path: Path) -> None:

@@ -211,9 +211,7 @@ class Mixture(Mixed):
 
 def added(y_NKD: Tensor, weight_NK: Tensor) -> Tensor:
     """The sum over K by weights, in their order, so that a token's bits are its own."""
-    first, *more = (
-        y_ND * w_N1.to(y_ND.dtype) for y_ND, w_N1 in zip(y_NKD.unbind(1), weight_NK.split(1, 1), strict=True)
-    )
+    total, *more = (y_NKD * weight_NK.to(y_NKD.dtype)[..., None]).unbind(1)
     for y_ND in more:
-        first = first + y_ND
-    return first
+        total = total + y_ND
+    return total

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from perspectron.experts.layer import RoutedSwiGLU
-from perspectron.experts.router import RoutedConfig
+from perspectron.experts.mixture import ExpertsConfig, Mixture, MixtureConfig
 from perspectron.model.block import Block, ShiftedState, states_of
 from perspectron.model.config import ModelConfig
 from perspectron.model.ffn import TiedConfig
@@ -29,6 +29,8 @@ from perspectron.ops.packing import Packed, sizes
 
 CONTEXTS = (1024, 8192, 65536, 262144)
 EXPERTS = ("gate_EFD", "up_EFD", "down_EDF")
+OF_A_MIXTURE = "4bit32"
+"""Format of the experts of a mixture where nothing says another; those of routed layers are ternary."""
 BASES = ("base_gate_FD", "base_up_FD", "base_down_DF")
 
 
@@ -43,7 +45,7 @@ class Group:
 @dataclass(frozen=True)
 class Census:
     """parameters: all of them. active: those that one token uses. groups: parameters by kind, with norms and biases
-    apart from the matrices. shard_bytes: bytes of the ternary codes of one expert in the first routed layer;
+    apart from the matrices. shard_bytes: bytes of the codes of one expert in the first routed layer;
     scale_bytes: of its scales; both 0 without experts. flops: for reading one token at each context length, with
     multiply and add counted as two; by kind at the shortest length. state_bytes: of one conversation of each length,
     summed over its tensors in float32."""
@@ -65,8 +67,8 @@ def census(config: ModelConfig, contexts: Sequence[int] = CONTEXTS) -> Census:
     with torch.device("meta"):
         model = LanguageModel(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    routed = [block.ffn for block in config.blocks if isinstance(block.ffn, RoutedConfig)]
-    codes, scales = packed_expert(config.d_model, routed[0].hidden) if routed else (0, 0)
+    routed = [block.ffn for block in config.blocks if isinstance(block.ffn, ExpertsConfig)]
+    codes, scales = packed_expert(config.d_model, routed[0]) if routed else (0, 0)
     states = {context: model.init_state(1, capacity=context) for context in contexts}
     flops = {context: _step_flops(model, context) for context in contexts}
     return Census(
@@ -99,7 +101,7 @@ def state_bytes(config: ModelConfig, context: int) -> int | None:
 
 def _idle(model: LanguageModel) -> int:
     """The experts that a token does not use, and the parts of a mixer that its config leaves without effect."""
-    return sum(m.idle_parameters() for m in model.modules() if isinstance(m, RoutedSwiGLU | Mixer))
+    return sum(m.idle_parameters() for m in model.modules() if isinstance(m, RoutedSwiGLU | Mixture | Mixer))
 
 
 def _groups(model: LanguageModel) -> dict[str, Group]:
@@ -129,6 +131,14 @@ def group_of(name: str, ndim: int, blocks: list[Any]) -> str:
         return "norms and biases"
     if block.config.ffn.kind == "routed":
         return "router" if rest[0] in ("route_proj", "offset_EA") else "experts"
+    if block.config.ffn.kind == "mixture":
+        return (
+            "router"
+            if rest[0] in ("route_proj", "share_proj")
+            else "experts"
+            if rest[0] in EXPERTS
+            else "shared"
+        )
     return str(block.config.ffn.kind)
 
 
@@ -162,18 +172,21 @@ class Footprint:
     cached: int
 
 
-def footprint(model: LanguageModel, state: LMState, formats: Mapping[str, str] | None = None) -> Footprint:
+def footprint(
+    model: LanguageModel, state: LMState, formats: Mapping[str, str] | None = None, experts: str = ""
+) -> Footprint:
     """Bytes of a model and of the state after its last token; a state on the meta device counts as full.
 
-    formats: storage format of each module's matrix; experts are then ternary. None: everything as it is.
+    formats: storage format of each module's matrix; experts are then ternary, or as `experts` says. None: everything as
+    it is.
     """
     parts = dict[str, Part]()
     for kind, part in _weights(model, formats or {}):
         parts[kind] = parts.get(kind, NOTHING) + part
-    experts = {
-        layer: _expert(model, layer, block.ffn.hidden, as_it_is=formats is None)
+    each = {
+        layer: _expert(model, layer, block.ffn, experts, as_it_is=formats is None)
         for layer, block in enumerate(model.config.blocks)
-        if isinstance(block.ffn, RoutedConfig)
+        if isinstance(block.ffn, ExpertsConfig)
     }
     owners = list[tuple[str, Any]]()
     for block, layer_state in zip(model.config.blocks, state.layers, strict=True):
@@ -185,13 +198,13 @@ def footprint(model: LanguageModel, state: LMState, formats: Mapping[str, str] |
         if part.bytes:
             states[kind] = states.get(kind, NOTHING) + part
         cached += keys_and_values
-    return Footprint(parts, experts, states, cached)
+    return Footprint(parts, each, states, cached)
 
 
 @dataclass(frozen=True)
 class Touched:
     """Bytes that one token reads, and for the state also writes. experts: codes and scales, or weights, of the chosen
-    expert in each routed layer. shared: all other weights except the head's. head: the matrix that gives the logits.
+    experts in each routed layer. shared: all other weights except the head's. head: the matrix that gives the logits.
     state: memories that each token rewrites, counted twice (read and written). caches: keys and values of tokens
     attended to."""
 
@@ -211,7 +224,7 @@ def touched(model: LanguageModel, state: LMState) -> Touched:
     whole = footprint(model, state)
     head = whole.parts["embedding" if model.config.head is None else "head"].read
     return Touched(
-        sum(part.read for part in whole.experts.values()),
+        sum(part.read * _chosen(model.config, layer) for layer, part in whole.experts.items()),
         sum(part.read for part in whole.parts.values()) - head,
         head,
         sum(part.read + part.written for part in whole.state.values()) - whole.cached,
@@ -225,9 +238,18 @@ def packed_bytes(format: str, shape: tuple[int, int]) -> tuple[int, int]:
     return prod(codes), prod(scales) * dtype.itemsize
 
 
-def packed_expert(d_model: int, hidden: int) -> tuple[int, int]:
-    """Bytes of the codes and of the scales of a ternary expert."""
-    matrices = [packed_bytes("ternary", shape) for shape in (2 * [(hidden, d_model)] + [(d_model, hidden)])]
+def _chosen(config: ModelConfig, layer: int) -> int:
+    """Experts of a token in a layer that has some."""
+    ffn = config.blocks[layer].ffn
+    assert isinstance(ffn, ExpertsConfig)
+    return ffn.chosen
+
+
+def packed_expert(d_model: int, ffn: ExpertsConfig, format: str = "") -> tuple[int, int]:
+    """Bytes of the codes and of the scales of an expert. format: of one of a mixture; "" is OF_A_MIXTURE."""
+    format = (format or OF_A_MIXTURE) if isinstance(ffn, MixtureConfig) else "ternary"
+    shapes = (1 + ffn.gated) * [(ffn.hidden, d_model)] + [(d_model, ffn.hidden)]
+    matrices = [packed_bytes(format, shape) for shape in shapes]
     return sum(codes for codes, _ in matrices), sum(scales for _, scales in matrices)
 
 
@@ -255,17 +277,17 @@ def _weights(model: LanguageModel, formats: Mapping[str, str]) -> Iterator[tuple
                 yield "router", Part(0, buffer.nbytes, buffer.nbytes)
 
 
-def _expert(model: LanguageModel, layer: int, hidden: int, *, as_it_is: bool) -> Part:
-    """One expert of a layer: its own weights where the model has them, else in ternary."""
+def _expert(model: LanguageModel, layer: int, config: ExpertsConfig, format: str, *, as_it_is: bool) -> Part:
+    """One expert of a layer: its own weights where the model has them, else packed."""
     ffn = cast(Block, model.blocks[layer]).ffn
     weights = dict(ffn.named_parameters(recurse=False))
     own = [weight for name, weight in weights.items() if name in EXPERTS]
-    parameters = 3 * hidden * model.config.d_model
+    parameters = (2 + config.gated) * config.hidden * model.config.d_model
     if as_it_is and own:
         base = sum(weight.nbytes for name, weight in weights.items() if name in BASES)
         size = base + sum(weight.nbytes // len(weight) for weight in own)
     else:
-        size = sum(packed_expert(model.config.d_model, hidden))
+        size = sum(packed_expert(model.config.d_model, config, format or getattr(ffn, "format", "")))
     return Part(parameters, size, size)
 
 

@@ -281,7 +281,7 @@ def cached(
     scale = q_BHTK.shape[3] ** -0.5 if scale is None else scale
     takes = (gradients_off() or (fresh and drop is None and not at.padded)) and cap is None
     if takes and _ours(q_BHTK, k_BGTK, v_BGTV, scale):
-        return _after(q_BHTK, k_BGTK, v_BGTV, ring, before_B, at, scale)
+        return _after(q_BHTK, k_BGTK, v_BGTV, ring, before_B * (not fresh), at, None, scale)
     old_BS = slots(before_B, ring[0].shape[2])
     own_BT = torch.where(at.valid_BT, at.position_BT, -1)
     position_BS = torch.cat([old_BS, own_BT], 1)
@@ -299,17 +299,18 @@ def _after(
     ring: tuple[Tensor, Tensor],
     before_B: Tensor,
     at: Places,
+    window: int | None,
     scale: float,
 ) -> Tensor:
-    """`cached` by the native kernel: rows of one length without padding together, others one by one, so that each has
-    its keys in the places that they have when it is alone."""
-    S, counts = ring[0].shape[2], before_B.tolist()
-    if not at.padded and all(count == S for count in counts):
-        k, v = (torch.cat([old.to(new.dtype), new], 2) if S else new
+    """`cached`, or `windowed`, by the native kernel: rows of one length without padding together, others one by one, so
+    that each has its keys in the places that they have when it is alone."""
+    counts = before_B.tolist()
+    if not at.padded and len(set(counts)) == 1:
+        k, v = (torch.cat([_oldest_first(old, counts[0]).to(new.dtype), new], 2)
                 for old, new in zip(ring, (k_BGTK, v_BGTV), strict=True))  # fmt: skip
-        return _attended(q_BHTK, k, v, _first(at, None, S), scale)
+        return _attended(q_BHTK, k, v, _first(at, window, k.shape[2] - k_BGTK.shape[2]), scale)
     o = q_BHTK.new_zeros(*q_BHTK.shape[:3], v_BGTV.shape[3])
-    for b, count in enumerate(counts):
+    for b in range(len(counts)):
         own = at.valid_BT[b].nonzero()[:, 0]
         if len(own) > 0:
             row = slice(b, b + 1)
@@ -317,9 +318,17 @@ def _after(
                 padded=False, **{name: getattr(at, name)[row, own] for name in at._fields[:3]}
             )
             q, k, v = (x[row, :, own] for x in (q_BHTK, k_BGTK, v_BGTV))
-            old = ring[0][row, :, :count], ring[1][row, :, :count]
-            o[row, :, own] = _after(q, k, v, old, before_B[row], tokens, scale)
+            old = ring[0][row], ring[1][row]
+            o[row, :, own] = _after(q, k, v, old, before_B[row], tokens, window, scale)
     return o
+
+
+def _oldest_first(ring_BGSK: Tensor, count: int) -> Tensor:
+    """What a ring holds after so many tokens, in their order."""
+    S = ring_BGSK.shape[2]
+    if count <= S:
+        return ring_BGSK[:, :, :count]
+    return ring_BGSK.roll(-(count % S), 2)
 
 
 def _columns(x_BHTK: Tensor, order_BT: Tensor) -> Tensor:
@@ -354,8 +363,9 @@ def windowed(
         o = windowed(q, k, v, ring, before_B, tokens, fresh=fresh, scale=scale, cap=cap, drop=drop)
         return _columns(o, order_BT.argsort(1))
     scale = q_BHTK.shape[3] ** -0.5 if scale is None else scale
-    if fresh and drop is None and cap is None and _ours(q_BHTK, k_BGTK, v_BGTK, scale):
-        return _attended(q_BHTK, k_BGTK, v_BGTK, _first(at, W), scale)
+    takes = (gradients_off() or (fresh and drop is None)) and cap is None
+    if takes and _ours(q_BHTK, k_BGTK, v_BGTK, scale):
+        return _after(q_BHTK, k_BGTK, v_BGTK, ring, before_B * (not fresh), at, W, scale)
     c = min(W, T)
     n = -(-T // c)
     tail = n * c - T

@@ -1,5 +1,6 @@
 """Quantising a trained model: linear layers are packed block by block, each block calibrated on the output of the
-packed blocks before it; the embedding and the head get 8 bits, experts become ternary.
+packed blocks before it; the embedding and the head get 8 bits, experts become ternary, those of a mixture the blocks'
+format.
 
 Shapes: n texts, T tokens of each, B of them at a time, D model width, N × K a matrix, E experts.
 """
@@ -13,7 +14,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from perspectron.experts.fetched import Held, PackedMixture, Shard
 from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.mixture import Mixture
 from perspectron.experts.ternary import converted
 from perspectron.model import half
 from perspectron.model.block import NORMS, Block
@@ -24,7 +27,7 @@ from perspectron.ops import tiles
 from perspectron.ops.packing import Packed, dequantise
 from perspectron.quant.formats import quantise
 from perspectron.quant.gptq import FORMATS, Hessian, together
-from perspectron.quant.linear import QuantEmbedding, QuantLinear, bytes_of
+from perspectron.quant.linear import QuantEmbedding, QuantLinear, bytes_of, is_router
 from perspectron.util.config import one_of, require
 from perspectron.util.hooks import hooked
 
@@ -53,7 +56,8 @@ def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor |
     modules with ternary values, which an artifact packs exactly.
 
     The embedding, learned positions and the output matrix get 8 bits (`eight_bits`), as do matrices that a mixer reads
-    past their layers (`Mixer.calls_linears`), because their inputs are not observed. Routers and matrices with fewer
+    past their layers (`Mixer.calls_linears`), because their inputs are not observed. The experts of a mixture are
+    rounded to nearest: few windows have tokens for all of them. Routers and matrices with fewer
     than 32 rows or columns stay float.
 
     ConfigError for an unknown format, a model that is not float32 or whose experts are only partly converted, or ids
@@ -112,6 +116,23 @@ def rounded(ffn: RoutedSwiGLU) -> RoutedSwiGLU:
     return made.eval().requires_grad_(False)
 
 
+@torch.no_grad()
+def packed_mixture(ffn: Mixture, format: str, layer: int) -> PackedMixture:
+    """The layer with packed experts in memory, each weight rounded to nearest. The experts' matrices are given up one
+    by one."""
+    with torch.device("meta"):
+        made = PackedMixture(ffn.route_proj.in_features, ffn.config, layer, format)
+    packed = dict[str, list[Packed]]()
+    for name, weight in ffn.matrices().items():
+        packed[name] = [quantise(weight_NK, format) for weight_NK in weight]
+        delattr(ffn, name)
+    experts = range(ffn.config.experts)
+    gates: list[Packed] | list[None] = packed.get("gate_EFD") or [None for _ in experts]
+    made.source = Held([Shard(gates[e], packed["up_EFD"][e], packed["down_EDF"][e]) for e in experts])
+    made.load_state_dict(ffn.state_dict(), assign=True)
+    return made.eval().requires_grad_(False)
+
+
 def eight_bits(linear: str) -> str:
     """The format of 8 bits beside one of the blocks' matrices."""
     return "8bit32" if linear in tiles.FORMATS else "int8"
@@ -149,6 +170,11 @@ class _Work:
             self.report.experts += len(ffn.gate_EFD)
             one = sum(matrix.nbytes for matrix in pack_expert(ffn, 0))
             self.report.expert_bytes += len(ffn.gate_EFD) * one
+        if isinstance(ffn, Mixture):
+            block.ffn = packed_mixture(ffn, self.linear, index)
+            shards = cast(Held, block.ffn.source).shards
+            self.report.experts += len(shards)
+            self.report.expert_bytes += sum(matrix.nbytes for shard in shards for matrix in shard)
 
         def run(text: Text) -> Tensor:
             state = block.init_state(len(text.x_BTD), self.model.device, self.model.dtype)
@@ -240,7 +266,7 @@ class _Work:
         for name, module in self.model.named_modules():
             if not isinstance(module, nn.Linear) or not name.startswith(prefix):
                 continue
-            if isinstance(self.model.get_submodule(name.rpartition(".")[0]), RoutedSwiGLU):
+            if is_router(self.model, name):
                 self.report.kept[name] = "router"
             elif min(module.weight.shape) < SMALL:
                 self.report.kept[name] = f"fewer than {SMALL} rows or columns"

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.mixture import Mixed
+from perspectron.experts.router import Routed
 from perspectron.ops import packed, tiles
 from perspectron.ops.packing import LAYOUTS, Packed, columns, dequantise, sizes
 from perspectron.util.config import require
@@ -126,6 +127,12 @@ def bytes_of(module: nn.Module) -> dict[str, int]:
     return found
 
 
+def is_router(model: nn.Module, name: str) -> bool:
+    """True if the matrix of this name is a router's."""
+    parent, _, last = name.rpartition(".")
+    return last == "route_proj" and isinstance(model.get_submodule(parent), Routed | Mixed)
+
+
 def make_room(model: nn.Module, formats: Mapping[str, str]) -> None:
     """Put packed matrices without numbers in the place of a model's own, by name. ConfigError: one is none."""
     for name, format in formats.items():
@@ -135,7 +142,7 @@ def make_room(model: nn.Module, formats: Mapping[str, str]) -> None:
         except AttributeError:
             module = None
         made: nn.Module
-        if isinstance(module, nn.Linear) and not isinstance(model.get_submodule(parent), RoutedSwiGLU):
+        if isinstance(module, nn.Linear) and not is_router(model, name):
             made = QuantLinear(module.in_features, module.out_features, format, module.bias is not None)
         elif isinstance(module, nn.Embedding):
             made = QuantEmbedding(module.num_embeddings, module.embedding_dim, format)

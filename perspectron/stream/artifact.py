@@ -7,7 +7,6 @@ SHA-256 of every other file. The folder is written atomically.
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,9 @@ import torch
 from msgspec import Struct
 
 from perspectron.data.tokenizer import Tokenizer
+from perspectron.experts.fetched import Held, PackedMixture, Shard
 from perspectron.experts.layer import EXPERTS, RoutedSwiGLU
+from perspectron.experts.mixture import ExpertsConfig
 from perspectron.experts.router import RoutedConfig
 from perspectron.experts.ternary import converted
 from perspectron.model.block import Block
@@ -29,7 +30,7 @@ from perspectron.ops.packing import LAYOUTS
 from perspectron.quant.convert import pack_expert
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.stream import tensors
-from perspectron.stream.expert_file import ExpertLayout, Shard, planned, write_layer
+from perspectron.stream.expert_file import CODES, ExpertLayout, planned, write_layer
 from perspectron.stream.tensors import Spec
 from perspectron.util.config import dump, load, require
 from perspectron.util.errors import ArtifactError, ConfigError
@@ -44,12 +45,13 @@ CONFIG, TOKENIZER, SHARED, MANIFEST = "config.json", "tokenizer.json", "shared.s
 class ExpertFiles:
     """Experts of an artifact. layers: those of the model that have experts. count: E of each. distinct: how many of
     them have weights of their own; the others are the same under another name. shard_bytes: of one expert in its
-    file."""
+    file. format: of its matrices."""
 
     layers: tuple[int, ...]
     count: int
     distinct: int
     shard_bytes: int
+    format: str = CODES
 
     def __post_init__(self) -> None:
         require(1 <= self.distinct <= self.count, "experts.distinct", self.distinct, f"in 1 … {self.count}")
@@ -85,17 +87,17 @@ class Header:
         require(self.format == FORMAT, "format", self.format, repr(FORMAT))
         for name, format in self.quant.items():
             require(format in LAYOUTS, f"quant.{name[:80]}", format, f"one of {', '.join(LAYOUTS)}")
-        routed = {i: b.ffn for i, b in enumerate(self.model.blocks) if isinstance(b.ffn, RoutedConfig)}
+        routed = {i: b.ffn for i, b in enumerate(self.model.blocks) if isinstance(b.ffn, ExpertsConfig)}
         told = () if self.experts is None else self.experts.layers
         require(tuple(routed) == told, "experts.layers", told, f"those of the model, {tuple(routed)}")
         if self.experts is not None:
             require(len(told) >= 1, "experts.layers", told, "one or more")
             first = routed[told[0]]
             try:
-                size = ExpertLayout(self.model.d_model, first.hidden).bytes
+                size = ExpertLayout.of(self.model.d_model, first, self.experts.format).bytes
             except ValueError as error:
                 raise ConfigError(f"blocks[{told[0]}].ffn: {error}") from None
-            count, shard_bytes = math.prod(first.torus), self.experts.shard_bytes
+            count, shard_bytes = first.count, self.experts.shard_bytes
             require(self.experts.count == count, "experts.count", self.experts.count, f"{count}, the model's")
             require(shard_bytes == size, "experts.shard_bytes", shard_bytes, f"{size}, the model's")
 
@@ -139,18 +141,28 @@ def write(
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
-def expert_files(config: ModelConfig, distinct: int = 0) -> ExpertFiles | None:
+def expert_files(config: ModelConfig, distinct: int = 0, linear: str = CODES) -> ExpertFiles | None:
     """Files of a model's experts, of which so many in each layer have weights of their own (0: all); None without
-    experts. ConfigError: more experts than the reader of a file takes."""
+    experts. linear: format of other matrices, which those of a mixture have, too. ConfigError: more experts than the
+    reader of a file takes, or others in one layer than in another."""
     files = None
     for layer, block in enumerate(config.blocks):
-        if isinstance(block.ffn, RoutedConfig):
-            E, layout = math.prod(block.ffn.torus), ExpertLayout(config.d_model, block.ffn.hidden)
+        if isinstance(block.ffn, ExpertsConfig):
+            codes = CODES if isinstance(block.ffn, RoutedConfig) else linear
+            E, layout = block.ffn.count, ExpertLayout.of(config.d_model, block.ffn, codes)
             try:
                 planned(layer, layout, weights_of(E, distinct))
             except ValueError as error:
                 raise ConfigError(f"blocks[{layer}].ffn: {error}") from None
-            first = files or ExpertFiles((), E, distinct or E, layout.bytes)
+            first = files or ExpertFiles((), E, distinct or E, layout.bytes, codes)
+            one = E, layout.bytes, codes
+            alike = (first.count, first.shard_bytes, first.format)
+            require(
+                one == alike,
+                f"blocks[{layer}].ffn: experts, bytes of each, format",
+                one,
+                f"{alike}, as below",
+            )
             files = replace(first, layers=(*first.layers, layer))
     return files
 
@@ -170,13 +182,14 @@ def save_artifact(
     about: str = "",
 ) -> Header:
     """Write a model whose layers were packed (`quant.convert`). Other weights are kept as they are, except experts,
-    which are rounded to ternary if they are not yet.
+    which are rounded to ternary if they are not yet; those of a mixture are packed.
 
     ConfigError: experts are half converted, or too many. StorageError: not written.
     """
     require(converted(model), "experts", "half converted", "float or ternary as a whole")
     quant = {n: m.format for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)}
-    files = expert_files(model.config)
+    formats = [module.format for module in model.modules() if isinstance(module, PackedMixture)]
+    files = expert_files(model.config, linear=formats[0] if formats else CODES)
     header = Header(FORMAT, model.config, tokenizer.fingerprint, quant, files, trained, about)
     shared = {
         name: tensors.spec(tensor)
@@ -189,9 +202,14 @@ def save_artifact(
     return header
 
 
-def _save_layer(path: Path, *, layer: int, module: RoutedSwiGLU) -> None:
-    experts = range(math.prod(module.config.torus))
-    layout = ExpertLayout(module.route_proj.in_features, module.config.hidden)
+def _save_layer(path: Path, *, layer: int, module: RoutedSwiGLU | PackedMixture) -> None:
+    experts, D = range(module.config.count), module.route_proj.in_features
+    if isinstance(module, PackedMixture):
+        shards = cast(Held, module.source).shards
+        layout = ExpertLayout.of(D, module.config, module.format)
+        write_layer(path, layer, layout, experts, shards)
+        return
+    layout = ExpertLayout.of(D, module.config)
     write_layer(path, layer, layout, experts, (Shard(*pack_expert(module, expert)) for expert in experts))
 
 

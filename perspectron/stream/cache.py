@@ -16,9 +16,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Protocol
 
-from perspectron.stream.expert_file import Shard
+from perspectron.experts.fetched import Shard
 from perspectron.stream.reader import DEADLINE, Cancelled, ShardFile
 from perspectron.stream.schedule import Counters, Entry, Key, Schedule, Slot, State
 from perspectron.stream.tensors import HUGE, aligned
@@ -26,22 +25,6 @@ from perspectron.stream.usage import Usage
 from perspectron.util.errors import ConfigError, ShardError
 
 READERS = 2
-
-
-class ExpertSource(Protocol):
-    """Source of a model's experts."""
-
-    def get(self, layer: int, expert: int) -> AbstractContextManager[Shard]:
-        """The weights, which stay as they are until the context ends. ShardError: they cannot be read."""
-        ...
-
-    def hint(self, layer: int, expert: int) -> None:
-        """Say that the expert may be asked for soon."""
-        ...
-
-    def holds(self, layer: int, expert: int) -> bool:
-        """True if the weights are at hand, without a read."""
-        ...
 
 
 def needed(files: Sequence[ShardFile]) -> int:
@@ -54,14 +37,21 @@ class ShardCache(AbstractContextManager["ShardCache"]):
     """An ExpertSource over the files of all layers, which it closes when nothing is to be read any more. Any number of
     threads may use it.
 
-    budget: bytes for weights. readers: threads. deadline: seconds after which a caller gives up if nothing at all
-    moves. files: of layers with experts of the same widths. ConfigError: a budget below one expert.
+    budget: bytes for weights. least: experts that a token asks for in a layer. readers: threads. deadline: seconds
+    after which a caller gives up if nothing at all moves. files: of layers with experts of the same widths.
+    ConfigError: a budget below `least` experts.
 
     slots: experts in memory at most, of the `distinct` ones on disk; slot_bytes: memory of one. resident: all fit.
     """
 
     def __init__(
-        self, files: Sequence[ShardFile], budget: int, *, readers: int = READERS, deadline: float = DEADLINE
+        self,
+        files: Sequence[ShardFile],
+        budget: int,
+        *,
+        least: int = 1,
+        readers: int = READERS,
+        deadline: float = DEADLINE,
     ) -> None:
         self.layout = files[0].header.layout
         self._files = {file.layer: file for file in files}
@@ -72,8 +62,9 @@ class ShardCache(AbstractContextManager["ShardCache"]):
         }
         self.distinct, self.slot_bytes = _sizes(files)
         self.slots = min(budget // self.slot_bytes, self.distinct)
-        if self.slots < 1:
-            raise ConfigError(f"cache = {budget} bytes, must be at least {self.slot_bytes}, one expert")
+        if self.slots < min(least, self.distinct):
+            what = "one expert" if least == 1 else f"the {least} experts of a token in a layer"
+            raise ConfigError(f"cache = {budget} bytes, must be at least {least * self.slot_bytes}, {what}")
         self.resident = self.slots == self.distinct
         self.usage: Usage | None = None
         self._deadline, self._pid = deadline, os.getpid()
@@ -124,6 +115,18 @@ class ShardCache(AbstractContextManager["ShardCache"]):
             with self._lock:
                 for key in reversed(chosen):  # the most used is the last to go
                     self._schedule.entries.move_to_end(key)
+
+    def ask(self, layer: int, experts: Sequence[int]) -> None:
+        """Read the first of these experts, which will be got in this order, before any hint: as many as fit beside as
+        many that were got."""
+        if not self._threads or self._pid != os.getpid():
+            return
+        with self._lock:
+            for expert in experts[: max(1, self.slots // 2 - 1)]:
+                key = self._keys[layer, expert]
+                if not self._closed and key not in self._schedule.entries:
+                    self._schedule.ask(self._add(key))
+                    self._wake()
 
     def hint(self, layer: int, expert: int) -> None:
         """Read an expert when nothing else is to be read and a slot can be taken, unless hints are mostly wrong."""

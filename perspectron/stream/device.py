@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perspectron.experts.fetched import Shard
 from perspectron.stream.cache import ShardCache
-from perspectron.stream.expert_file import Shard
 
 BUFFERS = 2  # experts on a GPU, and pinned ones: one is used while the other arrives
 _log = logging.getLogger("perspectron")
@@ -196,6 +196,10 @@ class DeviceExperts:
             if stream is not None:
                 slot.used[stream] = stream.record_event()
 
+    def ask(self, layer: int, experts: Sequence[int]) -> None:
+        """Have the host read those that are not on the device."""
+        self._cache.ask(layer, [expert for expert in experts if not self.holds(layer, expert)])
+
     def hint(self, layer: int, expert: int) -> None:
         """Copy an expert if the host has it and a buffer is free that no earlier hint filled, else have the host read
         it."""
@@ -251,6 +255,6 @@ def _close(staging: _Staging | None, lane: Lane) -> None:
 
 def _whole(shard: Shard, size: int) -> Tensor:
     """The bytes of which the matrices are views."""
-    first = shard.gate.codes
+    first = next(iter(shard)).codes
     whole = torch.empty(0, dtype=torch.uint8)
     return whole.set_(first.untyped_storage(), first.storage_offset(), (size,), (1,))

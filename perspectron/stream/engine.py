@@ -1,17 +1,18 @@
 """Running a model from an artifact: packed weights in memory, experts in memory, in a cache or on a GPU."""
 
 import contextlib
-import math
 import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
 from perspectron.data.tokenizer import Tokenizer
+from perspectron.experts.fetched import ExpertSource, PackedMixture
+from perspectron.experts.mixture import ExpertsConfig, MixtureConfig
 from perspectron.experts.router import RoutedConfig
 from perspectron.model.block import Block
 from perspectron.model.model import LanguageModel
@@ -19,9 +20,9 @@ from perspectron.ops import packing
 from perspectron.quant.linear import QuantEmbedding, QuantLinear, make_room
 from perspectron.stream import artifact, tensors
 from perspectron.stream.artifact import SHARED, TOKENIZER, Header, Manifest
-from perspectron.stream.cache import ExpertSource, ShardCache, needed
+from perspectron.stream.cache import ShardCache, needed
 from perspectron.stream.device import DeviceExperts
-from perspectron.stream.expert_file import ExpertLayout
+from perspectron.stream.expert_file import CODES, ExpertLayout
 from perspectron.stream.experts import PackedExperts
 from perspectron.stream.reader import Method, ShardFile
 from perspectron.stream.speed import METHODS, Disk, probe
@@ -45,19 +46,26 @@ class StreamedModel(LanguageModel):
         super().__init__(header.model)
         self.header = header
         self._copies: DeviceExperts | None = None
-        make_room(self, header.quant)
-        self.routed: list[PackedExperts] = []
+        format = CODES if header.experts is None else header.experts.format
+        self.routed: list[PackedExperts | PackedMixture] = []
         for layer, block in enumerate(cast("list[Block]", self.blocks)):
-            if isinstance(block.config.ffn, RoutedConfig):
-                block.ffn = PackedExperts(header.model.d_model, block.config.ffn, layer)
-                self.routed.append(block.ffn)
+            ffn = block.config.ffn
+            if isinstance(ffn, MixtureConfig):
+                self.routed.append(PackedMixture(header.model.d_model, ffn, layer, format))
+            elif isinstance(ffn, RoutedConfig):
+                self.routed.append(PackedExperts(header.model.d_model, ffn, layer))
+            else:
+                continue
+            block.ffn = self.routed[-1]
+        make_room(self, header.quant)
         self.state_bytes = self.init_state(1, capacity=1).nbytes
 
     def attach(self, source: ExpertSource, *, predict: bool) -> None:
         """Take experts from `source`; predict: hint what the next layers may want."""
         for index, ffn in enumerate(self.routed):
             ffn.source = source
-            ffn.following = tuple(self.routed[index + 1 : index + 1 + AHEAD]) if predict else ()
+            following: list[Any] = self.routed[index + 1 : index + 1 + AHEAD] if predict else []
+            ffn.following = tuple(following)
 
     def terms(self, logits_BTV: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> dict[str, Term]:
         """None: a packed model is not trained."""
@@ -118,7 +126,8 @@ class StreamedModel(LanguageModel):
                 file.use(disk.method)
                 if verify:
                     file.verify()
-            self.cache = cache = ShardCache(files, budget, readers=disk.readers)
+            least = max(ffn.config.chosen for ffn in self.routed)
+            self.cache = cache = ShardCache(files, budget, least=least, readers=disk.readers)
             opened.pop_all()
         weakref.finalize(self, cache.close)  # its readers would keep it alive
         self.attach(cache, predict=not cache.resident)
@@ -127,13 +136,14 @@ class StreamedModel(LanguageModel):
             self.plan += "all in memory, nothing streams"
         else:
             self.plan += f"in {cache.slots} slots ({_size(budget)}), read from disk ({disk}), "
-            self.plan += f"up to {_size(len(files) * self.header.experts.shard_bytes)} for a token"
+            wanted = sum(ffn.config.chosen for ffn in self.routed)
+            self.plan += f"up to {_size(wanted * self.header.experts.shard_bytes)} for a token"
 
     def warm(self, path: Path) -> Usage:
         """Begin with the experts that this machine used most, as the file has it, and count from now on."""
         require(self.cache is not None, "warm", True, "left out for a model without experts on disk")
         assert self.cache is not None
-        usage = Usage(path, {ffn.layer: math.prod(ffn.config.torus) for ffn in self.routed})
+        usage = Usage(path, {ffn.layer: ffn.config.count for ffn in self.routed})
         self.cache.warm(usage)
         return usage
 
@@ -230,12 +240,12 @@ def _legal(model: StreamedModel, path: Path) -> None:
 def _check(file: ShardFile, layer: int, header: Header) -> None:
     """Check that the file is of this layer of this model. ArtifactError: it is of another."""
     config = header.model.blocks[layer].ffn
-    assert isinstance(config, RoutedConfig)
-    wanted = layer, math.prod(config.torus), ExpertLayout(header.model.d_model, config.hidden)
+    assert isinstance(config, ExpertsConfig)
+    assert header.experts is not None
+    wanted = layer, config.count, ExpertLayout.of(header.model.d_model, config, header.experts.format)
     stored = file.layer, file.header.experts, file.header.layout
     if stored != wanted:
         raise ArtifactError(f"{file.path}: layer, experts and widths are {stored}, must be {wanted}")
-    assert header.experts is not None
     if layer == header.experts.layers[0] and len(file.header.stored) != header.experts.distinct:
         raise ArtifactError(
             f"{file.path}: {len(file.header.stored)} experts with weights of their own, must be "

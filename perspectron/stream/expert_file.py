@@ -4,85 +4,93 @@
     header   JSON, padded with blanks to a page of 4096 bytes
     experts  those with weights of their own, in order, without a gap, to the end of the file
 
-Expert 5 is the tensors 5.gate.codes, 5.up.codes, 5.down.codes (ternary, see `perspectron.ops.packing`), 5.gate.scales,
-5.up.scales, 5.down.scales and 5.padding, which are zeros up to the next page.
+Expert 5 is the tensors 5.gate.codes, 5.up.codes, 5.down.codes (see `perspectron.ops.packing`), 5.gate.scales,
+5.up.scales, 5.down.scales and 5.padding, which are zeros up to the next page. One without a gate has no 5.gate.
 
-Metadata: format, layer, d_model, hidden; weights_of, for each expert the one whose weights it has (itself, or an
+Metadata: format, layer, d_model, hidden; codes, the format of the matrices where it is not ternary; gate, "none" where
+there is none; weights_of, for each expert the one whose weights it has (itself, or an
 earlier one); xxh3_64, the digest of every tensor in file order; header, the digest of the metadata before it. The whole
 header follows from them, so a file is refused if a single byte of its header differs from what `dump` makes of them.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 from xxhash import xxh3_64
 
-from perspectron import native
-from perspectron.experts.router import MOST_EXPERTS
-from perspectron.ops.packing import MAX_COLUMNS, Packed, check, sizes
+from perspectron.experts.fetched import Shard
+from perspectron.experts.mixture import ExpertsConfig
+from perspectron.experts.router import MOST_EXPERTS, RoutedConfig
+from perspectron.ops.packing import LAYOUTS, MAX_COLUMNS, Packed, check, sizes
 from perspectron.stream import tensors
 from perspectron.stream.tensors import PAGE, Bytes
+from perspectron.util.config import one_of
 from perspectron.util.errors import ArtifactError
 from perspectron.util.files import atomic, parse_json
 
 FORMAT = "perspectron-experts-2"
 CODES = "ternary"
 MATRICES = ("gate", "up", "down")
-PARTS = (*(f"{name}.codes" for name in MATRICES), *(f"{name}.scales" for name in MATRICES), "padding")
 MAX_HEADER = 2 << 20
 MAX_LAYER = 65535
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One expert: gate and up [hidden, d_model], down [d_model, hidden]."""
-
-    gate: Packed
-    up: Packed
-    down: Packed
-
-    def __iter__(self) -> Iterator[Packed]:
-        return iter((self.gate, self.up, self.down))
-
-    @cached_property
-    def network(self) -> native.SwiGLU:
-        """The expert as the native library has it."""
-        gate, up, down = ((matrix.codes, matrix.scales) for matrix in self)
-        return native.SwiGLU(gate, up, down, self.gate.format, *self.gate.shape)
-
-
-@dataclass(frozen=True)
 class ExpertLayout:
-    """Places of the parts of an expert of these widths within its bytes."""
+    """Places of the parts of an expert of these widths within its bytes. codes: the format of its matrices."""
 
     d_model: int
     hidden: int
+    codes: str = CODES
+    gated: bool = True
+
+    @classmethod
+    def of(cls, d_model: int, config: ExpertsConfig, codes: str = CODES) -> Self:
+        """That of a layer's experts. ConfigError: a format that they cannot have."""
+        routed = isinstance(config, RoutedConfig)
+        one_of(codes, (CODES,) if routed else tuple(LAYOUTS), "experts.format")
+        return cls(d_model, config.hidden, codes, config.gated)
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return MATRICES if self.gated else MATRICES[1:]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parts."""
+        return (
+            *(f"{name}.codes" for name in self.matrices),
+            *(f"{name}.scales" for name in self.matrices),
+            "padding",
+        )
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        return (self.hidden, self.d_model), (self.hidden, self.d_model), (self.d_model, self.hidden)
+        wide = (self.hidden, self.d_model)
+        return *((wide,) * (1 + self.gated)), (self.d_model, self.hidden)
 
     @cached_property
     def tensors(self) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
-        """Name, dtype and shape of each of PARTS."""
-        packed = [sizes(CODES, shape) for shape in self.shapes]
+        """Name, dtype and shape of each part."""
+        packed = [sizes(self.codes, shape) for shape in self.shapes]
         shapes = [(torch.uint8, codes) for codes, _, _ in packed] + [
             (kind, scale) for _, scale, kind in packed
         ]
         used = sum(np.prod(shape, dtype=int).item() * dtype.itemsize for dtype, shape in shapes)
         shapes.append((torch.uint8, (-used % PAGE,)))
-        return tuple((name, *pair) for name, pair in zip(PARTS, shapes, strict=True))
+        return tuple((name, *pair) for name, pair in zip(self.names, shapes, strict=True))
 
     @cached_property
     def parts(self) -> tuple[slice, ...]:
-        """Bytes of each of PARTS."""
+        """Bytes of each part."""
         lengths = [np.prod(shape, dtype=int).item() * dtype.itemsize for _, dtype, shape in self.tensors]
         return tuple(slice(*pair) for pair in pairwise(np.cumsum([0, *lengths]).tolist()))
 
@@ -98,7 +106,9 @@ class ExpertLayout:
             memory[part].view(dtype).view(shape)
             for part, (_, dtype, shape) in zip(self.parts[:-1], self.tensors, strict=False)
         ]
-        return Shard(*(Packed(views[i], views[i + 3], CODES, shape) for i, shape in enumerate(self.shapes)))
+        scales = views[len(self.shapes) :]
+        matrices = [Packed(views[i], scales[i], self.codes, shape) for i, shape in enumerate(self.shapes)]
+        return Shard(matrices[0] if self.gated else None, *matrices[-2:])
 
 
 @dataclass(frozen=True)
@@ -123,7 +133,7 @@ class Header:
                 raise ValueError(
                     f"expert {expert} has the weights of {of}, must be itself or one stored before it"
                 )
-        _within("number of digests", len(self.digests), *[len(PARTS) * len(self.stored)] * 2)
+        _within("number of digests", len(self.digests), *[len(self.layout.names) * len(self.stored)] * 2)
 
     @property
     def experts(self) -> int:
@@ -145,9 +155,10 @@ class Header:
         return self.start + self.stored[self.weights_of[expert]] * self.layout.bytes
 
     def digests_of(self, expert: int) -> tuple[str, ...]:
-        """Digests of PARTS."""
-        first = self.stored[self.weights_of[expert]] * len(PARTS)
-        return self.digests[first : first + len(PARTS)]
+        """Digests of the parts."""
+        count = len(self.layout.names)
+        first = self.stored[self.weights_of[expert]] * count
+        return self.digests[first : first + count]
 
 
 def _within(name: str, value: int, least: int, most: int) -> None:
@@ -165,6 +176,10 @@ def dump(header: Header) -> bytes:
         "weights_of": " ".join(map(str, header.weights_of)),
         "xxh3_64": " ".join(header.digests),
     }
+    if header.layout.codes != CODES:
+        fields["codes"] = header.layout.codes
+    if not header.layout.gated:
+        fields["gate"] = "none"
     fields["header"] = xxh3_64(json.dumps(fields).encode()).hexdigest()
     entries = (
         (f"{expert}.{name}", dtype, shape)
@@ -191,7 +206,10 @@ def parse(read: Callable[[int, int], bytes], size: int, name: object) -> Header:
             raise ValueError("metadata that is not strings")
         if fields["format"] != FORMAT:
             raise ValueError(f"format = {fields['format'][:40]!r}, must be {FORMAT!r}")
-        layout = ExpertLayout(int(fields["d_model"]), int(fields["hidden"]))
+        codes, gate = fields.get("codes", CODES), fields.get("gate")
+        if codes not in LAYOUTS or gate not in (None, "none"):
+            raise ValueError(f"codes = {codes[:40]!r}, gate = {str(gate)[:40]!r}, which no file has")
+        layout = ExpertLayout(int(fields["d_model"]), int(fields["hidden"]), codes, gate is None)
         weights_of = tuple(map(int, fields["weights_of"].split()))
         digests = tuple(fields["xxh3_64"].split())
         header = Header(int(fields["layer"]), layout, weights_of, digests, 8 + length)
@@ -209,7 +227,9 @@ def parse(read: Callable[[int, int], bytes], size: int, name: object) -> Header:
 
 def planned(layer: int, layout: ExpertLayout, weights_of: Sequence[int]) -> Header:
     """Header of a file that is still to be written, with no digests yet. ValueError: one that no reader takes."""
-    blank = Header(layer, layout, tuple(weights_of), ("0" * 16,) * len(PARTS) * len(set(weights_of)), 0)
+    blank = Header(
+        layer, layout, tuple(weights_of), ("0" * 16,) * len(layout.names) * len(set(weights_of)), 0
+    )
     start = len(dump(blank))
     if start > MAX_HEADER:
         raise ValueError(f"header of {start} bytes, must be at most {MAX_HEADER}: too many experts")
@@ -222,8 +242,8 @@ def write_layer(
     """Write a layer's file, one expert in memory at a time; it appears whole or not at all.
 
     weights_of: for each expert, the one whose weights it has (itself or an earlier one); shards: those with weights of
-    their own, in order. ArtifactError: shards that are not the layer's. DataError: weights that are not ternary or not
-    finite. StorageError: not written.
+    their own, in order. ArtifactError: shards that are not the layer's. DataError: weights that are not their format's
+    or not finite. StorageError: not written.
     """
     try:
         blank = planned(layer, layout, weights_of)
@@ -248,11 +268,11 @@ def write_layer(
 
 
 def _parts(shard: Shard, layout: ExpertLayout, name: str) -> list[Bytes]:
-    """Bytes of each of PARTS, checked."""
-    for matrix_name, matrix, shape in zip(MATRICES, shard, layout.shapes, strict=True):
-        if (matrix.format, tuple(matrix.shape)) != (CODES, shape):
+    """Bytes of each part, checked."""
+    for matrix_name, matrix, shape in zip(layout.matrices, shard, layout.shapes, strict=True):
+        if (matrix.format, tuple(matrix.shape)) != (layout.codes, shape):
             kind = f"{matrix.format} {tuple(matrix.shape)}"
-            raise ArtifactError(f"{name}: {matrix_name} is {kind}, must be {CODES} {shape}")
+            raise ArtifactError(f"{name}: {matrix_name} is {kind}, must be {layout.codes} {shape}")
         check(matrix, f"{name}: {matrix_name}")
     padding = torch.zeros(layout.tensors[-1][2], dtype=torch.uint8)
     ordered = [*(matrix.codes for matrix in shard), *(matrix.scales for matrix in shard), padding]

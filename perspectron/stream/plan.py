@@ -5,20 +5,19 @@ Matrices are packed (`perspectron.ops.packing`); what is not a matrix stays floa
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 import torch
 from torch import nn
 
-from perspectron.experts.router import RoutedConfig
-from perspectron.model.census import Part, footprint, packed_expert
+from perspectron.experts.mixture import ExpertsConfig, MixtureConfig
+from perspectron.model.census import OF_A_MIXTURE, Part, footprint, packed_expert
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.quant.convert import eight_bits
 from perspectron.quant.gptq import FORMATS
 from perspectron.stream.device import BUFFERS
-from perspectron.stream.expert_file import ExpertLayout
+from perspectron.stream.expert_file import CODES, ExpertLayout
 from perspectron.stream.trace import missed, stack_distances
 from perspectron.util.config import one_of
 
@@ -31,7 +30,8 @@ USES = 1 << 17  # of random experts
 @dataclass(frozen=True)
 class ExpertLayer:
     """distinct: experts with weights of their own; the others are the same under another name. parameters, codes,
-    scales: of each expert, the latter in bytes. shard: bytes of it in a file, and of the slot that holds it."""
+    scales: of each expert, the latter in bytes. shard: bytes of it in a file, and of the slot that holds it. chosen:
+    experts of a token."""
 
     layer: int
     experts: int
@@ -40,11 +40,12 @@ class ExpertLayer:
     codes: int
     scales: int
     shard: int
+    chosen: int = 1
 
     @property
     def read(self) -> int:
-        """Bytes of one expert that a token reads."""
-        return self.codes + self.scales
+        """Bytes of experts that a token reads."""
+        return self.chosen * (self.codes + self.scales)
 
 
 @dataclass(frozen=True)
@@ -86,34 +87,43 @@ class Needs:
 
     @property
     def missed(self) -> int:
-        """Bytes of the shards that a token uses, one in each routed layer."""
-        return sum(layer.shard for layer in self.experts)
+        """Bytes of the shards that a token uses in all routed layers."""
+        return sum(layer.chosen * layer.shard for layer in self.experts)
 
 
 def needs(
-    config: ModelConfig, context: int, formats: str | Mapping[str, str] = "2bit", distinct: int = 0
+    config: ModelConfig,
+    context: int,
+    formats: str | Mapping[str, str] = "2bit",
+    distinct: int = 0,
+    experts: str = "",
 ) -> Needs:
     """Bytes that a model needs for one conversation of `context` tokens.
 
     formats: of the packed modules by name, as in an artifact's config.json; a single one is that of every dense layer,
     routers excepted, with the embedding in int8. distinct: experts of a layer with weights of their own; 0: all.
+    experts: format of a mixture's; "": that of dense layers.
     ConfigError for a format that a dense layer cannot have.
     """
     with torch.device("meta"):
         model = LanguageModel(config)
         state = model.init_state(1, capacity=context)
     if isinstance(formats, str):
+        experts = experts or one_of(formats, FORMATS, "shared")
         formats = everywhere(model, one_of(formats, FORMATS, "shared"))
-    counted = footprint(model, state, formats)
-    experts = []
+    experts = experts or OF_A_MIXTURE
+    counted = footprint(model, state, formats, experts)
+    layers = []
     for layer, one in counted.experts.items():
         routed = config.blocks[layer].ffn
-        assert isinstance(routed, RoutedConfig)
-        codes, scales = packed_expert(config.d_model, routed.hidden)
-        shard = ExpertLayout(config.d_model, routed.hidden).bytes
-        E = prod(routed.torus)
-        experts.append(ExpertLayer(layer, E, distinct or E, one.parameters, codes, scales, shard))
-    return Needs(config.name, context, counted.parts, counted.state, tuple(experts))
+        assert isinstance(routed, ExpertsConfig)
+        format = experts if isinstance(routed, MixtureConfig) else CODES
+        codes, scales = packed_expert(config.d_model, routed, format)
+        shard, E = ExpertLayout.of(config.d_model, routed, format).bytes, routed.count
+        layers.append(
+            ExpertLayer(layer, E, distinct or E, one.parameters, codes, scales, shard, routed.chosen)
+        )
+    return Needs(config.name, context, counted.parts, counted.state, tuple(layers))
 
 
 def everywhere(model: LanguageModel, format: str) -> dict[str, str]:
@@ -154,7 +164,8 @@ def place(needs: Needs, ram: int, vram: int | None = None) -> Placement:
     """The placement in so much memory. With a GPU, what every token uses stays on it with two experts, and RAM holds
     experts alone."""
     resident = needs.resident if vram is None else 0
-    one = min(needs.shards, 1) * needs.slot
+    least = max((layer.chosen for layer in needs.experts), default=0)
+    one = min(needs.shards, least) * needs.slot
     slots = (ram - resident) // needs.slot if needs.slot else 0
     return Placement(
         ram,
@@ -212,19 +223,31 @@ def bounds(needs: Needs, placement: Placement) -> list[Case]:
     """The cases that hold for any text: every expert missed, and uniform random ones."""
     if not placement.streams:
         return [case(needs, placement, "all in memory", 0.0)]
-    hits = uniform_hit_rate([layer.distinct for layer in needs.experts], placement.slots)
+    hits = uniform_hit_rate(
+        [layer.distinct for layer in needs.experts],
+        placement.slots,
+        [layer.chosen for layer in needs.experts],
+    )
     return [
         case(needs, placement, "all missed", 1.0),
         case(needs, placement, "random, LRU", 1 - hits),
     ]
 
 
-def uniform_hit_rate(experts: Sequence[int], slots: int) -> float:
+def uniform_hit_rate(experts: Sequence[int], slots: int, chosen: Sequence[int] = ()) -> float:
     """The hit rate of a full, least recently used cache of `slots` experts, when layers in turn ask for one of theirs,
-    each as likely as the others: counted in as many random uses as give it to within 0.005."""
+    or so many chosen ones, each as likely as the others: counted in as many random uses as give it to within 0.005."""
     if slots >= sum(experts):
         return 1.0
-    tokens = max(USES // len(experts), 20 * max(experts))
-    draws_TL = np.random.default_rng(0).integers(0, experts, (2 * tokens, len(experts)))
-    distances_N = stack_distances((draws_TL + np.cumsum((0, *experts[:-1]))).ravel())[tokens * len(experts) :]
+    counts = chosen or (1,) * len(experts)
+    tokens, random = max(USES // sum(counts), 20 * max(experts)), np.random.default_rng(0)
+    if max(counts) == 1:
+        draws_TL = random.integers(0, experts, (2 * tokens, len(experts)))
+    else:
+        orders = [
+            random.random((2 * tokens, E)).argsort(1)[:, :K] for E, K in zip(experts, counts, strict=True)
+        ]
+        draws_TL = np.concatenate(orders, 1)
+    starts = np.repeat(np.cumsum((0, *experts[:-1])), counts)
+    distances_N = stack_distances((draws_TL + starts).ravel())[tokens * sum(counts) :]
     return 1 - missed(distances_N, slots) / len(distances_N)

@@ -19,7 +19,7 @@ from typing import Literal
 from xxhash import xxh3_64
 
 from perspectron.ops.packing import check
-from perspectron.stream.expert_file import MATRICES, PARTS, Header, parse
+from perspectron.stream.expert_file import Header, parse
 from perspectron.stream.tensors import PAGE, Bytes, aligned
 from perspectron.util.errors import ArtifactError, ConfigError, DataError, ShardError
 
@@ -157,12 +157,13 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         raise self._error(expert, f"{cause}, {self.retries + 1} times")
 
     def verify(self) -> None:
-        """Read all experts and check what digests cannot say: that codes are ternary and scales finite. ShardError."""
+        """Read all experts and check what digests cannot say: that codes are of their format and scales
+        finite. ShardError."""
         buffer = aligned(self.header.layout.bytes)
         shard = self.header.layout.shard(buffer)
         for expert in self.header.stored:
             self.read_into(expert, buffer)
-            for name, matrix in zip(MATRICES, shard, strict=True):
+            for name, matrix in zip(self.header.layout.matrices, shard, strict=True):
                 try:
                     check(matrix, name)
                 except DataError as error:
@@ -234,7 +235,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         return None
 
     def _damage(self, expert: int, digests: Digests) -> str | None:
-        pairs = zip(PARTS, digests.values(), self.header.digests_of(expert), strict=True)
+        pairs = zip(self.header.layout.names, digests.values(), self.header.digests_of(expert), strict=True)
         return next((f"digest of {part} is wrong" for part, value, wanted in pairs if value != wanted), None)
 
     def _forget(self, offset: int, size: int) -> None:

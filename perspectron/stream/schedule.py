@@ -6,7 +6,7 @@ from enum import Enum
 from threading import Condition
 from typing import NamedTuple
 
-from perspectron.stream.expert_file import Shard
+from perspectron.experts.fetched import Shard
 from perspectron.stream.reader import Cancelled, ShardFile
 from perspectron.stream.tensors import Bytes
 
@@ -51,8 +51,8 @@ class State(Enum):
 
 class Entry:
     """An expert in memory or on its way there. slot: None while it waits, or until the reader allocates one. pins:
-    contexts that hold it. wanted: someone waits for it, or did. hinted: the turn it was hinted in, until it is asked
-    for. moved: when the read of it last got on. done: told when it is READY or FAILED."""
+    contexts that hold it. wanted: someone waits for it, did, or will. hinted: the turn it was hinted in, until it is
+    asked for. moved: when the read of it last got on. done: told when it is READY or FAILED."""
 
     def __init__(self, key: Key, file: ShardFile, done: Condition) -> None:
         self.key, self.file, self.done = key, file, done
@@ -100,6 +100,11 @@ class Schedule:
                 self.hinted.remove(entry)
             self.asked.append(entry)
         entry.wanted, entry.cancelled, entry.hinted = True, False, None
+
+    def ask(self, entry: Entry) -> None:
+        """Have it read before any hint, though nobody waits yet."""
+        entry.wanted = True
+        self.asked.append(entry)
 
     def trusts(self, key: Key) -> bool:
         """Take note of a hint; whether to act on it."""

@@ -18,16 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.experts.router import RoutedConfig
+from perspectron.experts.fetched import Shard
+from perspectron.experts.mixture import ExpertsConfig, Mixed
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.ops import packing, tiles
 from perspectron.ops.packing import LAYOUTS, Packed
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.stream import tensors
-from perspectron.stream.artifact import FORMAT, Header, expert_files, weights_of, write
+from perspectron.stream.artifact import FORMAT, ExpertFiles, Header, expert_files, weights_of, write
 from perspectron.stream.engine import StreamedModel
-from perspectron.stream.expert_file import ExpertLayout, Shard, write_layer
+from perspectron.stream.expert_file import ExpertLayout, write_layer
 from perspectron.stream.plan import everywhere
 from perspectron.stream.tensors import Spec
 from perspectron.util.config import require
@@ -115,11 +116,11 @@ def synthesize(
 
     ConfigError: more experts than there are, or no routed layers. StorageError: no room on the disk.
     """
-    routed = [b.ffn for b in config.blocks if isinstance(b.ffn, RoutedConfig)]
+    routed = [b.ffn for b in config.blocks if isinstance(b.ffn, ExpertsConfig)]
     require(len(routed) > 0, "model", config.name, "one with routed layers")
-    count = math.prod(routed[0].torus)
+    count = routed[0].count
     require(1 <= experts <= count, "experts", experts, f"from 1 to {count}")
-    files = expert_files(config, experts)
+    files = expert_files(config, experts, linear)
     assert files is not None
     with torch.device("meta"):
         model = LanguageModel(config)
@@ -131,8 +132,7 @@ def synthesize(
     if need > free:
         raise StorageError(f"{folder}: needs {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free")
     layers = {
-        layer: partial(_layer, layer=layer, experts=experts, config=config, seed=seed)
-        for layer in files.layers
+        layer: partial(_layer, layer=layer, files=files, config=config, seed=seed) for layer in files.layers
     }
     made = tokenizer()
     header = replace(header, tokenizer=made.fingerprint)
@@ -177,21 +177,26 @@ def _begin(model: LanguageModel, random: torch.Generator) -> None:
         elif isinstance(module, nn.Linear):
             module.weight.normal_(generator=random)
     for module in model.modules():
+        if isinstance(module, Mixed):
+            for router in (module.route_proj, getattr(module, "share_proj", None)):
+                if isinstance(router, nn.Linear):  # logits of order one, so that no expert is all there is
+                    router.weight.div_(router.in_features**0.5)
         if callable(own := getattr(module, "init_weights", None)):
             own(random)
 
 
-def _layer(path: Path, *, layer: int, experts: int, config: ModelConfig, seed: int) -> None:
+def _layer(path: Path, *, layer: int, files: ExpertFiles, config: ModelConfig, seed: int) -> None:
     ffn = config.blocks[layer].ffn
-    assert isinstance(ffn, RoutedConfig)
-    layout = ExpertLayout(config.d_model, ffn.hidden)
-    gains = (1.0, 1.0, (2 * len(config.blocks)) ** -0.5)
+    assert isinstance(ffn, ExpertsConfig)
+    layout, experts = ExpertLayout.of(config.d_model, ffn, files.format), range(files.distinct)
+    gains = (*(1.0,) * (len(layout.shapes) - 1), (2 * len(config.blocks)) ** -0.5)
 
     def shard(expert: int) -> Shard:
         parts = enumerate(zip(layout.shapes, gains, strict=True))
-        return Shard(*(Draw("ternary", *part).packed((seed, layer, expert, i)) for i, part in parts))
+        matrices = [Draw(layout.codes, *part).packed((seed, layer, expert, i)) for i, part in parts]
+        return Shard(matrices[0] if ffn.gated else None, *matrices[-2:])
 
-    write_layer(path, layer, layout, weights_of(math.prod(ffn.torus), experts), map(shard, range(experts)))
+    write_layer(path, layer, layout, weights_of(ffn.count, files.distinct), map(shard, experts))
 
 
 def _legal(bytes_: NDArray[np.uint8], format: str) -> NDArray[np.uint8]:

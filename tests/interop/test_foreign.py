@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import perspectron
 from perspectron.cli.main import main
 from perspectron.interop import foreign
+from perspectron.model.block import states_of
 from perspectron.util.errors import CheckpointError, ConfigError
 from tests.foreign_models import HEADS, MODELS, SMALL, TEXT, V, saved
 from tests.foreign_models import tokenizer as made_tokenizer
@@ -53,7 +54,7 @@ def test_its_logits_are_as_exact_as_those_of_transformers(kind, layers, sd, bpe,
     largest = max(1, float(exact.abs().max()))
     error, other = (float((x - exact).abs().max()) / largest for x in (logits, expected))
     assert error <= 2 * other + 2e-7
-    assert other <= (1e-5 if sd <= 0.2 else 1e-4), "in float64 it is the same function"
+    assert other <= (1e-5 if sd <= 0.2 else 2e-4), "in float64 it is the same function"
 
 
 def test_gpt2_with_lenses_at_rest_is_the_same_function_and_can_be_trained(bpe, tmp_path, capsys):
@@ -220,7 +221,7 @@ def test_training_goes_on_in_windows_that_the_positions_hold(bpe, tmp_path, caps
     in_a_line(capsys.readouterr().err, "seq_len", 128, "positions", 64)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "falcon_h1"])
 def test_a_brief_cache_is_half_the_state_and_near(kind, bpe, tmp_path):
     saved(tmp_path / "hf", kind, bpe)
     states, logits = [], []
@@ -232,7 +233,8 @@ def test_a_brief_cache_is_half_the_state_and_near(kind, bpe, tmp_path):
             done = model(torch.arange(1, 31)[None], model.init_state(1))
         states.append(done.state)
         logits.append(done.logits)
-    sizes = [sum(x.nbytes for x in (s.layers[0].k_BHSK, s.layers[0].v_BHSV)) for s in states]
+    caches = [states_of(state.layers[0])[-1] for state in states]
+    sizes = [sum(x.nbytes for x in (cache.k_BHSK, cache.v_BHSV)) for cache in caches]
     assert sizes[0] == 2 * sizes[1]
     apart = float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
     assert 0 < apart < 0.02

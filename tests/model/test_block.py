@@ -25,6 +25,7 @@ from perspectron.model.config import (
     Law5Config,
     ModelConfig,
     NoResidualConfig,
+    ParallelConfig,
     RouteGatedConfig,
     SequentialConfig,
 )
@@ -363,6 +364,8 @@ NARROW = BlockConfig(SimpleNamespace(d_token=8), None, NoResidualConfig())  # ty
         (["mixer", None], (None, None, NoResidualConfig())),
         (["mixer", None], (None, MLP, Law5Config())),
         (["ffn", None], (None, None, SequentialConfig())),
+        (["mixer", None, "beside"], (None, MLP, SequentialConfig(), ATTENTION)),
+        (["beside", "attention", "parallel"], (ATTENTION, MLP, ParallelConfig(), ATTENTION)),
     ],
 )
 def test_a_block_that_cannot_be_is_refused_by_its_field(named, fields):
@@ -388,6 +391,10 @@ def test_a_route_gate_that_cannot_be_is_refused_by_its_field(named, fields):
         (["blocks", 0], {"blocks": ()}),
         (["mixer", 0, "positions"], {"blocks": (BlockConfig(None, MLP),)}),
         (["head", None], {"blocks": (NARROW,)}),
+        (
+            ["blocks[0].beside", "shift"],
+            {"blocks": (BlockConfig(ATTENTION, MLP, beside=ATTENTION),), "shift": True},
+        ),
         (["blocks[1].mixer.d_token", 8, "d_model", 16], {"blocks": (BlockConfig(ATTENTION, MLP), NARROW)}),
     ],
 )

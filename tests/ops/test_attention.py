@@ -143,12 +143,14 @@ def test_training_in_float32_takes_our_kernel_and_agrees_with_float64(resets, pa
 
 @torch.no_grad()
 @pytest.mark.parametrize(("resets", "pads"), [(False, False), (True, False), (False, True), (True, True)])
-def test_a_chunk_after_a_cache_has_the_bits_of_each_row_alone_and_agrees_with_float64(resets, pads):
-    """Rows of different lengths, with documents that begin and padding in between."""
-    B, H, G, T, S, K = 3, 4, 2, 40, 30, 8
+@pytest.mark.parametrize("window", [False, True])
+def test_a_chunk_after_a_cache_has_the_bits_of_each_row_alone_and_agrees_with_float64(resets, pads, window):
+    """Rows of different lengths, with documents that begin and padding in between; a cache of all, and of a window."""
+    B, H, G, T, S, K = 4, 4, 2, 40, 30, 8
     draw = torch.Generator().manual_seed(5)
     reset, pad = (torch.rand(B, T, generator=draw) < 0.1 for _ in range(2))
-    before = torch.tensor([S, 0, 17])
+    before = torch.tensor([S, 0, 17, 100 if window else 3])
+    attend = attention.windowed if window else attention.cached
     masks = (reset if resets else None, pad if pads else None)
     shapes = ((B, H, T, K), (B, G, T, K), (B, G, T, K), (B, G, S, K), (B, G, S, K))
     numbers = [torch.randn(shape, generator=draw) for shape in shapes]
@@ -156,7 +158,7 @@ def test_a_chunk_after_a_cache_has_the_bits_of_each_row_alone_and_agrees_with_fl
     def read(rows: slice, dtype: torch.dtype) -> Tensor:
         at = attention.places(before[rows], T, *(None if mask is None else mask[rows] for mask in masks))
         q, k, v, *ring = (x[rows].to(dtype) for x in numbers)
-        return attention.cached(q, k, v, (ring[0], ring[1]), before[rows], at) * ~pad[rows, None, :, None]
+        return attend(q, k, v, (ring[0], ring[1]), before[rows], at) * ~pad[rows, None, :, None]
 
     whole, exact = read(slice(None), torch.float32), read(slice(None), torch.float64)
     torch.testing.assert_close(whole, exact.float(), rtol=1e-5, atol=1e-6)

@@ -29,6 +29,9 @@ class InMemory:
     def get(self, layer, expert):
         return nullcontext(self.shards[layer, expert])
 
+    def ask(self, layer, experts):
+        pass
+
     def hint(self, layer, expert):
         pass
 
@@ -175,6 +178,9 @@ def test_at_hand_first():
         def get(self, number, expert):
             order.append(expert)
             return inner.get(number, expert)
+
+        def ask(self, number, experts):
+            pass
 
         def hint(self, number, expert):
             pass

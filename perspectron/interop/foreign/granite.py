@@ -47,10 +47,8 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
 
 def _config(source: Source) -> FFNConfig:
     """A SwiGLU, which is the shared network where there are experts, too."""
-    shared, E = (
-        source.number("shared_intermediate_size", 1024),
-        mixture.count(source, "num_local_experts", silent=8),
-    )
+    E = mixture.count(source, "num_local_experts", silent=8)
+    shared = source.number("shared_intermediate_size", 1024, least=int(E == 0))
     if not E:
         return SwiGLUConfig(shared)
     F, K = source.number("intermediate_size"), mixture.chosen(source, E, 2)
@@ -71,8 +69,9 @@ def _network(source: Source, there: str, here: str, D: int, ffn: Any) -> dict[st
     names, shared = ("gate_EFD", "up_EFD", "down_EDF"), ("gate", "up", "down")
     for name, matrix in zip(names, _matrices(source, experts, D, ffn.hidden, E), strict=True):
         taken[f"{here}.{name}"] = matrix
-    for name, matrix in zip(shared, _matrices(source, there, D, ffn.shared), strict=True):
-        taken[f"{here}.shared_{name}_proj.weight"] = matrix
+    if ffn.shared:
+        for name, matrix in zip(shared, _matrices(source, there, D, ffn.shared), strict=True):
+            taken[f"{here}.shared_{name}_proj.weight"] = matrix
     return taken
 
 

@@ -77,7 +77,8 @@ def nemotron(source: Source) -> MixtureConfig:
 def weights(
     source: Source, there: str, here: str, D: int, ffn: MixtureConfig, *, shared: str = "shared_expert"
 ) -> dict[str, Tensor]:
-    """Those of a mixture from its name there, where each expert has matrices of its own. shared: the name of the shared
+    """Those of a mixture from its name there, where each expert has matrices of its own, or, from
+    a GGUF, all of them one tensor. shared: the name of the shared
     network."""
     E = ffn.experts
     taken = {f"{here}.route_proj.weight": source.take(f"{there}.gate.weight", E, D)}
@@ -85,8 +86,11 @@ def weights(
         taken[f"{here}.bias_E"] = source.take(f"{there}.gate.e_score_correction_bias", E)
     for name, ours in (("gate", "gate_EFD"), ("up", "up_EFD"), ("down", "down_EDF"))[not ffn.gated :]:
         shape = (D, ffn.hidden) if name == "down" else (ffn.hidden, D)
-        each = [source.take(f"{there}.experts.{e}.{name}_proj.weight", *shape) for e in range(E)]
-        taken[f"{here}.{ours}"] = torch.stack(each)
+        if source.has(whole := f"{there}.experts.{name}_proj.weight"):
+            taken[f"{here}.{ours}"] = source.take(whole, E, *shape)
+        else:
+            each = [source.take(f"{there}.experts.{e}.{name}_proj.weight", *shape) for e in range(E)]
+            taken[f"{here}.{ours}"] = torch.stack(each)
         if ffn.shared:
             shape = (D, ffn.shared) if name == "down" else (ffn.shared, D)
             taken[f"{here}.shared_{name}_proj.weight"] = source.take(

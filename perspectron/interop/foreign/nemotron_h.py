@@ -20,8 +20,9 @@ HARMLESS = (
     "mamba_ssm_cache_dtype", "max_position_embeddings", "moe_intermediate_size", "moe_latent_size",
     "moe_shared_expert_intermediate_size", "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_group",
     "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_logits_to_keep",
-    "num_nextn_predict_layers", "num_query_groups", "rescale_prenorm_residual", "residual_in_fp32",
-    "routed_scaling_factor", "time_step_floor", "time_step_limit", "time_step_max", "topk_group", "use_mamba_kernels",
+    "num_nextn_predict_layers", "num_query_groups", "partial_rotary_factor", "rescale_prenorm_residual",
+    "residual_in_fp32", "rope_theta", "routed_scaling_factor", "time_step_floor", "time_step_limit", "time_step_max",
+    "topk_group", "use_mamba_kernels",
     *mixture.HARMLESS,
 )  # fmt: skip
 """transformers ignores the limit of steps; experts are read where a layer has them."""
@@ -47,9 +48,12 @@ def config(source: Source) -> ModelConfig:
         networks[EXPERTS] = mixture.nemotron(source)
     blocks = tuple(BlockConfig(mixers.get(kind), networks.get(kind)) for kind in kinds)
     source.must("tie_word_embeddings", (False,), False)  # transformers reads it and ties nothing
+    eps = source.real("layer_norm_epsilon", 1e-5)
+    for name in ("rms_norm_eps", "norm_eps"):  # transformers does not read them
+        source.must(name, (None, eps))
     return ModelConfig(
         "nemotron_h", source.number("vocab_size"), source.number("hidden_size"), blocks, decoder.head(source, False),
-        norm_eps=source.real("layer_norm_epsilon", 1e-5),
+        norm_eps=eps,
     )  # fmt: skip
 
 

@@ -23,15 +23,9 @@ HARMLESS = (
 def config(source: Source) -> ModelConfig:
     mixers = qwen3_5.mixers(source, key_heads=2)
     networks = mixture.networks(
-        source,
-        len(mixers),
-        lambda: decoder.network(source),
-        normed=True,
-        experts=512,
-        used=10,
-        hidden=512,
+        source, len(mixers), lambda: decoder.network(source), normed=True, experts=512, used=10, hidden=512,
         shared=512,
-    )
+    )  # fmt: skip
     return decoder.model(source, "qwen3_next", mixers, networks, longest=32_768)
 
 
@@ -41,16 +35,17 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
-    """Those of Qwen3.5, after rows were put together by what they give."""
+    """Those of Qwen3.5, after rows were put together by what they give, as a GGUF has most."""
     if mixer.kind != "attention":
         H, G, K, V = mixer.heads, mixer.key_heads, mixer.key_dim, mixer.value_dim
         r, name = H // G, f"{there}.linear_attn.in_proj_"
-        both = source.take(f"{name}qkvz.weight", 2 * (G * K + H * V), D).unflatten(0, (G, -1))
-        *qkv, z = (x.flatten(0, 1) for x in both.split([K, K, r * V, r * V], 1))
+        if not source.has(f"{name}qkv.weight"):
+            both = source.take(f"{name}qkvz.weight", 2 * (G * K + H * V), D).unflatten(0, (G, -1))
+            *qkv, z = (x.flatten(0, 1) for x in both.split([K, K, r * V, r * V], 1))
+            source.tensors |= {f"{name}qkv.weight": torch.cat(qkv).clone, f"{name}z.weight": z.clone}
         b, a = (
             x.flatten(0, 1)
             for x in source.take(f"{name}ba.weight", 2 * H, D).unflatten(0, (G, 2, r)).unbind(1)
         )
-        for part, rows in (("qkv", torch.cat(qkv)), ("z", z), ("a", a), ("b", b)):
-            source.tensors[f"{name}{part}.weight"] = rows.clone
+        source.tensors |= {f"{name}a.weight": a.clone, f"{name}b.weight": b.clone}
     return qwen3_5.mixer_weights(source, there, here, D, mixer)

@@ -40,7 +40,8 @@ def unpacked(path: Path) -> Iterator[Source]:
     if "token_embd.weight" not in whole.tensors:
         raise whole.error("it has no tensor token_embd.weight")
     family, fields = FAMILIES[arch], families.Fields(whole, arch)
-    config = families.shared(fields) if family.attends else families.unattended(fields)
+    attends, experts = family.attends, family.experts
+    config = families.shared(fields, experts=experts) if attends else families.unattended(fields)
     config = {"model_type": family.kind} | config | family.config(fields, config)
     fields.done()
     files = tokenizer.files(whole)
@@ -76,7 +77,8 @@ class _Parts(NamedTuple):
         """The one of the folder. CheckpointError: shapes from which it cannot be made."""
         try:
             loaded = [self.fix(each.load()) for each in self.stored]
-            return loaded[0] if len(loaded) == 1 else torch.cat(loaded)
+            rows = 1 if self.stored[0].name.endswith("_exps.weight") else 0  # of each expert
+            return loaded[0] if len(loaded) == 1 else torch.cat(loaded, rows)
         except (RuntimeError, IndexError):
             shapes = ", ".join(f"{each.name} {list(each.shape)}" for each in self.stored)
             path = self.stored[0].path
@@ -97,7 +99,7 @@ def _tensors(whole: Container, family: Family, config: dict[str, Any]) -> dict[s
         if there is None:
             parts[name] = _Parts([whole.tensors[name]], lambda x: x)
             continue
-        there = f"model.layers.{layer[1]}.{there}" if layer else there
+        there = f"{family.layers}.{layer[1]}.{there}" if layer else there
         fix = fixes.get(rest) or fixes.get(stem) or (lambda x: x)
         parts.setdefault(there, _Parts([], fix)).stored.append(whole.tensors[name])
     return {name: each.load for name, each in parts.items()}

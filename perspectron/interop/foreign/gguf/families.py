@@ -113,6 +113,10 @@ class Family(NamedTuple):
     names: dict[str, str]
     fixes: Callable[[Values], dict[str, Fix]] = lambda values: {}
     outer: dict[str, str] = _OUTER
+    experts: bool = False
+    """Whether there can be experts."""
+    layers: str = "model.layers"
+    """What the names of a layer's tensors begin with there."""
     attends: bool = True
     """False of a family without attention, whose values are `unattended`, not `shared`."""
 
@@ -120,8 +124,8 @@ class Family(NamedTuple):
 # ---------------------------------------------------------------- configs
 
 
-def shared(fields: Fields) -> Values:
-    """The values that all families have."""
+def shared(fields: Fields, *, experts: bool = False) -> Values:
+    """The values that all families have. experts: whether there can be some."""
     layers = fields.number("block_count")
     if fields.get("nextn_predict_layers"):
         layers -= fields.number("nextn_predict_layers")
@@ -135,8 +139,8 @@ def shared(fields: Fields) -> Values:
     rope = {"rope_theta": fields.real("rope.freq_base", 1e4), **_rope_scaling(fields)}
     if (turned := fields.number("rope.dimension_count", K)) != K:
         rope["partial_rotary_factor"] = turned / K
-    if experts := fields.get("expert_count", 0):
-        raise fields.error("expert_count", experts, "0")
+    if not experts and (count := fields.get("expert_count", 0)):
+        raise fields.error("expert_count", count, "0")
     fields.get("expert_used_count")
     return {
         "hidden_size": D, "num_hidden_layers": layers, "num_attention_heads": H, "head_dim": K,
@@ -272,15 +276,49 @@ def _qwen35(fields: Fields, values: Values) -> Values:
     }  # fmt: skip
 
 
+def _experts(fields: Fields, *, normed: bool) -> Values:
+    """The numbers of experts; normed: whether llama.cpp divides their weights by their sum."""
+    fields.get("expert_count")
+    for name, only in (
+        ("expert_gating_func", 1), ("expert_weights_scale", 1.0), ("expert_group_count", 1),
+        ("expert_group_used_count", 1), ("expert_shared_count", 1), ("leading_dense_block_count", 0),
+    ):  # fmt: skip
+        if (value := fields.get(name) or only) != only:
+            raise fields.error(name, value, f"{only}")
+    if fields.get("expert_weights_norm", normed) != normed:
+        raise fields.error("expert_weights_norm", not normed, f"{normed}")
+    return {"num_experts_per_tok": fields.number("expert_used_count"), "norm_topk_prob": normed}
+
+
+def _olmoe(fields: Fields, values: Values) -> Values:
+    clip = fields.get("attention.clamp_kqv") or None
+    fields.get("expert_feed_forward_length")
+    return _experts(fields, normed=False) | {"num_experts": fields.number("expert_count"), "clip_qkv": clip}
+
+
+def _qwen3moe(fields: Fields, values: Values) -> Values:
+    """In llama.cpp all layers have experts."""
+    hidden = fields.number("expert_feed_forward_length")
+    return _experts(fields, normed=True) | {
+        "num_experts": fields.number("expert_count"), "moe_intermediate_size": hidden,
+    }  # fmt: skip
+
+
 def _granite(fields: Fields, values: Values) -> Values:
-    """Granite 4, dense; the scales that are missing are those of llama.cpp."""
-    positions = fields.get("rope.scaling.finetuned", True)
+    """Granite 4; the scales that are missing are those of llama.cpp."""
+    positions, experts = fields.get("rope.scaling.finetuned", True), fields.get("expert_count") or 0
+    shared = fields.get("expert_shared_feed_forward_length") or (
+        0 if experts else values["intermediate_size"]
+    )
+    if experts:
+        fields.get("expert_feed_forward_length")
+        per_token = _experts(fields, normed=True)["num_experts_per_tok"]
     return {
         "mamba_n_heads": 1, "mamba_d_head": values["hidden_size"], "mamba_expand": 1,
-        "num_local_experts": 0, "num_experts_per_tok": 0,
+        "num_local_experts": experts, "num_experts_per_tok": per_token if experts else 0,
         "position_embedding_type": "rope" if positions else "nope",
         "layer_types": ["attention"] * values["num_hidden_layers"],
-        "shared_intermediate_size": fields.get("expert_shared_feed_forward_length") or values["intermediate_size"],
+        "shared_intermediate_size": shared,
         "attention_bias": fields.has("attn_q.bias"),
         "attention_multiplier": fields.real("attention.scale", 0.0) or values["head_dim"] ** -0.5,
         "embedding_multiplier": fields.real("embedding_scale", 0.0) or 1.0,
@@ -298,6 +336,65 @@ def _granite_hybrid(fields: Fields, values: Values) -> Values:
         "mamba_d_state": fields.number("ssm.state_size"), "mamba_n_groups": fields.number("ssm.group_count"),
         "mamba_d_conv": fields.number("ssm.conv_kernel"), "mamba_conv_bias": fields.has("ssm_conv1d.bias"),
         "mamba_proj_bias": fields.has("ssm_in.bias"),
+    }  # fmt: skip
+
+
+def _mamba_sizes(fields: Fields) -> dict[str, int]:
+    """Heads of Mamba-2, their width, groups, rows of state and taps."""
+    heads = fields.number("ssm.time_step_rank")
+    return {
+        "heads": heads, "width": fields.number("ssm.inner_size") // heads, "groups": fields.number("ssm.group_count"),
+        "state": fields.number("ssm.state_size"), "taps": fields.number("ssm.conv_kernel"),
+    }  # fmt: skip
+
+
+def _falcon_h1(fields: Fields, values: Values) -> Values:
+    """All factors are in the weights. llama.cpp has the norm after the gate, where there is one."""
+    sizes = _mamba_sizes(fields)
+    return {
+        "mamba_d_ssm": sizes["heads"] * sizes["width"], "mamba_n_heads": sizes["heads"],
+        "mamba_d_head": sizes["width"], "mamba_d_state": sizes["state"], "mamba_n_groups": sizes["groups"],
+        "mamba_d_conv": sizes["taps"], "mamba_conv_bias": fields.has("ssm_conv1d.bias"),
+        "mamba_proj_bias": fields.has("ssm_in.bias"), "projectors_bias": fields.has("ssm_out.bias"),
+        "mamba_rms_norm": fields.has("ssm_norm.weight"), "mamba_norm_before_gate": False,
+        "attention_bias": fields.has("attn_q.bias"), "mlp_bias": fields.has("ffn_up.bias"),
+    }  # fmt: skip
+
+
+def _nemotron_h(fields: Fields, values: Values) -> Values:
+    """llama.cpp has no least Δ, and norms of the one epsilon, though it asks for another, too."""
+    count, sizes = values["num_hidden_layers"], _mamba_sizes(fields)
+    fields.get("attention.layer_norm_epsilon")
+    attends = fields.flags("attention.head_count_kv", count, lambda i: True)
+    widens = fields.flags("feed_forward_length", count, lambda i: True)
+    kinds = [
+        "full_attention" if attends[i] else "mlp" if widens[i] else "linear_attention" for i in range(count)
+    ]
+    return {
+        "layers_block_type": kinds, "layer_norm_epsilon": values["rms_norm_eps"], "rms_norm_eps": None,
+        "rope_parameters": None, "mamba_num_heads": sizes["heads"], "mamba_head_dim": sizes["width"],
+        "n_groups": sizes["groups"], "ssm_state_size": sizes["state"], "conv_kernel": sizes["taps"],
+        "use_conv_bias": fields.has("ssm_conv1d.bias"), "use_bias": fields.has("ssm_in.bias"),
+        "mlp_bias": fields.has("ffn_up.bias"), "time_step_min": 0.0,
+    }  # fmt: skip
+
+
+def _qwen3next(fields: Fields, values: Values) -> Values:
+    """In llama.cpp all layers have experts."""
+    count, every, Hv = (
+        values["num_hidden_layers"],
+        fields.number("full_attention_interval", 4),
+        fields.number("ssm.time_step_rank"),
+    )
+    fields.get("feed_forward_length")
+    return _experts(fields, normed=True) | {
+        "layer_types": ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)],
+        "linear_num_key_heads": fields.number("ssm.group_count"), "linear_num_value_heads": Hv,
+        "linear_key_head_dim": fields.number("ssm.state_size"),
+        "linear_value_head_dim": fields.number("ssm.inner_size") // Hv,
+        "linear_conv_kernel_dim": fields.number("ssm.conv_kernel"), "num_experts": fields.number("expert_count"),
+        "moe_intermediate_size": fields.number("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": fields.number("expert_shared_feed_forward_length"),
     }  # fmt: skip
 
 
@@ -340,10 +437,14 @@ def _less_one(names: tuple[str, ...]) -> dict[str, Fix]:
 
 
 def _mamba(values: Values) -> dict[str, Fix]:
-    return _permuted(values) | {
+    return {
         "ssm_conv1d.weight": lambda x: x[:, None], "ssm_d": torch.flatten, "ssm_norm": torch.flatten,
         "ssm_a": lambda x: _logarithm(x.flatten()),
     }  # fmt: skip
+
+
+def _mamba_permuted(values: Values) -> dict[str, Fix]:
+    return _permuted(values) | _mamba(values)
 
 
 def _logarithm(x: Tensor) -> Tensor:
@@ -373,6 +474,14 @@ def _delta(values: Values) -> dict[str, Fix]:
     }  # fmt: skip
 
 
+def _next(values: Values) -> dict[str, Fix]:
+    """Value heads stand as they did."""
+    norms = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")
+    return _less_one(norms) | {
+        "ssm_conv1d": lambda x: x[:, None], "ssm_a": _logarithm, "ffn_gate_inp_shexp": lambda x: x.reshape(1, -1),
+    }  # fmt: skip
+
+
 def _rwkv7_fixes(values: Values) -> dict[str, Fix]:
     D, K = values["hidden_size"], values["head_dim"]
     return {
@@ -387,6 +496,22 @@ _GEMMA_NORMS = (
 _GRANITE_NAMES = _NORMS | _ATTENTION | {
     "ffn_gate": "shared_mlp.input_linear", "ffn_up": "shared_mlp.input_linear",
     "ffn_down": "shared_mlp.output_linear",
+    "ffn_gate_shexp": "shared_mlp.input_linear", "ffn_up_shexp": "shared_mlp.input_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear", "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_exps": "block_sparse_moe.input_linear", "ffn_up_exps": "block_sparse_moe.input_linear",
+    "ffn_down_exps": "block_sparse_moe.output_linear",
+}  # fmt: skip
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}  # fmt: skip
+"""Of mixtures, all experts in one tensor, as `foreign.mixture` takes them, too."""
+_PARTS = {name: f"mixer.{there.split('.')[1]}" for name, there in (_ATTENTION | _MAMBA | _MLP).items()}
+"""Of layers with one part."""
+_NEXT_NAMES = _NORMS | _ATTENTION | _POST | _DELTA | _EXPERTS | {
+    "ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }  # fmt: skip
 FAMILIES = {
     "llama": Family("llama", _llama, _NORMS | _ATTENTION | _MLP, _permuted),
@@ -400,8 +525,26 @@ FAMILIES = {
     ),
     "olmo2": Family("olmo2", _olmo2, _ATTENTION | _MLP | _POST),
     "qwen35": Family("qwen3_5_text", _qwen35, _NORMS | _ATTENTION | _MLP | _POST | _DELTA, _delta),
+    "olmoe": Family("olmoe", _olmoe, _NORMS | _ATTENTION | _EXPERTS, experts=True),
+    "qwen3moe": Family("qwen3_moe", _qwen3moe, _NORMS | _ATTENTION | _EXPERTS, experts=True),
     "granite": Family("granitemoehybrid", _granite, _GRANITE_NAMES, _permuted),
-    "granitehybrid": Family("granitemoehybrid", _granite_hybrid, _GRANITE_NAMES | _MAMBA, _mamba),
+    "granitemoe": Family("granitemoehybrid", _granite, _GRANITE_NAMES, _permuted, experts=True),
+    "granitehybrid": Family(
+        "granitemoehybrid", _granite_hybrid, _GRANITE_NAMES | _MAMBA, _mamba_permuted, experts=True
+    ),
+    "falcon-h1": Family(
+        "falcon_h1", _falcon_h1,
+        _ATTENTION | _MAMBA
+        | {name: there.replace("mlp", "feed_forward") for name, there in _MLP.items()}
+        | {"attn_norm": "input_layernorm", **dict.fromkeys(("ffn_norm", "ffn_norm.weight"), "pre_ff_layernorm.weight")},
+        _mamba, _OUTER | {"output_norm": "model.final_layernorm"},
+    ),
+    "nemotron_h": Family(
+        "nemotron_h", _nemotron_h, _PARTS | {"attn_norm": "norm"}, _mamba_permuted,
+        {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+        layers="backbone.layers",
+    ),
+    "qwen3next": Family("qwen3_next", _qwen3next, _NEXT_NAMES, _next, experts=True),
     "rwkv7": Family(
         "rwkv7", _rwkv7, _RWKV7, _rwkv7_fixes,
         {
