@@ -1,33 +1,43 @@
 """Hybrids of other programs at their published sizes, with random weights of 4 bits: a decoded token and a prompt here
-and in llama.cpp, in turns, and the bytes of a conversation's state.
+and in llama.cpp, in turns; and a conversation of 32k tokens: its bytes beside those of a transformer, to fork it and to
+read it from a file, and 64 conversations together.
 
 A GGUF with matrices of Q4_0 (embeddings Q8_0) is written as llama.cpp's converter would; both read it. Ours is packed
 again: 4 bits with our scales, the head 8 bits. Logits before that are compared. `pip install llama-cpp-python gguf`
 first, which compiles llama.cpp.
 
 python benchmarks/families.py --json results/families.json
+python benchmarks/families.py --only states --json results/states.json
 """
 
 import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 import common
 import gguf
 import llama_cpp
 import numpy as np
 import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
 
+from perspectron import presets
 from perspectron.data.bpe import byte_letters
 from perspectron.decode.reading import prefill
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.eval.timing import take_turns
 from perspectron.interop import foreign
 from perspectron.interop.foreign.gguf import unpacked
-from perspectron.model.model import LanguageModel
+from perspectron.model import cache
+from perspectron.model.model import LanguageModel, build
+from perspectron.model.state import LMState, read_state, save_state
+from perspectron.ops import attention as attending
 from perspectron.quant.convert import convert
 
 TESTS = ("tests/interop/test_hybrid_tools.py",)
@@ -35,6 +45,11 @@ VISIT = 16  # tokens of a turn
 PROMPT = 256
 BATCH = 512  # tokens that llama.cpp reads at once
 CONTEXTS = (1024, 32_768)
+LONG, TOGETHER, SHORT = 32_768, 64, 256
+"""Tokens of a long conversation; conversations together, and tokens of each."""
+BESIDE = {"Qwen3.5-0.8B": ("Qwen3-0.6B", 28, 8, 128)}
+OTHERS = ("SmolLM2-360M", 32, 5, 64)
+"""Transformers of about the size: name, layers, heads of keys, and their width."""
 FOUR, EIGHT, FULL = (gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q8_0", "F32"))
 Shapes = dict[str, tuple[int, ...]]
 
@@ -42,6 +57,9 @@ Shapes = dict[str, tuple[int, ...]]
 class File:
     """A GGUF while it is written. Matrices of 4 bits are drawn in their stored form, with scales as of a layer's
     initial weights; vectors around what they start at."""
+
+    mute: tuple[int, ...] = ()
+    """Tokens whose embedding is zero, so that none of them is ever the likeliest."""
 
     def __init__(self, path: Path, arch: str, D: int, layers: int, F: int, vocab: int) -> None:
         self.writer, self.draw, self.vocab = gguf.GGUFWriter(path, arch), np.random.default_rng(0), vocab
@@ -58,11 +76,14 @@ class File:
         self.writer.add_token_types([1] * vocab)
         self.writer.add_token_merges(["t 0"])
 
-    def matrix(self, name: str, rows: int, columns: int, kind: Any = FOUR) -> None:
+    def matrix(
+        self, name: str, rows: int, columns: int, kind: Any = FOUR, zero: tuple[int, ...] = ()
+    ) -> None:
         bits = 4 if kind is FOUR else 8
         blocks = self.draw.integers(0, 256, (rows, columns // 32, 2 + 4 * bits), np.uint8)
         scale = 1 / (columns**0.5 * (4.6 if bits == 4 else 74))
         blocks[..., :2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+        blocks[list(zero)] = 0
         self.writer.add_tensor(f"{name}.weight", blocks.reshape(rows, -1), raw_dtype=kind)
 
     def vector(self, name: str, *shape: int, around: float = 1.0) -> None:
@@ -79,7 +100,7 @@ class File:
             self.vector(f"blk.{i}.{name}", *shape, around=-1.0)
 
     def done(self, D: int, last: str) -> None:
-        self.matrix("token_embd", self.vocab, D, EIGHT)
+        self.matrix("token_embd", self.vocab, D, EIGHT, self.mute)
         self.vector(f"{last}.weight", D)
         self.writer.write_header_to_file()
         self.writer.write_kv_data_to_file()
@@ -179,6 +200,7 @@ def lfm2(path: Path, *, D: int, F: int, layers: int, heads: tuple[int, int], voc
 
 
 Write = Callable[[Path], None]
+RWKV = "RWKV-7 0.4B"
 PUBLISHED: dict[str, Write] = {
     "LFM2-350M": lambda path: lfm2(
         path, D=1024, F=4608, layers=16, heads=(16, 8), vocab=65_536, attends=(2, 5, 8, 10, 12, 14)
@@ -272,11 +294,99 @@ def prompt(model: LanguageModel) -> float:
     return (time.perf_counter() - before) / PROMPT
 
 
+def filled(model: LanguageModel, rows: int, tokens: int) -> LMState:
+    """A state as after so many tokens, with random numbers in it. Caches are filled as reading fills them, without the
+    attention to what is written."""
+    draw = torch.Generator().manual_seed(0)
+
+    def leaf(part: Any) -> Any:
+        if isinstance(part, cache.Cache):
+            (_, H, _, K), V = part.k_BHSK.shape, part.v_BHSV.shape[3]
+            k, v = (
+                torch.randn(rows, H, tokens, width, generator=draw).to(part.k_BHSK.dtype) for width in (K, V)
+            )
+            at = attending.places(part.length_B, tokens, None, None)
+            with mock.patch.object(attending, "attend", lambda q, *_, **__: q):
+                return cache.attend(k, k, v, part, at)[1]
+        if isinstance(part, Tensor) and part.is_floating_point():
+            return torch.randn(part.shape, generator=draw).to(part.dtype)
+        return part + tokens if isinstance(part, Tensor) else part
+
+    state = model.init_state(rows)
+    made = pytree.tree_map(leaf, state, is_leaf=lambda part: isinstance(part, cache.Cache))
+    return replace(made, model=model.number)
+
+
+def states(name: str, model: LanguageModel, repeats: int, folder: Path, long: int, report: common.Report) -> dict[str, Any]:  # fmt: skip
+    """A long conversation's bytes, its fork and its restore, and conversations together."""
+    label, layers, heads, width = BESIDE.get(name, OTHERS)
+    state, path = filled(model, 1, long), folder / "conversation.state"
+    its = state.filled().nbytes
+    transformer = 2 * layers * heads * width * 4 * long
+    found: dict[str, Any] = {"tokens": long, "bytes": its, "beside": label, "beside_bytes": transformer}
+    save_state(path, state, model)
+    found["file_bytes"] = path.stat().st_size
+    again = read_state(path, model)[0]
+    pairs = zip(pytree.tree_leaves(state.filled()), pytree.tree_leaves(again.filled()), strict=True)
+    assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+    calls = {"fork": state.fork, "restore": lambda: read_state(path, model)}
+    taken = take_turns({what: common.timed(call) for what, call in calls.items()}, repeats)
+    found["seconds"] = {what: common.Spread.of(seconds) for what, seconds in taken.items()}
+    path.unlink()
+    del state, again
+    steps, decoding = steps_of(model), dict[str, Callable[[], float]]()
+    for rows in (1, TOGETHER):
+        held = [filled(model, rows, SHORT)]
+        ids = torch.full((rows, 1), 5)
+        decoding[str(rows)] = lambda held=held, ids=ids: stepping(model, steps, held, ids)  # type: ignore[misc]
+        found[f"bytes_of_{rows}"] = held[0].nbytes
+    taken = take_turns(decoding, repeats)
+    found["tokens_per_second"] = {
+        rows: common.Spread.of([int(rows) / s for s in seconds]) for rows, seconds in taken.items()
+    }
+    spreads = {what: f"{spread.text(1e3)} ms" for what, spread in found["seconds"].items()}
+    rates = {rows: f"{spread.text()} tokens/s" for rows, spread in found["tokens_per_second"].items()}
+    report.say(f"{name}: {long:,} tokens in {its / 1e6:.1f} MB; {label} {transformer / 1e6:.1f} MB; {spreads}; together {rates}")  # fmt: skip
+    return found
+
+
+def stepping(model: LanguageModel, steps: Any, held: list[LMState], ids: Tensor) -> float:
+    """Seconds of a step of all rows."""
+    before = time.perf_counter()
+    for _ in range(2):
+        _, _, held[0] = stepped(model, steps, ids, held[0])
+    return (time.perf_counter() - before) / 2
+
+
+def rwkv7(args: argparse.Namespace, report: common.Report) -> dict[str, Any]:
+    """RWKV-7 at its published size of 0.4 B parameters, with random weights, packed as the others."""
+    sizes: dict[str, int] = {
+        "vocab_size": 65_536,
+        "d_model": 1024,
+        "layers": 24,
+        "head_dim": 64,
+        "hidden": 4096,
+    }
+    if args.quick:
+        sizes = {"vocab_size": 320, "d_model": 64, "layers": 2, "head_dim": 32, "hidden": 128}
+    model = build(presets.get("rwkv7-tiny", **sizes)).eval()
+    count = common.parameters(model)
+    convert(model, args.format)
+    with tempfile.TemporaryDirectory() as folder:
+        long = 512 if args.quick else LONG
+        return {"parameters": count, **states(RWKV, model, args.repeats, Path(folder), long, report)}
+
+
 def measure(name: str, write: Write, args: argparse.Namespace, report: common.Report) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         write(path := Path(folder) / "model.gguf")
         with unpacked(path) as source:
             model = foreign.model(source).eval()
+        if args.only == "states":
+            count = common.parameters(model)
+            convert(model, args.format)
+            long = 512 if args.quick else LONG
+            return {"parameters": count, **states(name, model, args.repeats, Path(folder), long, report)}
         with Theirs(path, model.config.vocab_size, args.threads) as theirs:
             ids = list(range(1, 33))
             ours, other = prefill(model, [ids])[0][0].numpy(), theirs.read(ids, fresh=True)
@@ -302,13 +412,18 @@ def measure(name: str, write: Write, args: argparse.Namespace, report: common.Re
 def main() -> int:
     parser = common.parser(__doc__ or "", threads=1, repeats=5)
     parser.add_argument("--models", nargs="*", help="of " + ", ".join(PUBLISHED))
+    parser.add_argument(
+        "--only", choices=("states",), help="bytes, forks and restores alone, without llama.cpp"
+    )
     parser.add_argument("--format", default="4bit", help="of our matrices")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     models = QUICK if args.quick else PUBLISHED
-    chosen = {name: models[name] for name in args.models or models}
+    chosen = {name: models[name] for name in args.models or models if name != RWKV}
     report = common.Report(args, TESTS, dtype=f"{args.format}; Q4_0", shapes=f"one row, prompts of {PROMPT}")
     results = {name: measure(name, write, args, report) for name, write in chosen.items()}
+    if args.only == "states" and (not args.models or RWKV in args.models):
+        results[RWKV] = rwkv7(args, report)
     report.finish({"llama_cpp": llama_cpp.__version__, "models": results})
     return 0
 

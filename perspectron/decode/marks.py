@@ -1,35 +1,47 @@
-"""States that sessions can go back to, those of all sessions of a process within one bound."""
+"""States that sessions can go back to, those of all sessions of a process within one bound.
+
+What counts is the memory that they hold (`decode.kept`): what several marks see counts once, what a store keeps too
+counts there, and of a session's caches only what the session itself does not hold any more.
+"""
 
 import itertools
 import threading
 from weakref import WeakSet, WeakValueDictionary
 
+from perspectron.decode.kept import LIVE, Account, Hold
 from perspectron.model.state import LMState
 
 MARKED = 256 << 20
 """Bytes of the marks of all sessions of a process."""
 _LOCK, _CLOCK = threading.RLock(), itertools.count(1)
+_ACCOUNT = Account(2)
 
 
 class _Mark:
     """A state, shared by all forks that stood there; None once it was let go. fixed: it stays while a session is
     there."""
 
-    held = 0
-    """Bytes of all that there are."""
-
     def __init__(self, state: LMState, *, fixed: bool) -> None:
         self.state: LMState | None = state
-        self.fixed, self.nbytes = fixed, state.nbytes  # which takes as long to tell as a short call takes
-        _Mark.held += self.nbytes
+        self.fixed, self._hold = fixed, Hold(_ACCOUNT, state)
 
     def let_go(self) -> None:
         with _LOCK:
-            if self.state is not None:
-                type(self).held -= self.nbytes
-                self.state = None
+            self._hold.let_go()
+            self.state = None
 
-    __del__ = let_go
+
+def held() -> int:
+    """Bytes of all marks that there are."""
+    return _ACCOUNT.bytes
+
+
+def settle() -> None:
+    """Let marks go until all of them are within the bound: memory that others held too may be theirs alone now."""
+    with _LOCK:
+        for text in sorted(_texts, key=lambda text: text.used):
+            if _let_go(text):
+                return
 
 
 class _Text:
@@ -53,6 +65,8 @@ class Marks:
     def __init__(self, text: _Text | None = None) -> None:
         self._text = _Text() if text is None else text
         self._kept = dict[int, _Mark]()
+        self._here: Hold | None = None
+        """Of the latest state, which the session goes on from."""
         with _LOCK:
             _texts.add(self._text)
 
@@ -60,8 +74,9 @@ class Marks:
         """Keep a state, which nobody else changes."""
         with _LOCK:
             now = self._text.used = next(_CLOCK)
+            self._here = Hold(LIVE, state)
             self._text.marks[now] = self._kept[calls] = _Mark(state, fixed=fixed)
-            if _Mark.held > MARKED:
+            if held() > MARKED:
                 self._shrink()
 
     def first(self) -> int:
@@ -91,7 +106,7 @@ class Marks:
         for text in sorted(_texts, key=lambda text: text.used):
             if text is not self._text and _let_go(text):
                 return
-        while _Mark.held > MARKED:
+        while held() > MARKED:
             self._kept = {made: mark for made, mark in self._kept.items() if mark.state is not None}
             few = [made for made in sorted(self._kept) if not self._kept[made].fixed][-2::-2]
             for made in few:
@@ -104,8 +119,8 @@ class Marks:
 def _let_go(text: _Text, but: _Mark | None = None) -> bool:
     """Let the oldest marks of a text go: True as soon as that is enough."""
     for mark in list(text.marks.values()):
-        if _Mark.held <= MARKED:
+        if held() <= MARKED:
             break
         if not mark.fixed and mark is not but:
             mark.let_go()
-    return _Mark.held <= MARKED
+    return held() <= MARKED

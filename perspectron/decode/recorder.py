@@ -48,10 +48,18 @@ class Recorder(Mode):
 
     Unrecordable: an operation that no instruction does, that draws, that asks for a number which a run may change, or
     that writes into something made before, other than those tensors.
+
+    rings: of growing caches, keys and values in turn. before: of each of these caches, what `tape.Table` has of it
+    [L,B,3], one of the bases.
     """
 
-    def __init__(self, bases: Sequence[Tensor], rings: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, bases: Sequence[Tensor], rings: Sequence[Tensor] = (), before_LB3: Tensor | None = None
+    ) -> None:
         super().__init__()
+        self._before = dict[int, Tensor]()
+        if before_LB3 is not None:
+            self._before = {memory(x): before_LB3[at // 2] for at, x in enumerate(rings)}
         self.tape = Tape(bases, rings)
         self._dynamic = set(self.tape.bases)
         # Memory of constants that were made here; True if they hold nothing yet.
@@ -132,9 +140,14 @@ class Recorder(Mode):
             out: Tensor = attention.stepped(q_BH1K, ring, at, scale=scale, cap=cap).contiguous()
             q = tape.contiguous(self.tape, q_BH1K, last=True)
             scale = q_BH1K.shape[-1] ** -0.5 if scale is None else scale
-            tape.attend(self.tape, out, q, k, v, at.length_B, scale, cap)
+            tape.attend(self.tape, out, q, k, v, at.length_B, scale, cap, self._before.get(memory(k)))
         self._dynamic.add(memory(out))
         return out
+
+    def before(self, k_BHSK: Tensor) -> Tensor | None:
+        """Tokens [B] that stand before those in the slots of a growing cache."""
+        before_B3 = self._before.get(memory(k_BHSK))
+        return None if before_B3 is None else before_B3[:, 0]
 
     def widened(self, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         """x Wᵀ + b of a matrix of 16 bits, which is read as it is."""
@@ -254,6 +267,10 @@ class Beside(Mode):
         """`ops.attention.stepped`, as the modules have it."""
         with _disable_current_modes():
             return attention.stepped(q_BH1K, ring, at, scale=scale, cap=cap)
+
+    def before(self, k_BHSK: Tensor) -> Tensor | None:
+        """Nothing: the states of a rehearsal have no pieces."""
+        return None
 
     def widened(self, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         """x Wᵀ + b of a matrix of 16 bits, as the modules have it."""

@@ -96,6 +96,7 @@ class Rows:
         stop_ids: Sequence[int] = (),
         whole: bool = False,
         shares: bool = True,
+        drawn: bool = False,
     ) -> int:
         """Add a row and return its handle. The following steps read its prompt and draw from it.
 
@@ -106,6 +107,8 @@ class Rows:
         logprobs: pieces carry those of the tokens drawn, and of so many of the most likely ones. hooks: of this row.
         stop_ids: tokens that end the text as those of the tokenizer do ("end"); their bytes are none of it.
         min_tokens: before so many are drawn none of these is, and no stop string counts that they complete.
+        drawn: what the conversation has not read is the token that was drawn last; it is read as it would have been, in
+        a step with the other rows, where no prompt and no hook is with it.
         shares: the prompt begins at what the store has, and is stored; else it is read from its first token.
         ConfigError: ids outside the vocabulary, a number out of bounds, settings that do not go together, more tokens
         than a table of learned positions has left. StateError: a conversation of another model, or of several rows.
@@ -160,7 +163,10 @@ class Rows:
         shares = shares and all(hook.shares_prefixes for hook in begun)
         if self.store is not None and conversation is None and shares:
             row.keys = self.store.chain(unread)
-        self._reading.append(row)
+        if drawn and state is not None and len(unread) == 1 and not begun:
+            self._drawing.join([row])
+        else:
+            self._reading.append(row)
         self._next += 1
         return handle
 

@@ -194,8 +194,11 @@ class Session:
             return rows.add(unread, whole=True, **settings)
         sampling = settings.get("sampling", SamplingConfig())
         recent = self._recent(sampling.repetition_window)
-        talk = Conversation(self._state.fork(), [unread], [recent], [sum(self._drawn[:])])
-        return rows.add("", conversation=talk, **settings)
+        # The row goes on in the memory of the state; the session sees it as it is now.
+        state, self._state = self._state, self._state.fork()
+        talk = Conversation(state, [unread], [recent], [sum(self._drawn[:])])
+        drawn = unread == self._ids[-1:] and self._drawn[-1:] == [True]
+        return rows.add("", conversation=talk, drawn=drawn, **settings)
 
     def leave(self, rows: Rows, row: int, ids: Sequence[int]) -> None:
         """Let a row go that has drawn `ids`, and go on from there."""

@@ -149,21 +149,23 @@ class Steps:
         if any(x.device.type != "cpu" for x in tensors(state)):
             return None
         rows = B if self._routed else min(B, ROWS)  # the weights of an expert are read once for all rows
-        if B % rows or any(cache.used == 0 for cache in caches(state)):
+        if B % rows or any(cache.blank for cache in caches(state)):
             return None
-        leaves, spec = pytree.tree_flatten(_roomy(state))
+        state = _roomy(state)
+        leaves, spec = pytree.tree_flatten(_alone(state))
         leaves = [owned(x, True).contiguous() if isinstance(x, Tensor) else x for x in leaves]
-        taken: LMState = dataclasses.replace(pytree.tree_unflatten(leaves, spec), model=model.number)
-        parts = tensors(taken)
+        own: LMState = dataclasses.replace(pytree.tree_unflatten(leaves, spec), model=model.number)
+        parts = tensors(own)
         kind = spec, B > 1, *(x.dtype for x in parts)
-        key = kind, rows, *(x.shape[1:] for x in tensors(_bare(taken)))
+        key = kind, rows, *(x.shape[1:] for x in tensors(_bare(own)))
         if key not in self._made:
-            self._made[key] = None if kind in self._refused else self._recorded(model, taken, rows, kind)
+            self._made[key] = None if kind in self._refused else self._recorded(model, own, rows, kind)
         recording = self._made[key] = self._made.pop(key)  # the latest is the last
         if len(self._made) > MOST_RECORDINGS:
             del self._made[next(iter(self._made))]
         if recording is not None:
-            recording.take(taken)
+            pieces = iter([cache.shared for cache in caches(state)])
+            recording.take(with_caches(own, lambda cache: dataclasses.replace(cache, shared=next(pieces))))
             if recording.left <= 0:
                 recording.leave()
                 return None
@@ -204,7 +206,8 @@ class _Recording:
             torch.empty(rows, n, dtype=model.dtype) for n in (model.config.d_model, model.config.vocab_size)
         )
         rings = [x for cache in caches(traced) for x in (cache.k_BHSK, cache.v_BHSV)]
-        recorder = Recorder([ids_B1, hidden_BD, logits_BV, *bases], rings)
+        table_LB3 = torch.zeros(len(rings) // 2, rows, 3, dtype=torch.int64)
+        recorder = Recorder([ids_B1, hidden_BD, logits_BV, *bases, table_LB3], rings, table_LB3)
         recorder.rehearses = True
         with recorder:
             hidden_B1D, after, _ = model.hidden(ids_B1, traced, consume_state=True)
@@ -275,15 +278,29 @@ class _Recording:
             self.left = min(self.left, self._positions - int(state.length_B.max()))
         if self._caches:
             self._tape.stretch(self._caches[0].slots)
-        self._leaves = tensors(state)
+        self._leaves, groups = tensors(_alone(state)), range(0, self.batch_size, self._rows)
+        self._tables = [self._table(first) for first in groups]
+        starts = [table.rows_LB3.ctypes.data for table in self._tables]
         self._places = [
-            places_of([0, 0, 0, *(x.data_ptr() + first * x[:1].nbytes for x in self._leaves)])
-            for first in range(0, self.batch_size, self._rows)
+            places_of([0, 0, 0, *(x.data_ptr() + first * x[:1].nbytes for x in self._leaves), start])
+            for first, start in zip(groups, starts, strict=True)
         ]
+
+    def _table(self, first: int) -> tape.Table:
+        """What stands in pieces of the rows from the first of a group on."""
+        rows = [
+            cache.shared[first : first + self._rows] if cache.shared else ((),) * self._rows
+            for cache in self._caches
+        ]
+        layers = [[[piece.place for piece in pieces] for pieces in layer] for layer in rows]
+        return tape.table_of(
+            layers, [[sum(piece.tokens for piece in pieces) for pieces in layer] for layer in rows]
+        )
 
     def leave(self) -> None:
         """Let go of the state."""
         self.state, self._caches, self._leaves = None, [], list[Tensor]()
+        self._tables = list[tape.Table]()
 
     def step(
         self, ids_B1: Tensor, run: Callable[[Array[c_int64]], None] | None = None
@@ -312,11 +329,23 @@ def _filled(state: LMState) -> list[Tensor]:
 
 def _roomy(state: LMState) -> LMState:
     """The state with a free slot in each cache, and as many slots in all."""
-    slots = {cache.slots for cache in caches(state)}
-    if len(slots) <= 1 and all(cache.used < cache.slots for cache in caches(state)):
+    if _level(state) and all(cache.used < cache.slots for cache in caches(state)):
         return state
-    most = max(cache.used for cache in caches(state))
-    return with_caches(state, lambda cache: cache.with_slots(room_for(most + 1)))
+    grown = with_caches(state, lambda cache: cache.with_room(1))
+    if _level(grown):
+        return grown
+    most = max(max(cache.before, default=0) + cache.used for cache in caches(state))
+    return with_caches(state, lambda cache: cache.whole().with_slots(room_for(most + 1)))
+
+
+def _level(state: LMState) -> bool:
+    """True if all caches have as many slots."""
+    return len({cache.slots for cache in caches(state)}) <= 1
+
+
+def _alone(state: LMState) -> LMState:
+    """The state without the pieces of its caches, a view."""
+    return with_caches(state, lambda cache: dataclasses.replace(cache, shared=()))
 
 
 def _bare(state: LMState) -> LMState:

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from perspectron import native
 from perspectron.decode.disk import Counters, Disk, Prefix, saved
+from perspectron.decode.kept import Account, Hold
+from perspectron.decode.marks import settle
 from perspectron.decode.reading import CHUNK
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
@@ -32,7 +34,9 @@ FORMAT = "perspectron-prefix-1"
 @dataclass
 class _Entry:
     prefix: Prefix
+    hold: Hold
     size: int
+    """Bytes that it added to those that were kept."""
     parent: bytes
     """Key of the entry from which this one would be computed again; empty if there is none."""
     clock: float
@@ -70,7 +74,8 @@ def _sampled(model: LanguageModel) -> bytes:
 
 
 class PrefixStore:
-    """States of what a model has read, within `memory_bytes` and, in `folder`, `disk_bytes`.
+    """States of what a model has read, within `memory_bytes` and, in `folder`, `disk_bytes`. What counts is the memory
+    that the states hold: tokens of a cache that several begin with count once (`decode.kept`).
 
     An entry is worth the seconds it saves, counted from the nearest shorter one that is stored, for each of its bytes;
     the one worth least goes first, and what was not asked for since others went counts less (GreedyDual-Size: Cao and
@@ -99,13 +104,13 @@ class PrefixStore:
         self.root = hashlib.sha256(json.dumps(said).encode()).digest()
         self.counters = Counters()
         self._entries: dict[bytes, _Entry] = {}
-        self._used, self._clock = 0, 0.0
+        self._account, self._clock = Account(0), 0.0
         self._disk = None if folder is None else Disk(folder, disk_bytes, self.model, self.counters)
 
     @property
     def used_bytes(self) -> int:
-        """The bytes in memory now."""
-        return self._used
+        """The bytes in memory now, those that several states share once."""
+        return self._account.bytes
 
     def __len__(self) -> int:
         """Entries in memory."""
@@ -171,21 +176,21 @@ class PrefixStore:
 
     def _remember(self, keys: Sequence[bytes], prefix: Prefix) -> None:
         """Put a copy into memory, unless what would have to go is worth more."""
-        key, size = keys[prefix.calls - 1], prefix.state.nbytes + prefix.last_1D.nbytes
-        if size > self.memory_bytes:
-            return
+        key, used = keys[prefix.calls - 1], self.used_bytes
+        prefix = replace(prefix, state=prefix.state.fork(), last_1D=prefix.last_1D.clone())
+        hold = Hold(self._account, prefix.state, prefix.last_1D)
         parent = next((k for k in reversed(keys[: prefix.calls - 1]) if k in self._entries), b"")
-        entry = _Entry(prefix, size, parent, self._clock)
-        while self._used + size > self.memory_bytes:
-            least = min(self._entries, key=lambda k: self._worth(self._entries[k]))
-            if self._worth(self._entries[least]) > self._worth(entry):
+        entry = _Entry(prefix, hold, max(1, self.used_bytes - used), parent, self._clock)
+        while self.used_bytes > self.memory_bytes:
+            least = min(self._entries, key=lambda k: self._worth(self._entries[k]), default=None)
+            if least is None or self._worth(self._entries[least]) > self._worth(entry):
+                hold.let_go()
                 return
             if least == entry.parent:
                 entry.parent = self._entries[least].parent
             self._evict(least)
-        entry.prefix = replace(prefix, state=prefix.state.fork(), last_1D=prefix.last_1D.clone())
+            settle()
         self._entries[key] = entry
-        self._used += size
 
     def _worth(self, entry: _Entry) -> float:
         parent = self._entries.get(entry.parent)
@@ -197,7 +202,7 @@ class PrefixStore:
         entry = self._entries[key]
         self._clock = max(self._clock, self._worth(entry))
         del self._entries[key]
-        self._used -= entry.size
+        entry.hold.let_go()
         self.counters.evicted += 1
         for other in self._entries.values():
             if other.parent == key:

@@ -348,7 +348,7 @@ class Asked:
         prompt, half = self.prompt(), self.plan.tokens // 2
         whole = self.anew(prompt, 2 * half, slot=self._slot())
         first = self.anew(prompt, half, slot=self._slot())
-        if not (self.server.tokenizes and first.ids):
+        if not (self.server.tokenizes and len(first.ids) == half):
             raise NotOffered("no route /tokenize, or no ids of the tokens that were drawn, to go on from")
         found = self.warm([*prompt, *first.ids], half)
         self.compare(_rest(whole, first), found, "the second half")
@@ -366,8 +366,8 @@ class Asked:
         prompt, half = self.prompt(), self.plan.tokens // 2
         whole = self.anew(prompt, 2 * half, slot=0)
         first = self.anew(prompt, half, slot=0)
-        if not first.ids:
-            raise NotOffered("no ids of the tokens that were drawn")
+        if len(first.ids) < half:
+            raise NotOffered("no ids of all the tokens that were drawn")
         on = [*prompt, *first.ids]
         if turn:
             on = [*on, *self.more(1)]
@@ -455,7 +455,8 @@ class Asked:
             self._row.note = "one slot: texts wait for each other"
 
     def _of(self, text: int) -> int | None:
-        return text % self.server.slots if self.server.slots else None
+        """A slot of its own, where there are enough."""
+        return text if self.plan.texts <= self.server.slots else None
 
     def chat(self) -> None:
         """A chat again, as a stream, and without log-probabilities."""

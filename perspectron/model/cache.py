@@ -1,22 +1,65 @@
 """The growing cache of full attention, shared by every mixer that attends to all earlier tokens.
 
-Shapes: B batch, T time, H heads of keys and values, S cache slots, K query and key width, V value width.
+Caches share memory until they are written. A fork sees the slots that are filled and has no free ones, so that only the
+cache that it was made from goes on writing there, behind what the fork sees. What goes on from a fork keeps these slots
+as a piece, which nobody changes any more, and gets slots of its own for its tokens.
+
+Shapes: B batch, T time, N tokens of a piece, H heads of keys and values, S cache slots, K query and key width, V value
+width.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron.model.state import Ragged, cat, register
+from perspectron.native.tape import piece_of
 from perspectron.ops import attention
-from perspectron.ops.dispatch import recorder
+from perspectron.ops.dispatch import recorder, under_tracing
 from perspectron.util.errors import StateError
 
 LEAST_SLOTS = 64
 """A cache grows by as many slots, at least."""
+LEAST_OWN = 32
+"""Slots of a cache behind pieces, at least."""
+LEAST_PIECE = 64
+"""Tokens of a piece at least: fewer are copied."""
+LEAST_CUT, LEAST_JOINED = 512, 2048
+"""Tokens of a text at least of which a part becomes a piece, and of one that is taken into a batch: where they are
+fewer, reading from several places costs more than a copy saves."""
+
+
+@register
+@dataclass(frozen=True)
+class Piece:
+    """Keys [1,H,N,K] and values [1,H,N,V] of tokens of one row that stand one after another; not written any more."""
+
+    k_1HNK: Tensor
+    v_1HNV: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.k_1HNK.shape[2]
+
+    @cached_property
+    def place(self) -> bytes:
+        """Where it stands, for a recorded step."""
+        return piece_of(self.k_1HNK, self.v_1HNV)
+
+    @cached_property
+    def storages(self) -> tuple[tuple[int, int], ...]:
+        """The number and the bytes of each memory that it is a view of."""
+        return tuple(storage_of(x) for x in (self.k_1HNK, self.v_1HNV))
+
+
+def storage_of(x: Tensor) -> tuple[int, int]:
+    """A number of the memory that a tensor is a view of, and its bytes."""
+    storage = x.untyped_storage()
+    return int(storage._cdata), storage.nbytes()
 
 
 @register
@@ -24,43 +67,129 @@ LEAST_SLOTS = 64
 class Cache(Ragged):
     """Keys [B,H,S,K] and values [B,H,S,V], S at least the tokens read; length: tokens of the document so far
     [B]; used: no row fills more slots than this. Steps count it up without asking the device; a document that
-    starts, padding in a chunk and `select` bring it down to the longest row."""
+    starts, padding in a chunk and `select` bring it down to the longest row.
+
+    shared: nothing, or for each row the pieces of its first tokens; the slots then hold those after them."""
 
     k_BHSK: Tensor
     v_BHSV: Tensor
     length_B: Tensor
     used: int
+    shared: tuple[tuple[Piece, ...], ...] = ()
     grown = ("k_BHSK", "v_BHSV")
 
     @property
     def slots(self) -> int:
-        """Tokens that there is room for."""
+        """Tokens that there is room for, those in pieces left out."""
         return self.k_BHSK.shape[2]
 
+    @property
+    def before(self) -> list[int]:
+        """Tokens of each row that stand in pieces; nothing where no row has any."""
+        return [sum(piece.tokens for piece in row) for row in self.shared]
+
+    @property
+    def blank(self) -> bool:
+        """True before the first token."""
+        return self.used == 0 and not any(self.shared)
+
     def with_slots(self, S: int) -> "Cache":
-        """The cache with room for S tokens, at least as many as are used; the other slots are empty."""
+        """The cache with S slots, at least as many as are used; the others are empty."""
         k, v = (_with_slots(ring, S) for ring in self.ring())
         return replace(self, k_BHSK=k, v_BHSV=v)
+
+    def with_room(self, T: int) -> "Cache":
+        """The cache with memory of its own, with free slots for T tokens more. What others see of it stays where it
+        is."""
+        used = self.used + T
+        if not (self._may_close(LEAST_CUT) and is_lent(self.k_BHSK)):
+            if not self.shared:
+                return self.with_slots(room_for(used))
+            return self.with_slots(room_for(used, LEAST_OWN if used <= LEAST_OWN else LEAST_SLOTS))
+        closed = self.closed()
+        total = closed.before[0]
+        T += used - T - (total - sum(self.before))  # slots that padding has counted
+        room = -(-T // LEAST_OWN) * LEAST_OWN
+        if self.shared and _lender(self.k_BHSK) == id(self.k_BHSK):
+            # Not a fork but one that reads on: few pieces, of which an eighth of all may be free.
+            room = max(room, min(2 * self.slots, room_for(total + T) - total))
+        return closed.with_slots(room)
+
+    def closed(self) -> "Cache":
+        """The cache of one row with all its tokens in pieces, without slots."""
+        own = int(self.length_B[0]) - sum(self.before)
+        pieces = self.shared[0] if self.shared else ()
+        if own > 0:
+            pieces = (*pieces, Piece(*(_lent(x, own) for x in (self.k_BHSK, self.v_BHSV))))
+        k, v = (x.new_empty(1, x.shape[1], 0, x.shape[3]) for x in (self.k_BHSK, self.v_BHSV))
+        return Cache(k, v, self.length_B, 0, (pieces,))
+
+    def whole(self, free: int = 0) -> "Cache":
+        """The cache without pieces, a copy, with so many free slots at least."""
+        if not self.shared:
+            return self
+        ends = [max(0, length) for length in self.length_B.tolist()]
+        used = max(ends)
+        S = room_for(used + free) if free else used
+        grown = [x.new_zeros(x.shape[0], x.shape[1], S, x.shape[3]) for x in (self.k_BHSK, self.v_BHSV)]
+        for b, row in enumerate(self.shared):
+            both = _parts(row, self.k_BHSK[b : b + 1], self.v_BHSV[b : b + 1])
+            for into, parts in zip(grown, both, strict=True):
+                at = 0
+                for part in parts:
+                    some = min(part.shape[2], ends[b] - at)
+                    into[b : b + 1, :, at : at + some] = part[:, :, :some]
+                    at += some
+        k, v = grown
+        return Cache(k, v, self.length_B, used)
+
+    def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys [B,H,stop − start,K] and values of these tokens, all of them filled; views where one piece has them."""
+        if len(self.shared) > 1:
+            return self.whole().span(start, stop)
+        found = list[Tensor]()
+        for parts in _parts(self.shared[0] if self.shared else (), self.k_BHSK, self.v_BHSV):
+            at, some = 0, list[Tensor]()
+            for part in parts:
+                first, last = max(start, at), min(stop, at + part.shape[2])
+                if first < last:
+                    some.append(part[:, :, first - at : last - at])
+                at += part.shape[2]
+            some = some or [parts[-1][:, :, :0]]
+            found.append(some[0] if len(some) == 1 else torch.cat(some, 2))
+        return found[0], found[1]
 
     def ring(self) -> tuple[Tensor, Tensor]:
         """The slots that may be filled."""
         return self.k_BHSK[:, :, : self.used], self.v_BHSV[:, :, : self.used]
 
-    def spanned(self) -> int:
-        return self.used
+    def parts(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Keys and values of all tokens that may be there, cut along them."""
+        if len(self.shared) > 1:
+            return self.whole().parts()
+        k, v = self.ring()
+        return _parts(self.shared[0], k, v) if self.shared else ([k], [v])
 
-    def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys [B,H,stop − start,K] and values of these slots, all of them used."""
-        return self.k_BHSK[:, :, start:stop], self.v_BHSV[:, :, start:stop]
+    def spanned(self) -> int:
+        return max(self.length_B.tolist()) if self.shared else self.used
+
+    def emptied(self) -> "Cache":
+        k, v = (x[:, :, :0] for x in (self.k_BHSK, self.v_BHSV))
+        return Cache(k, v, self.length_B, self.spanned())
 
     def filled(self) -> "Cache":
+        if self.shared:
+            return self.whole()
         k, v = self.ring()
         return replace(self, k_BHSK=k, v_BHSV=v)
 
     def fork(self, into: "Cache | None" = None) -> "Cache":
-        """A copy with as many slots, of which the used ones are read; or in the memory of `into`, with as many as that
-        has, where it fits."""
-        if into is None or not _fits(self, into):
+        """An independent cache: a copy where little is in it, in the memory of `into` if that fits, or where gradients
+        may be wanted; else it shares the slots that are used, and has no others."""
+        if self._may_lend() and (self.shared or self.used >= LEAST_PIECE):
+            k, v = (_lent(x, self.used) for x in (self.k_BHSK, self.v_BHSV))
+            return replace(self, k_BHSK=k, v_BHSV=v, length_B=self.length_B.clone())
+        if self.shared or into is None or not _fits(self, into):
             return replace(self.with_slots(self.slots), length_B=self.length_B.clone())
         for old, ring in zip((into.k_BHSK, into.v_BHSV), self.ring(), strict=True):
             old[:, :, : self.used].copy_(ring)
@@ -69,9 +198,30 @@ class Cache(Ragged):
             self, k_BHSK=into.k_BHSK, v_BHSV=into.v_BHSV, length_B=into.length_B.copy_(self.length_B)
         )
 
+    def to(self, device: torch.device) -> "Cache":
+        if self.k_BHSK.device == device:
+            return self
+        k, v, length_B = (x.to(device) for x in (self.k_BHSK, self.v_BHSV, self.length_B))
+        moved = tuple(
+            tuple(Piece(piece.k_1HNK.to(device), piece.v_1HNV.to(device)) for piece in row)
+            for row in self.shared
+        )
+        return Cache(k, v, length_B, self.used, moved)
+
+    def _may_lend(self) -> bool:
+        parts = (self.k_BHSK, self.v_BHSV)
+        plain = all(x.device.type == "cpu" and not x.requires_grad for x in parts)
+        return plain and not under_tracing(*parts)
+
+    def _may_close(self, least: int) -> bool:
+        """True where the slots that are used may become a piece: there are enough of them, and tokens in all."""
+        if len(self.length_B) != 1 or self.used < LEAST_PIECE or sum(self.before) + self.used < least:
+            return False
+        return self._may_lend()
+
     def room(self) -> None:
         K, V, longest = self.k_BHSK.shape[2], self.v_BHSV.shape[2], int(self.length_B.max())
-        if not (longest <= self.used <= K == V):
+        if not (longest - max(self.before, default=0) <= self.used <= K == V):
             raise StateError(
                 f"a cache with {K} keys and {V} values, {self.used} of them used, after {longest} tokens; "
                 "must have as many keys as values, and no fewer than are used"
@@ -81,23 +231,69 @@ class Cache(Ragged):
         """These rows, in as many slots as the longest of them fills."""
         rows_N = rows_N.to(self.length_B.device)
         length_B = self.length_B[rows_N]
-        used = self.used if length_B.is_meta else max(length_B.tolist(), default=0)
+        shared = tuple(self.shared[row] for row in rows_N.tolist()) if self.shared else ()
+        if not any(shared):
+            shared = ()
+        used = self.used if length_B.is_meta else max(_own(length_B, shared), default=0)
         k, v = (ring[:, :, :used].index_select(0, rows_N) for ring in (self.k_BHSK, self.v_BHSV))
-        return Cache(k, v, length_B, used)
+        return Cache(k, v, length_B, used, shared)
 
     @classmethod
     def stack(cls, parts: Sequence["Cache"]) -> "Cache":
-        """The rows of all, with the capacity of the largest."""
+        """The rows of all, with the slots of the one that has most. What a long row alone holds is shared."""
+        if len(parts) > 1:
+            parts = [part._joined() for part in parts]
         S = max(part.k_BHSK.shape[2] for part in parts)
         k = cat([_with_slots(part.k_BHSK, S) for part in parts])
         v = cat([_with_slots(part.v_BHSV, S) for part in parts])
-        return Cache(k, v, cat([part.length_B for part in parts]), max(part.used for part in parts))
+        shared = tuple(row for part in parts for row in part.shared or ((),) * len(part.length_B))
+        shared = shared if any(shared) else ()
+        length_B = cat([part.length_B for part in parts])
+        return Cache(k, v, length_B, max(part.used for part in parts), shared)
+
+    def _joined(self) -> "Cache":
+        """For a batch: a long row in pieces, of which only the last tokens may be in slots, a short one without."""
+        if self._may_close(LEAST_JOINED) and int(self.length_B[0]) - sum(self.before) >= LEAST_PIECE:
+            return self.closed()
+        short = len(self.length_B) == 1 and sum(self.before) + self.used < LEAST_JOINED
+        return self.whole() if short else self
 
 
-def room_for(tokens: int) -> int:
+def room_for(tokens: int, least: int = LEAST_SLOTS) -> int:
     """Slots of a cache that is to hold so many tokens: an eighth more at most, so that growing copies little."""
-    step = max(LEAST_SLOTS, (1 << tokens.bit_length()) // 16)
+    step = max(least, (1 << tokens.bit_length()) // 16)
     return -(-tokens // step) * step
+
+
+def is_lent(x: Tensor) -> bool:
+    """True if others may see the memory that a tensor is a view of: what is filled of it must stay as it is."""
+    return _lender(x) is not None
+
+
+def _lender(x: Tensor) -> int | None:
+    """The id of the tensor that first lent this memory."""
+    lender: int | None = getattr(x.untyped_storage(), "lender", None)
+    return lender
+
+
+def _lent(x_BHSK: Tensor, used: int) -> Tensor:
+    """The first slots, a view that others may keep. Writing behind them is no change of it, also to autograd."""
+    if not is_lent(x_BHSK):
+        x_BHSK.untyped_storage().lender = id(x_BHSK)  # type: ignore[attr-defined]
+    return x_BHSK.data[:, :, :used]
+
+
+def _own(length_B: Tensor, shared: tuple[tuple[Piece, ...], ...]) -> list[int]:
+    """Tokens of each row that are in no piece."""
+    lengths = length_B.tolist()
+    if not shared:
+        return lengths
+    return [n - sum(piece.tokens for piece in row) for n, row in zip(lengths, shared, strict=True)]
+
+
+def _parts(row: Sequence[Piece], k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The keys and the values of the pieces, and these."""
+    return [*(piece.k_1HNK for piece in row), k], [*(piece.v_1HNV for piece in row), v]
 
 
 def _with_slots(ring_BHSK: Tensor, S: int) -> Tensor:
@@ -112,11 +308,12 @@ def _with_slots(ring_BHSK: Tensor, S: int) -> Tensor:
 
 
 def _fits(cache: Cache, into: Cache) -> bool:
-    """True if the tensors of `into` can hold the cache."""
+    """True if the tensors of `into` can hold the cache, and nobody else sees them."""
     pairs = ((cache.k_BHSK, into.k_BHSK), (cache.v_BHSV, into.v_BHSV), (cache.length_B, into.length_B))
     alike = all((x.dtype, x.device, len(x)) == (y.dtype, y.device, len(y)) for x, y in pairs)
     wide = all(x.shape[1::2] == y.shape[1::2] for x, y in pairs[:2])
-    return alike and wide and into.slots >= cache.used and into.k_BHSK.is_contiguous()
+    free = not into.shared and alike and wide and into.slots >= cache.used and into.k_BHSK.is_contiguous()
+    return free and not is_lent(into.k_BHSK)
 
 
 def empty(
@@ -156,7 +353,10 @@ def attend(
     `at`: `attention.places` of the chunk after `cache.length_B`. cap: of scores, as `attention.attend`. The cache
     grows when it is full. consume_state: tokens are written into the cache handed in.
     """
-    nothing = cache.used == 0
+    if cache.shared and (at.resets or (q.shape[2] == 1 and recorder() is None)):
+        # One token attends to one piece of memory, with the bits of before; a document that starts needs the slots.
+        cache, consume_state = cache.whole(1), True
+    nothing = cache.blank
     fresh = nothing and not at.resets and not at.padded
     # One token with padding is not worth asking the device for; a chunk is.
     counted = at.resets or (at.padded and q.shape[2] > 1)
@@ -165,7 +365,7 @@ def attend(
         return attention.attend(q, k, v, causal=True, scale=scale, cap=cap, drop=drop), after
     if q.shape[2] == 1:
         return attention.stepped(q, after.ring(), at, scale=scale, cap=cap), after
-    before, before_B = cache.ring(), cache.length_B
+    before, before_B = cache.parts(), cache.length_B
     o = attention.cached(q, k, v, before, before_B, at, fresh=nothing, scale=scale, cap=cap, drop=drop)
     return o, after
 
@@ -173,24 +373,45 @@ def attend(
 def _remember(
     k: Tensor, v: Tensor, cache: Cache, at: attention.Places, fresh: bool, counted: bool, consume_state: bool
 ) -> Cache:
-    S = cache.k_BHSK.shape[2]
-    used = max(1, int(at.length_B.max())) if counted else cache.used + k.shape[2]
+    S, T = cache.slots, k.shape[2]
+    length_B, inner = _inner(cache, at)
+    used = max(1, int(inner.length_B.max())) if counted else cache.used + T
     if fresh and used >= S:
-        k, v = (_own(new.to(cache.k_BHSK.dtype)) for new in (k, v))
+        k, v = (_alone(new.to(cache.k_BHSK.dtype)) for new in (k, v))
         return Cache(k, v, at.length_B, used)
     grows = used > S
-    ring = cache.with_slots(room_for(used)) if grows else cache
+    if grows:
+        # One token, as above, wants no pieces.
+        cache = cache.with_slots(room_for(used)) if T == 1 else cache.with_room(max(1, used - cache.used))
+        length_B, inner = _inner(cache, at)
+        used = max(1, int(inner.length_B.max())) if counted else cache.used + T
     # A program for one size of the cache, as ONNX has it, goes on in its first slots when it is full; a recording is
     # for all sizes.
     wraps = used >= S and recorder() is None
+    # A document that starts is written from the first slot on.
+    consume_state = grows or (consume_state and not (at.resets and is_lent(cache.k_BHSK)))
     k, v = (
-        attention.write(old, new, cache.length_B, at, consume_state=consume_state or grows, wraps=wraps)
-        for old, new in zip((ring.k_BHSK, ring.v_BHSV), (k, v), strict=True)
+        attention.write(old, new, length_B, inner, consume_state=consume_state, wraps=wraps)
+        for old, new in zip((cache.k_BHSK, cache.v_BHSV), (k, v), strict=True)
     )
-    return Cache(k, v, at.length_B, used)
+    return Cache(k, v, at.length_B, used, cache.shared)
 
 
-def _own(x: Tensor) -> Tensor:
+def _inner(cache: Cache, at: attention.Places) -> tuple[Tensor, attention.Places]:
+    """Tokens in the slots [B] of a cache, and the places of a chunk counted from the first token in the slots."""
+    if (tape := recorder()) is not None:  # a token, which is written at its place
+        before_B = tape.before(cache.k_BHSK)
+        return cache.length_B, at._replace(
+            position_BT=at.position_BT - before_B[:, None]
+        ) if before_B is not None else at
+    if not cache.shared:
+        return cache.length_B, at
+    before_B = torch.tensor(cache.before, device=cache.length_B.device)
+    position_BT, length_B = at.position_BT - before_B[:, None], at.length_B - before_B
+    return cache.length_B - before_B, at._replace(position_BT=position_BT, length_B=length_B)
+
+
+def _alone(x: Tensor) -> Tensor:
     """Contiguous, and no view of something larger (of q, k and v in one)."""
-    own = x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
-    return x if own else x.clone(memory_format=torch.contiguous_format)
+    alone = x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
+    return x if alone else x.clone(memory_format=torch.contiguous_format)

@@ -56,6 +56,10 @@ class Ragged(ABC):
         """These slots of each of the parts that grow, in their order."""
         return ()
 
+    def emptied(self) -> Self:
+        """The same counts without slots in the parts that grow."""
+        return self
+
     @abstractmethod
     def room(self) -> None:
         """Raise StateError unless its count fits its capacity."""
@@ -68,6 +72,11 @@ class Ragged(ABC):
         """An independent copy. into: another, which is used up: its memory is taken where it has the shape."""
         copy: Self = pytree.tree_map(_copied, self, self if into is None else into)
         return copy
+
+    def to(self, device: torch.device) -> Self:
+        """The same on a device."""
+        moved: Self = pytree.tree_map_only(Tensor, lambda x: x.to(device), self)
+        return moved
 
     def select(self, rows_N: Tensor) -> Self:
         """These rows, as a copy."""
@@ -138,8 +147,8 @@ class LMState:
         return LMState.stack([self, state]).select([B if other == row else other for other in range(B)])
 
     def fork(self, into: "LMState | None" = None) -> "LMState":
-        """An independent copy. into: another state of the model, which is used up: its memory is taken where it has the
-        shape."""
+        """An independent state: a copy but for caches, which share what both have read (`model.cache`). into: another
+        state of the model, which is used up: its memory is taken where it has the shape."""
         copied: LMState = pytree.tree_map(_forked, self, self if into is None else into, is_leaf=_is_ragged)
         return dataclasses.replace(copied, model=self.model)
 
@@ -158,7 +167,10 @@ class LMState:
         return self._map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
 
     def to(self, device: torch.device | str) -> "LMState":
-        return self._map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+        device = torch.device(device)
+        return self._map(
+            lambda part: part.to(device) if isinstance(part, (Tensor, Ragged)) else part, is_leaf=_is_ragged
+        )
 
     @property
     def batch_size(self) -> int:
@@ -211,6 +223,10 @@ def _copied(leaf: Any, into: Any) -> Any:
     if into is not leaf and fits and into.is_contiguous():
         return into.copy_(leaf)
     return leaf.clone(memory_format=torch.contiguous_format)
+
+
+def _emptied(part: Any) -> Any:
+    return part.emptied() if isinstance(part, Ragged) else part
 
 
 def _selected(part: Any, rows_N: Tensor) -> Any:
@@ -277,7 +293,12 @@ def packed(
 ) -> Contents:
     """What a file of a state holds. StateError, which names it: `extra` is no JSON, or dtype none that there is or that
     the numbers fit."""
-    leaves = {_name(where): value for where, value in pytree.tree_leaves_with_path(state.filled())}
+    parts = pytree.tree_leaves_with_path(state, is_leaf=_is_ragged)
+    grown = {_name(where): part for where, part in parts if isinstance(part, Ragged) and part.grown}
+    slots = {part.spanned() for part in grown.values()}
+    apart = dtype == "full" and len(slots) == 1
+    whole = state._map(_emptied, is_leaf=_is_ragged) if apart else state.filled()
+    leaves = {_name(where): value for where, value in pytree.tree_leaves_with_path(whole)}
     tensors = {name: leaf.detach().cpu() for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
     numbers = {name: leaf for name, leaf in leaves.items() if name not in tensors}
     header = {"format": FORMAT, "model": model.fingerprint(), "numbers": json.dumps(numbers)}
@@ -289,11 +310,7 @@ def packed(
         raise StateError(f"{path}: extra cannot be stored as JSON ({error})") from None
     if dtype != "full":
         narrow.tensors(path, tensors, header, dtype)
-        return Contents(header, tensors)
-    parts = pytree.tree_leaves_with_path(state, is_leaf=_is_ragged)
-    grown = {_name(where): part for where, part in parts if isinstance(part, Ragged) and part.grown}
-    slots = {part.spanned() for part in grown.values()}
-    if len(slots) != 1:
+    if not apart:
         return Contents(header, tensors)
     spans = tuple(
         Grown(tuple(f"{name}.{own}" for own in part.grown), part.span) for name, part in grown.items()

@@ -6,6 +6,7 @@ the number of threads nor on the instruction set. What each instruction does: `c
 `csrc/api_tape.inl`.
 """
 
+import struct
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_int64
 from itertools import accumulate
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from perspectron.native import FORMATS, TILES, _library, check_matrix, threads
@@ -288,6 +290,33 @@ def places_of(bases: Sequence[int]) -> Array[c_int64]:
     return (c_int64 * (1 + len(bases)))(0, *bases)
 
 
+class Table(NamedTuple):
+    """For the instruction `attend`: of each layer with a growing cache and each row, how many tokens come before those
+    in its slots, in how many pieces of memory, and where these are listed [L,B,3]; and the lists, which are kept with
+    it."""
+
+    rows_LB3: NDArray[np.int64]
+    lists: NDArray[np.int64]
+
+
+def table_of(layers: Sequence[Sequence[Sequence[bytes]]], tokens: Sequence[Sequence[int]]) -> Table:
+    """layers: of each layer and row, its pieces, each as `piece_of` writes it; tokens: how many they have together."""
+    lists = np.frombuffer(b"".join(piece for rows in layers for pieces in rows for piece in pieces), np.int64)
+    counts = np.array([[len(pieces) for pieces in rows] for rows in layers], np.int64)
+    ends = np.cumsum(counts.reshape(-1)).reshape(counts.shape)
+    places = lists.ctypes.data + (ends - counts) * PIECE_BYTES
+    return Table(np.stack([np.array(tokens, np.int64), counts, places], -1), lists)
+
+
+PIECE_BYTES = 7 * 8
+
+
+def piece_of(k_1HNK: Tensor, v_1HNV: Tensor) -> bytes:
+    """Where keys and values of some tokens stand, for a `Table`."""
+    steps = [x.stride(d) for x in (k_1HNK, v_1HNV) for d in (1, 2)]
+    return struct.pack("=7q", k_1HNK.data_ptr(), v_1HNV.data_ptr(), k_1HNK.shape[2], *steps)
+
+
 def memory(x: Tensor) -> int:
     """A number of the memory that a tensor is a view of."""
     return int(x.untyped_storage()._cdata)
@@ -417,9 +446,11 @@ def attend(
     length_B: Tensor,
     scale: float,
     cap: float | None,
+    before_B3: Tensor | None = None,
 ) -> None:
     """out [B,H,1,V] = softmax(scale · q kᵀ) v over the slots of a ring [B,G,S,·] that `length` tokens have filled; with
-    a cap, scores s become cap · tanh(s / cap)."""
+    a cap, scores s become cap · tanh(s / cap). before: of each row, the tokens that lie in pieces of memory before the
+    slots, as `table_of` has them."""
     if k.dtype is not v.dtype:
         raise Unrecordable(f"attention to keys of {k.dtype} and values of {v.dtype}")
     slots = k.stride(1) // k.stride(2)
@@ -429,8 +460,11 @@ def attend(
             raise Unrecordable("attention to rows that do not lie together")
     heads = [(x.stride(0), x.stride(1) * (H // G), x.stride(1), 0, 0) for x in (out, q)]
     rings = [(x.stride(0), x.stride(1), x.stride(2), 0, 0) for x in (k, v)]
-    axes = Axes.of((B, G, H // G, K, V), *heads, *rings, (length_B.stride(0), 0, 0, 0, 0))
-    tape.write("attend", axes, (out, q, k, v, length_B), (scale, slots, cap or 0))
+    more = () if before_B3 is None else (before_B3,)
+    axes = Axes.of(
+        (B, G, H // G, K, V), *heads, *rings, *[(x.stride(0), 0, 0, 0, 0) for x in (length_B, *more)]
+    )
+    tape.write("attend", axes, (out, q, k, v, length_B, *more), (scale, slots, cap or 0))
 
 
 def packed(tape: Tape, out: Tensor, x: Tensor, codes: Tensor, scales: Tensor, format: str) -> None:

@@ -7,7 +7,7 @@ is never let run full.
 Shapes: B batch, T chunk, S cache slots, H query heads, G key heads, K head width, V value width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -268,7 +268,7 @@ def cached(
     q_BHTK: Tensor,
     k_BGTK: Tensor,
     v_BGTV: Tensor,
-    ring: tuple[Tensor, Tensor],
+    ring: tuple[Sequence[Tensor], Sequence[Tensor]],
     before_B: Tensor,
     at: Places,
     *,
@@ -277,18 +277,22 @@ def cached(
     cap: float | None = None,
     drop: Drop = None,
 ) -> Tensor:
-    """A chunk attends to a cache [B,G,S,K] of everything before it, and to itself. fresh: there was nothing before."""
+    """A chunk attends to a cache [B,G,S,K] of everything before it, cut along S, and to itself. fresh: there was
+    nothing before."""
     scale = q_BHTK.shape[3] ** -0.5 if scale is None else scale
     takes = (gradients_off() or (fresh and drop is None and not at.padded)) and cap is None
     if takes and _ours(q_BHTK, k_BGTK, v_BGTV, scale):
         return _after(q_BHTK, k_BGTK, v_BGTV, ring, before_B * (not fresh), at, None, scale)
-    old_BS = slots(before_B, ring[0].shape[2])
+    old_BS = slots(before_B, sum(part.shape[2] for part in ring[0]))
     own_BT = torch.where(at.valid_BT, at.position_BT, -1)
     position_BS = torch.cat([old_BS, own_BT], 1)
     segment_BS = torch.cat([torch.zeros_like(old_BS), at.segment_BT], 1)
     mask_BTS = visible(at, position_BS, segment_BS, None)
     mask_BTS.diagonal(old_BS.shape[1], 1, 2).fill_(True)  # padding sees itself: no empty softmax
-    k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(ring, (k_BGTK, v_BGTV), strict=True))
+    k, v = (
+        torch.cat([*(part.to(new.dtype) for part in old), new], 2)
+        for old, new in zip(ring, (k_BGTK, v_BGTV), strict=True)
+    )
     return attend(q_BHTK, k, v, mask_BTS, scale=scale, cap=cap, drop=drop)
 
 
@@ -296,7 +300,7 @@ def _after(
     q_BHTK: Tensor,
     k_BGTK: Tensor,
     v_BGTV: Tensor,
-    ring: tuple[Tensor, Tensor],
+    ring: tuple[Sequence[Tensor], Sequence[Tensor]],
     before_B: Tensor,
     at: Places,
     window: int | None,
@@ -306,7 +310,7 @@ def _after(
     that each has its keys in the places that they have when it is alone."""
     counts = before_B.tolist()
     if not at.padded and len(set(counts)) == 1:
-        k, v = (torch.cat([_oldest_first(old, counts[0]).to(new.dtype), new], 2)
+        k, v = (torch.cat([*(part.to(new.dtype) for part in _oldest_first(old, counts[0])), new], 2)
                 for old, new in zip(ring, (k_BGTK, v_BGTV), strict=True))  # fmt: skip
         return _attended(q_BHTK, k, v, _first(at, window, k.shape[2] - k_BGTK.shape[2]), scale)
     o = q_BHTK.new_zeros(*q_BHTK.shape[:3], v_BGTV.shape[3])
@@ -318,17 +322,19 @@ def _after(
                 padded=False, **{name: getattr(at, name)[row, own] for name in at._fields[:3]}
             )
             q, k, v = (x[row, :, own] for x in (q_BHTK, k_BGTK, v_BGTV))
-            old = ring[0][row], ring[1][row]
+            old = [part[row] for part in ring[0]], [part[row] for part in ring[1]]
             o[row, :, own] = _after(q, k, v, old, before_B[row], tokens, window, scale)
     return o
 
 
-def _oldest_first(ring_BGSK: Tensor, count: int) -> Tensor:
-    """What a ring holds after so many tokens, in their order."""
-    S = ring_BGSK.shape[2]
-    if count <= S:
-        return ring_BGSK[:, :, :count]
-    return ring_BGSK.roll(-(count % S), 2)
+def _oldest_first(parts_BGSK: Sequence[Tensor], count: int) -> list[Tensor]:
+    """What a ring, cut along S, holds after so many tokens, in their order; one that is cut has room for all."""
+    found, left = list[Tensor](), count
+    for part in parts_BGSK:
+        S = part.shape[2]
+        found.append(part[:, :, :left] if left <= S or len(parts_BGSK) > 1 else part.roll(-(left % S), 2))
+        left -= min(left, S)
+    return found
 
 
 def _columns(x_BHTK: Tensor, order_BT: Tensor) -> Tensor:
@@ -365,7 +371,7 @@ def windowed(
     scale = q_BHTK.shape[3] ** -0.5 if scale is None else scale
     takes = (gradients_off() or (fresh and drop is None)) and cap is None
     if takes and _ours(q_BHTK, k_BGTK, v_BGTK, scale):
-        return _after(q_BHTK, k_BGTK, v_BGTK, ring, before_B * (not fresh), at, W, scale)
+        return _after(q_BHTK, k_BGTK, v_BGTK, ([ring[0]], [ring[1]]), before_B * (not fresh), at, W, scale)
     c = min(W, T)
     n = -(-T // c)
     tail = n * c - T

@@ -78,7 +78,7 @@ def _cache(backend: str, q: Tensor, k: Tensor, v: Tensor, old_k: Tensor, old_v: 
         return (_seen(q, k, v, past, k.shape[2]),)
     before = torch.full((B,), past, device=q.device)
     at = attention.places(before, T, None, None)
-    return (attention.cached(q, k, v, (old_k, old_v), before, at),)
+    return (attention.cached(q, k, v, ([old_k], [old_v]), before, at),)
 
 
 def _rope(backend: str, x: Tensor) -> Tensors:

@@ -13,7 +13,7 @@ from perspectron import presets
 from perspectron.data.specials import Specials
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
-from perspectron.decode.marks import Marks, _Mark
+from perspectron.decode.marks import Marks, held
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
@@ -179,7 +179,7 @@ def test_the_marks_of_all_sessions_are_within_one_bound(tokenizer, monkeypatch) 
     gc.collect()
     model = small("hgrn2")  # whose states are all of one size
     one = model.init_state(1).nbytes
-    monkeypatch.setattr("perspectron.decode.marks.MARKED", (bound := _Mark.held + 24 * one))
+    monkeypatch.setattr("perspectron.decode.marks.MARKED", (bound := held() + 24 * one))
     texts = [session_of(model, tokenizer).read(prompt_of(10 * CHUNK + 1, n)) for n in range(2)]
     assert [list(text._marks._alive()) for text in texts] == [[*range(1, 11)]] * 2
     texts[0].at(3)  # used again: the second is now the one to give
@@ -193,17 +193,17 @@ def test_the_marks_of_all_sessions_are_within_one_bound(tokenizer, monkeypatch) 
     left = [sorted(text._marks._alive()) for text in texts]
     assert left[:2] == [[], []] and len(left[2]) >= 12 and max(left[2]) == 107
     assert left[2][0] < 54, "every second one is let go, not the oldest"
-    assert _Mark.held <= bound
+    assert held() <= bound
     again = session_of(model, tokenizer).read(prompt_of(10 * CHUNK + 1, 0))
     assert texts[0].at(20).say(5, sampling=SAMPLED) == again.at(20).say(5, sampling=SAMPLED)
     forks = [texts[2].fork() for _ in range(50)]
-    assert _Mark.held <= bound, "what forks share is there once"
+    assert held() <= bound, "what forks share is there once"
     for number, fork in enumerate(forks):
         fork.read([5 + number] * CHUNK)
-    assert _Mark.held <= bound and len(forks[-1]._marks._alive()) >= 1
+    assert held() <= bound and len(forks[-1]._marks._alive()) >= 1
     del texts, forks, again, fork
     gc.collect()
-    assert _Mark.held <= bound - 24 * one, "and what nobody has counts no more"
+    assert held() <= bound - 24 * one, "and what nobody has counts no more"
 
 
 def test_what_is_wrong_is_said_and_changes_nothing(perspective, tokenizer, tmp_path) -> None:

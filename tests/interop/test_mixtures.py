@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.nemotron_h import modeling_nemotron_h
@@ -57,6 +58,23 @@ class TestEach(families.Questions):
         mixtures = [module for module in ours.modules() if isinstance(module, Mixture)]
         assert mixtures and all(x.dtype is torch.bfloat16 for m in mixtures for x in m.matrices().values())
         families.logits_are_the_same(theirs, ours)
+
+
+@pytest.mark.parametrize("family", CASES, ids=map(str, CASES))
+def test_what_a_config_leaves_out_is_what_transformers_takes(family, tmp_path):
+    """Each key once: the config, or what is wrong with it, is that of all that transformers makes of the rest; or the
+    key is a size that must be there."""
+    for name in family.values:
+        less = {key: value for key, value in family.values.items() if key != name}
+        try:
+            AutoConfig.for_model(family.kind, **less).save_pretrained(tmp_path)
+        except StrictDataclassError:
+            assert isinstance(families.config_of(family, less), str)
+            continue
+        found = families.config_of(family, less)
+        if not (isinstance(found, str) and f" {name} is None, must be" in found):
+            whole = json.loads((tmp_path / "config.json").read_text())
+            assert found == families.config_of(family, whole), name
 
 
 def test_a_missing_expert_is_named(tmp_path):

@@ -74,6 +74,21 @@ def test_a_prompt_is_read_from_its_first_token_without_its_cache(client, tiny) -
     assert all(answer["choices"] == cached["choices"] for answer in (*answers, first))
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_a_text_that_goes_on_from_a_state_has_the_bits_of_one_that_never_stopped(
+    tmp_path, tokenizer, together
+) -> None:
+    """The token that was drawn last is read in a step as it would have been, also in a batch."""
+    one = served(tmp_path, tokenizer, design="transformer-tiny", together=together)
+    with TestClient(create([one]), base_url="http://localhost") as client:
+        whole = complete(client, logprobs=3, temperature=0)["choices"][0]["logprobs"]
+        first = complete(client, logprobs=3, temperature=0, max_tokens=5, save="a")["choices"][0]["logprobs"]
+        rest = complete(client, logprobs=3, temperature=0, max_tokens=7, prompt="", state="a")
+        rest = rest["choices"][0]["logprobs"]
+    for key in ("tokens", "token_logprobs", "top_logprobs"):
+        assert first[key] + rest[key] == whole[key]
+
+
 def test_perspectives_say_what_they_say_of_each_token(tmp_path, tokenizer) -> None:
     """As `generate` has them, whole and streamed, in both routes; without them, no such field."""
     looks = PerspectivesConfig(trigger_p=0, trigger_entropy=99, every=2, threshold=0.02)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from xxhash import xxh3_64_hexdigest
 
+from perspectron.experts.router import RoutedConfig
 from perspectron.model.census import packed_expert
 from perspectron.ops.packing import unpack
 from perspectron.stream.expert_file import MAX_HEADER, ExpertLayout, dump, write_layer
@@ -87,7 +88,7 @@ def test_any_reader_of_safetensors_reads_it(tmp_path: Path, lab, widths) -> None
 
 def test_the_sizes_of_the_full_model() -> None:
     layout = ExpertLayout(4096, 11008)
-    codes, scales = packed_expert(4096, 11008)
+    codes, scales = packed_expert(4096, RoutedConfig(11008, (8, 4, 4)))
     assert (
         (layout.parts[3].start, layout.parts[-1].start) == (codes, codes + scales) == (27_065_344, 27_169_792)
     )

@@ -29,6 +29,7 @@ from perspectron.stream.engine import StreamedModel, load_artifact
 from perspectron.stream.synthetic import synthesize
 from perspectron.util.errors import ArtifactError, ConfigError, ShardError
 from tests.interop.families import redraw
+from tests.refusals import refused
 
 FORMATS = ("4bit32", "8bit32", "2bit", "4bit", "int8")
 TEXT = "the cat sat on the mat, and the dog sat on the log. "
@@ -155,19 +156,19 @@ def test_a_file_that_ends_early_is_named(folder, tmp_path):
     path = copy / layer_file(2)
     whole = path.read_bytes()
     path.write_bytes(whole[:-4096])
-    with pytest.raises(ArtifactError, match=layer_file(2)):
+    with refused(ArtifactError, layer_file(2)):
         load_artifact(copy)
     path.write_bytes(whole)
     model, _ = load_artifact(copy, cache_bytes=budget(copy, 3))
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ShardError, match=layer_file(2)):
+    with refused(ShardError, layer_file(2)):
         logits(model)
 
 
 def test_a_file_that_is_missing_is_named(folder, tmp_path):
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     (copy / layer_file(3)).unlink()
-    with pytest.raises(ArtifactError, match=layer_file(3)):
+    with refused(ArtifactError, layer_file(3)):
         load_artifact(copy)
 
 
@@ -179,7 +180,7 @@ def test_a_header_of_other_experts_is_refused(folder, tmp_path, change):
     values = json.loads((copy / "config.json").read_text())
     values["experts"] |= change
     (copy / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ArtifactError, match=r"config\.json"):
+    with refused(ArtifactError, "config.json"):
         read_header(copy)
 
 

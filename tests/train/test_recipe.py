@@ -332,7 +332,7 @@ def test_shares_and_steps_that_cannot_be_are_refused_by_name(runs, tmp_path):
         plan(tmp_path, short)
     with refused(ConfigError, "dense_share"):
         StagedConfig(dense_share=0.0)
-    with refused(ConfigError, "dense_share", 0.5):
+    with refused(ConfigError, "dense_share", 1.15):
         StagedConfig(dense_share=0.5)
     with refused(ConfigError, "distill"):
         StagedConfig(distill=-1.0)

@@ -29,9 +29,11 @@ API int64_t pspx_tape(const void* tape, int64_t count, void* const* bases, int t
       const Operand& filled = i.at[4];
       const int64_t* length = reinterpret_cast<const int64_t*>(static_cast<const char*>(bases[filled.base]) + filled.offset);
       int64_t longest = 0;
-      for (int64_t b = 0; b < i.size[0]; b++)
-        longest = length[b * filled.stride[0]] > longest ? length[b * filled.stride[0]] : longest;
-      if (longest > int64_t(i.number[1])) longest = int64_t(i.number[1]);
+      for (int64_t b = 0; b < i.size[0]; b++) {
+        const Before* before = before_of(i, bases, b);
+        const int64_t most = int64_t(i.number[1]) + (before == nullptr ? 0 : before->tokens), n = length[b * filled.stride[0]];
+        longest = n > longest ? (n < most ? n : most) : longest;
+      }
       shared(work * longest >= WORTH_SHARING ? threads : 1, pairs, 1,
              [&](int64_t first, int64_t last) { k.tape_attend(i, bases, first, last); });
     } else if (i.code == PACKED) {  // y [T][N] = x [T][K] Wᵀ, of size[2 … 4]; the codes, the scales; number[0] is the format

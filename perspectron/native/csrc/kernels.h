@@ -190,6 +190,22 @@ struct Instruction {
   Operand at[6];
 };
 
+// A row's tokens before those in the slots of its cache, in pieces of memory that others may read too. Steps are from head
+// to head and from token to token, in numbers. As perspectron/native/tape.py lays them out.
+struct Piece {
+  const void *k, *v;
+  int64_t tokens, k_head, k_step, v_head, v_step;
+};
+struct Before {
+  int64_t tokens, count;
+  const Piece* piece;
+};
+inline const Before* before_of(const Instruction& i, void* const* bases, int64_t row) {
+  const Operand& at = i.at[5];
+  if (at.kind != LONG) return nullptr;
+  return reinterpret_cast<const Before*>(static_cast<const char*>(bases[at.base]) + at.offset) + row;
+}
+
 struct Kernels {
   const char* name;
   int few;  // up to so many tokens are multiplied straight from the packed codes

@@ -415,12 +415,13 @@ inline void all_dots(const W* w, int64_t w_step, int64_t rows, const float* x, i
     }
 }
 
-// y = Σ_k a[k] b[k][0 … n), its rows bk apart.
-template <class W>
+// y = Σ_k a[k] b[k][0 … n), its rows bk apart; MORE: added to what y has, with the bits of one sum.
+template <bool MORE = false, class W>
 inline void sum_rows(const float* a, int64_t ak, const W* b, int64_t bk, int64_t k, int64_t n, float* y) {
   int64_t c = 0;
   for (; c + 64 <= n; c += 64) {
-    Floats sum[4] = {broadcast(0), broadcast(0), broadcast(0), broadcast(0)};
+    Floats sum[4];
+    unroll<4>([&](auto u) ALWAYS { sum[u] = MORE ? load_floats(y + c + 16 * u) : broadcast(0); });
     for (int64_t j = 0; j < k; j++) {
       const Floats all = broadcast(a[j * ak]);
       unroll<4>([&](auto u) ALWAYS { sum[u] = fma(all, get(b + j * bk + c + 16 * u), sum[u]); });
@@ -429,7 +430,7 @@ inline void sum_rows(const float* a, int64_t ak, const W* b, int64_t bk, int64_t
   }
   for (; c < n; c += 16) {
     const int64_t width = n - c < 16 ? n - c : 16;
-    Floats sum = broadcast(0);
+    Floats sum = !MORE ? broadcast(0) : width == 16 ? get(y + c) : get(y + c, width);
     for (int64_t j = 0; j < k; j++) {
       const W* row = b + j * bk + c;
       sum = fma(broadcast(a[j * ak]), width == 16 ? get(row) : get(row, width), sum);
@@ -524,8 +525,24 @@ void product(const Instruction& i, void* const* bases, int64_t first, int64_t la
 }
 
 // ---- attention of one token: out [B][G][h][V], q [B][G][h][K], keys and values [B][G][S][·], length [B]; of i.size
-// B, G, h, K, V; number[1] is S, and scores s become c · tanh(s / c) of c = number[2], if that is not 0. Pairs
+// B, G, h, K, V; number[1] is S, and scores s become c · tanh(s / c) of c = number[2], if that is not 0. Where operand 5
+// is there, it has the Before of each row: pieces of memory that hold the tokens before those in the slots. Pairs
 // [first, last) of a row and a key head. T: of keys and values.
+
+// f(keys, their step, values, their step, first token, tokens) for each piece of memory with some of the first n tokens.
+template <class T, class F>
+inline ALWAYS void pieces(const Before* before, int64_t g, const T* k, int64_t k_step, const T* v, int64_t v_step, int64_t n,
+                          const F& f) {
+  int64_t at = 0;
+  for (int64_t p = 0; before != nullptr && p < before->count && at < n; p++) {
+    const Piece& own = before->piece[p];
+    const int64_t some = own.tokens < n - at ? own.tokens : n - at;
+    f(static_cast<const T*>(own.k) + g * own.k_head, own.k_step, static_cast<const T*>(own.v) + g * own.v_head, own.v_step, at,
+      some);
+    at += some;
+  }
+  if (at < n) f(k, k_step, v, v_step, at, n - at);
+}
 
 template <class T>
 void attend_slots(const Instruction& i, void* const* bases, int64_t first, int64_t last) {
@@ -539,10 +556,16 @@ void attend_slots(const Instruction& i, void* const* bases, int64_t first, int64
   for (int64_t pair = first; pair < last; pair++) {
     const int64_t b = pair / G, g = pair % G;
     const int64_t length = reinterpret_cast<const int64_t*>(address(i, 4, bases))[b * filled.stride[0]];
-    const int64_t n = length < 1 ? 1 : length < S ? length : S;
+    const Before* before = before_of(i, bases, b);
+    const int64_t most = S + (before == nullptr ? 0 : before->tokens), n = length < 1 ? 1 : length < most ? length : most;
+    const T* keys = reinterpret_cast<const T*>(from(2, k, b, g, 0));
+    const T* values = reinterpret_cast<const T*>(from(3, v, b, g, 0));
     float* scores = scratch<float>(SCORES, heads * n);
     for (int64_t h = 0; h < heads; h++) floats_from(from(1, q, b, g, h), q.kind, 1, K, query + h * K);
-    all_dots(reinterpret_cast<const T*>(from(2, k, b, g, 0)), k.stride[2], n, query, K, heads, K, scores, 1, n);
+    pieces(before, g, keys, k.stride[2], values, v.stride[2], n,
+           [&](const T* own, int64_t step, const T*, int64_t, int64_t at, int64_t some) ALWAYS {
+             all_dots(own, step, some, query, K, heads, K, scores + at, 1, n);
+           });
     for (int64_t h = 0; h < heads; h++) {
       float* own = scores + h * n;
       char* out = from(0, o, b, g, h);
@@ -550,7 +573,11 @@ void attend_slots(const Instruction& i, void* const* bases, int64_t first, int64
       if (cap != 0) made(own, own, n, [&](Floats x) ALWAYS { return mul(tanh_of(div(x, broadcast(cap))), broadcast(cap)); });
       softmax_row(own, own, n);
       float* into = o.kind == BRIEF ? gathered : reinterpret_cast<float*>(out);
-      sum_rows(own, 1, reinterpret_cast<const T*>(from(3, v, b, g, 0)), v.stride[2], n, V, into);
+      pieces(before, g, keys, k.stride[2], values, v.stride[2], n,
+             [&](const T*, int64_t, const T* rows, int64_t step, int64_t at, int64_t some) ALWAYS {
+               if (at == 0) sum_rows(own, 1, rows, step, some, V, into);
+               else sum_rows<true>(own + at, 1, rows, step, some, V, into);
+             });
       if (o.kind == BRIEF) narrowed(gathered, V, reinterpret_cast<uint16_t*>(out), 1);
     }
   }

@@ -1,0 +1,112 @@
+"""Bytes of states that are kept, those of all marks and stores of a process: memory that several of them see counts
+once."""
+
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from perspectron.model.cache import Cache, storage_of
+from perspectron.model.state import LMState
+
+_LOCK = threading.RLock()
+
+
+class Account:
+    """Who keeps states. Memory that several keep is that of the one whose order is lowest, so that all accounts
+    together have the bytes that are really there."""
+
+    def __init__(self, order: int) -> None:
+        self.order, self.charged = order, 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the memory that it keeps, and that no account before it keeps."""
+        with _LOCK:
+            _drain()
+            return self.charged
+
+
+LIVE = Account(1)
+"""Caches of sessions: what they hold is there whether it is marked or not."""
+
+
+class _Memory:
+    def __init__(self, size: int) -> None:
+        self._size, self._holds = size, Counter[Account]()
+        self._payer: Account | None = None
+
+    def hold(self, account: Account, times: int) -> bool:
+        """Count an account so many times more, or less; False where nobody is left."""
+        self._holds[account] += times
+        if self._holds[account] == 0:
+            del self._holds[account]
+        payer = min(self._holds, key=lambda account: account.order, default=None)
+        if payer is not self._payer:
+            if self._payer is not None:
+                self._payer.charged -= self._size
+            if payer is not None:
+                payer.charged += self._size
+            self._payer = payer
+        return payer is not None
+
+
+_memories = dict[int, _Memory]()
+_gone = deque[tuple[Account, tuple[int, ...]]]()
+"""What is let go of, perhaps in the middle of a change here, and is still counted."""
+
+
+def _drain() -> None:
+    while _gone:
+        account, numbers = _gone.popleft()
+        for number in numbers:
+            if not _memories[number].hold(account, -1):
+                del _memories[number]
+
+
+class Hold:
+    """What an account holds of a state, and of other tensors, until it is let go; of LIVE, of its caches."""
+
+    def __init__(self, account: Account, state: LMState, *tensors: Tensor) -> None:
+        self._account = account
+        storages = dict(_storages(state, tensors, caches=account is LIVE))
+        self._numbers = (*storages,)
+        with _LOCK:
+            _drain()
+            for number, size in storages.items():
+                if number not in _memories:
+                    _memories[number] = _Memory(size)
+                _memories[number].hold(account, 1)
+
+    def let_go(self) -> None:
+        """Count it no more; a second time nothing happens."""
+        numbers, self._numbers = self._numbers, ()
+        _gone.append((self._account, numbers))
+
+    __del__ = let_go
+
+
+def bytes_of(*states: LMState) -> int:
+    """Bytes of the memory of these states, what they share once."""
+    return sum(dict(pair for state in states for pair in _storages(state)).values())
+
+
+def _storages(
+    state: LMState, tensors: tuple[Tensor, ...] = (), *, caches: bool = False
+) -> Iterator[tuple[int, int]]:
+    """The number and the bytes of each memory; some several times."""
+    for part in (*pytree.tree_leaves(state, is_leaf=_is_cache), *tensors):
+        if isinstance(part, Cache):
+            for row in part.shared:
+                for piece in row:
+                    yield from piece.storages
+            for x in (part.k_BHSK, part.v_BHSV, part.length_B):
+                yield storage_of(x)
+        elif isinstance(part, Tensor) and not caches:
+            yield storage_of(part)
+
+
+def _is_cache(part: object) -> bool:
+    return isinstance(part, Cache)
