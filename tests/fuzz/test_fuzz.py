@@ -21,7 +21,7 @@ MUTANTS = {
     90: ["template"],
     100: ["hf-perspectron", "hf-gpt2", "hf-llama", "hf-mamba2", "hf-bamba", "hf-gguf"],
     150: ["run-config", "checkpoint"],
-    200: ["adapter", "polytope"],
+    200: ["adapter", "polytope", "session-parts"],
     250: ["metrics", "trace", "experts", "packed-state", "state", "session", "shards", "tokenizer"],
 }
 
