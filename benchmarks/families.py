@@ -317,7 +317,9 @@ def filled(model: LanguageModel, rows: int, tokens: int) -> LMState:
     return replace(made, model=model.number)
 
 
-def states(name: str, model: LanguageModel, repeats: int, folder: Path, long: int, report: common.Report) -> dict[str, Any]:  # fmt: skip
+def states(
+    name: str, model: LanguageModel, repeats: int, folder: Path, long: int, report: common.Report
+) -> dict[str, Any]:
     """A long conversation's bytes, its fork and its restore, and conversations together."""
     label, layers, heads, width = BESIDE.get(name, OTHERS)
     state, path = filled(model, 1, long), folder / "conversation.state"
@@ -346,7 +348,10 @@ def states(name: str, model: LanguageModel, repeats: int, folder: Path, long: in
     }
     spreads = {what: f"{spread.text(1e3)} ms" for what, spread in found["seconds"].items()}
     rates = {rows: f"{spread.text()} tokens/s" for rows, spread in found["tokens_per_second"].items()}
-    report.say(f"{name}: {long:,} tokens in {its / 1e6:.1f} MB; {label} {transformer / 1e6:.1f} MB; {spreads}; together {rates}")  # fmt: skip
+    report.say(
+        f"{name}: {long:,} tokens in {its / 1e6:.1f} MB; {label} {transformer / 1e6:.1f} MB; {spreads}; "
+        f"together {rates}"
+    )
     return found
 
 

@@ -22,7 +22,9 @@ from perspectron.designs.delta.gdn2 import GDN2Config
 from perspectron.designs.delta.kda import KDAConfig
 from perspectron.designs.gated_conv.mixer import GatedConvConfig
 from perspectron.designs.lens.mixer import LensConfig
+from perspectron.designs.mamba.mixer import MambaConfig
 from perspectron.designs.perspective.pdr import PDRConfig
+from perspectron.designs.rglru.mixer import RGLRUConfig
 from perspectron.designs.ssd.mixer import SSDConfig
 from perspectron.designs.transformer.attention import AttentionConfig
 from perspectron.model.config import BlockConfig, ModelConfig
@@ -70,6 +72,8 @@ OPTIONS = {
     "ssd, norm before": SSDConfig(8, 4, conv=3, norm="before"),
     "ssd, no norm": SSDConfig(6, 3, heads=3, groups=3, norm="none"),
     "gated_conv, bias": GatedConvConfig(4, bias=True),
+    "mamba, norm": MambaConfig(3, conv=3, rank=2, bias=True, conv_bias=False, norm=True),
+    "rglru, wide": RGLRUConfig(4, inner=24, conv=3),
     "kda, negative": KDAConfig(2, negative=True),
     "gdn2, negative": GDN2Config(2, negative=True),
 }

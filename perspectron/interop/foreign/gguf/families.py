@@ -418,6 +418,22 @@ def _rwkv7(fields: Fields, values: Values) -> Values:
     }  # fmt: skip
 
 
+def _mamba1(fields: Fields, values: Values) -> Values:
+    """Mamba, and Falcon Mamba where there are norms in the mixer, which have the epsilon of the others in llama.cpp."""
+    D, inner = values["hidden_size"], fields.number("ssm.inner_size")
+    if inner % D:
+        raise fields.error("ssm.inner_size", inner, f"a multiple of {D}")
+    fields.get("feed_forward_length"), fields.get("ssm.group_count")
+    eps = fields.real("attention.layer_norm_rms_epsilon", 1e-5)
+    falcon = bool(fields.get("ssm.dt_b_c_rms", False))
+    kind = {"model_type": "falcon_mamba", "mixer_rms_eps": eps} if falcon else {}
+    return kind | {
+        "state_size": fields.number("ssm.state_size"), "conv_kernel": fields.number("ssm.conv_kernel"),
+        "time_step_rank": fields.number("ssm.time_step_rank"), "expand": inner // D, "layer_norm_epsilon": eps,
+        "use_conv_bias": fields.has("ssm_conv1d.bias"), "use_bias": fields.has("ssm_in.bias"),
+    }  # fmt: skip
+
+
 # ---------------------------------------------------------------- tensors
 
 
@@ -545,6 +561,16 @@ FAMILIES = {
         layers="backbone.layers",
     ),
     "qwen3next": Family("qwen3_next", _qwen3next, _NEXT_NAMES, _next, experts=True),
+    "mamba": Family(
+        "mamba", _mamba1,
+        {
+            "attn_norm": "norm", "ssm_in": "mixer.in_proj", "ssm_conv1d": "mixer.conv1d", "ssm_x": "mixer.x_proj",
+            "ssm_dt": "mixer.dt_proj", "ssm_a": "mixer.A_log", "ssm_d": "mixer.D", "ssm_out": "mixer.out_proj",
+        },
+        lambda values: {"ssm_conv1d.weight": lambda x: x[:, None], "ssm_a": _logarithm},
+        {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+        attends=False, layers="backbone.layers",
+    ),
     "rwkv7": Family(
         "rwkv7", _rwkv7, _RWKV7, _rwkv7_fixes,
         {

@@ -1,0 +1,5 @@
+"""Mamba, the first (docs/designs/baselines.md#mamba)."""
+
+from perspectron.util.registry import Design, register
+
+register(Design(__name__, mixers={"mamba": "mixer:Mamba"}, titles={"mamba": "Mamba"}))

@@ -1,0 +1,76 @@
+"""Mamba and Falcon Mamba, whose mixers are the only parts of their blocks; Falcon's has norms without weights.
+
+Shapes: D model width, I inner width, N numbers of a channel's memory, R rank of the steps, W taps.
+"""
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from perspectron.interop.foreign import decoder
+from perspectron.interop.foreign.source import Source
+from perspectron.model.config import BlockConfig, ModelConfig
+from perspectron.model.mixer import config_of
+
+HARMLESS = (
+    "d_inner", "d_model", "fused_add_norm", "n_layer", "pad_vocab_size_multiple", "rescale_prenorm_residual",
+    "residual_in_fp32", "rms_norm", "ssm_cfg", "time_step_floor", "time_step_init_scheme", "time_step_max",
+    "time_step_min", "time_step_scale", "use_associative_scan", "use_falcon_mambapy", "use_mambapy",
+)  # fmt: skip
+
+
+def config(source: Source) -> ModelConfig:
+    return _model(source, norm=False)
+
+
+def falcon(source: Source) -> ModelConfig:
+    """Falcon Mamba."""
+    return _model(source, norm=True, norm_eps=source.positive("mixer_rms_eps", 1e-6))
+
+
+def _model(source: Source, **norms: Any) -> ModelConfig:
+    D, expand = source.number("hidden_size"), source.number("expand", 2)
+    source.must("hidden_act", ("silu",), "silu")
+    source.must("intermediate_size", (expand * D,), expand * D)
+    auto = source.get("time_step_rank", "auto") == "auto"
+    rank = math.ceil(D / 16) if auto else source.number("time_step_rank")
+    mixer = config_of(
+        "mamba", state=source.number("state_size", 16), expand=expand, conv=source.number("conv_kernel", 4), rank=rank,
+        bias=decoder.flag(source, "use_bias", False), conv_bias=decoder.flag(source, "use_conv_bias", True), **norms,
+    )  # fmt: skip
+    eps = source.positive("layer_norm_epsilon", 1e-5)
+    blocks = (BlockConfig(mixer, None),) * decoder.layers(source)
+    return ModelConfig(
+        "mamba", source.number("vocab_size"), D, blocks, decoder.head(source, True), norm_eps=eps
+    )
+
+
+def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
+    D, embedding = config.d_model, "backbone.embeddings.weight"
+    older = embedding.replace("embeddings", "embedding")  # as the authors' own files have it
+    taken = decoder.outer(
+        source, embedding if source.has(embedding) or not source.has(older) else older, config
+    )
+    taken["norm.weight"] = source.take("backbone.norm_f.weight", D)
+    for i, block in enumerate(config.blocks):
+        there, here = f"backbone.layers.{i}", f"blocks.{i}"
+        taken[f"{here}.mixer_norm.weight"] = source.take(f"{there}.norm.weight", D)
+        taken |= _mixer(source, f"{there}.mixer", f"{here}.mixer", D, block.mixer)
+    return taken
+
+
+def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
+    I, N, R = mixer.expand * D, mixer.state, mixer.low(D)  # noqa: E741
+    shapes: dict[str, tuple[int, ...]] = {
+        "in_proj.weight": (2 * I, D), "conv1d.weight": (I, 1, mixer.conv), "x_proj.weight": (R + 2 * N, I),
+        "dt_proj.weight": (I, R), "dt_proj.bias": (I,), "A_log": (I, N), "D": (I,), "out_proj.weight": (D, I),
+    }  # fmt: skip
+    if mixer.bias:
+        shapes |= {"in_proj.bias": (2 * I,), "out_proj.bias": (D,)}
+    if mixer.conv_bias:
+        shapes["conv1d.bias"] = (I,)
+    return {
+        f"{here}.{name.replace('out_proj', 'o_proj')}": source.take(f"{there}.{name}", *shape)
+        for name, shape in shapes.items()
+    }

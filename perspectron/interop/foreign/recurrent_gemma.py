@@ -1,0 +1,86 @@
+"""RecurrentGemma: RG-LRU or attention to a window, then a network gated by GELU, in every block. Norms are stored as
+what they are more than 1.
+
+Shapes: D model width, I inner width, H blocks of the gates and heads, K width of a block, W taps.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perspectron.interop.foreign import decoder
+from perspectron.interop.foreign.source import Source
+from perspectron.model.config import ModelConfig
+from perspectron.model.ffn import SwiGLUConfig
+from perspectron.model.mixer import config_of
+
+HARMLESS = ("final_w_init_variance_scale", "max_position_embeddings", "w_init_variance_scale")
+RECURRENT, ATTENTION = "recurrent", "attention"
+PATTERN = [RECURRENT, RECURRENT, ATTENTION]
+NORMS = {"mixer_norm": "temporal_pre_norm", "ffn_norm": "channel_pre_norm"}
+
+
+def config(source: Source) -> ModelConfig:
+    D, H = source.number("hidden_size"), source.number("num_attention_heads", 10)
+    if D % H:
+        raise source.error(f"num_attention_heads is {H}, must divide hidden_size = {D}")
+    source.must("head_dim", (D // H,), D // H)
+    attention = decoder.attention(
+        source, decoder.rope(source, share=0.5), heads=H, window=source.number("attention_window_size", 2048),
+        bias=decoder.flag(source, "attention_bias", False), out_bias=True,
+    )  # fmt: skip
+    inner = source.number("lru_width", D)
+    if inner % H:
+        raise source.error(f"num_attention_heads is {H}, must divide lru_width = {inner}")
+    recurrent = config_of(
+        "rglru", heads=H, inner=None if inner == D else inner, conv=source.number("conv1d_width", 4)
+    )
+    mixers = [recurrent if kind == RECURRENT else attention for kind in _kinds(source)]
+    source.must("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
+    source.must("embeddings_scale_by_sqrt_dim", (True,), True)  # of published files
+    hidden = source.number("intermediate_size", least=2) // 2
+    return decoder.model(
+        source, "recurrent_gemma", mixers, SwiGLUConfig(hidden, "gelu_tanh", True), tied=True,
+        embedding_factor=torch.tensor(D**0.5).bfloat16().item(), logits_cap=source.positive("logits_soft_cap", 30.0),
+    )  # fmt: skip
+
+
+def _kinds(source: Source) -> list[str]:
+    """Of each layer, by a pattern that begins anew."""
+    count, pattern = decoder.layers(source), source.items("block_types") or PATTERN
+    known = all(kind in (RECURRENT, ATTENTION) for kind in pattern)
+    if not known or (source.get("block_types") is not None and len(pattern) * 100 < count):
+        raise source.error(
+            f"block_types is {str(pattern)[:60]}, must be a list of {RECURRENT!r} or {ATTENTION!r}"
+        )
+    return [str(pattern[i % len(pattern)]) for i in range(count)]
+
+
+def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
+    return decoder.weights(
+        source, config, mixer=_mixer, norms=NORMS, network="mlp_block", last="final_norm", one=True
+    )
+
+
+def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
+    there = f"{there}.temporal_block"
+    if mixer.kind == "attention":
+        return decoder.attention_weights(source, there, here, D, mixer)
+    I, H, K = mixer.width(D), mixer.heads, mixer.width(D) // mixer.heads  # noqa: E741
+    taken = {}
+    for ours, theirs, rows, columns in (
+        ("x_proj", "linear_x", I, D), ("y_proj", "linear_y", I, D), ("o_proj", "linear_out", D, I),
+    ):  # fmt: skip
+        taken[f"{here}.{ours}.weight"] = source.take(f"{there}.{theirs}.weight", rows, columns)
+        taken[f"{here}.{ours}.bias"] = source.take(f"{there}.{theirs}.bias", rows)
+    taken[f"{here}.conv1d.weight"] = source.take(f"{there}.conv_1d.weight", I, 1, mixer.conv)
+    taken[f"{here}.conv1d.bias"] = source.take(f"{there}.conv_1d.bias", I)
+    taken[f"{here}.decay_I"] = source.take(f"{there}.rg_lru.recurrent_param", I)
+    gates = [f"{there}.rg_lru.{name}_gate" for name in ("input", "recurrent")]
+    weight = torch.cat([source.take(f"{gate}_weight", H, K, K) for gate in gates], -1)  # [in, out]
+    bias = torch.cat([source.take(f"{gate}_bias", H, K) for gate in gates], -1)
+    for h in range(H):
+        taken[f"{here}.gates.{h}.weight"] = weight[h].T.contiguous()
+        taken[f"{here}.gates.{h}.bias"] = bias[h].clone()
+    return taken
