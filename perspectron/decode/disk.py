@@ -18,6 +18,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from perspectron.decode.places import Path as Text
 from perspectron.model.appended import Contents, PageError, page_names, write
 from perspectron.model.state import LMState, Stateful, packed, read_state
 from perspectron.util.config import require
@@ -26,15 +27,17 @@ from perspectron.util.files import locked, remove, sweep, temporary_beside
 from perspectron.util.schema import checked
 
 INDEX = "index.sqlite"
+AT_ONCE = 500  # cells of one query
 PATIENCE = 30.0  # seconds to wait for another process that writes
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # of what a head reads
-VERSION = 2  # of the tables
+VERSION = 3  # of the tables
 PAGE = 128
 """Slots of a page, at most."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
   key TEXT PRIMARY KEY, parent TEXT NOT NULL, bytes INTEGER NOT NULL, seconds REAL NOT NULL,
-  clock REAL NOT NULL, worth REAL NOT NULL, page TEXT NOT NULL
+  clock REAL NOT NULL, worth REAL NOT NULL, page TEXT NOT NULL,
+  cell TEXT NOT NULL, length INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS pages (
   name TEXT PRIMARY KEY, before TEXT NOT NULL, stop INTEGER NOT NULL, bytes INTEGER NOT NULL, uses INTEGER NOT NULL
@@ -42,16 +45,17 @@ CREATE TABLE IF NOT EXISTS pages (
 CREATE INDEX IF NOT EXISTS by_before ON pages (before);
 CREATE INDEX IF NOT EXISTS by_worth ON entries (worth);
 CREATE INDEX IF NOT EXISTS by_parent ON entries (parent);
+CREATE INDEX IF NOT EXISTS by_cell ON entries (cell);
 CREATE TABLE IF NOT EXISTS clock (time REAL NOT NULL);
 """
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """A stored state, as a copy of one row. calls: how many made it. last_1D: what the head reads after them. seconds:
-    what they took."""
+    """A stored state, as a copy of one row. tokens: how many were read. last_1D: what the head reads after them.
+    seconds: what reading them took."""
 
-    calls: int
+    tokens: int
     state: LMState
     last_1D: Tensor
     seconds: float
@@ -61,7 +65,7 @@ class _Extra(Struct, frozen=True, forbid_unknown_fields=True):
     """What a file holds beside the state. last: `Prefix.last_1D` in float64, and its dtype."""
 
     key: str
-    calls: int
+    tokens: int
     seconds: float
     last: list[float]
     dtype: str
@@ -69,12 +73,12 @@ class _Extra(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass
 class Counters:
-    """hits, misses: of `find`. calls_saved: not made again. evicted: entries that made room. damaged: files that were
+    """hits, misses: of `find`. tokens_saved: not read again. evicted: entries that made room. damaged: files that were
     not what they should be, and were dropped. failed: writes and reads that the disk or the index refused."""
 
     hits: int = 0
     misses: int = 0
-    calls_saved: int = 0
+    tokens_saved: int = 0
     evicted: int = 0
     damaged: int = 0
     failed: int = 0
@@ -163,13 +167,18 @@ class Disk:
                 )
         return prefix
 
-    def put(self, keys: list[str], prefix: Prefix) -> None:
-        """Write an entry, whose key is the last of its chain, and make room for it."""
-        key = keys[-1]
+    def lengths(self, text: Text) -> dict[bytes, list[int]]:
+        """By cell of a text, the tokens of it after which states are kept, of whichever text."""
+        with self._transaction() as index:
+            return {} if index is None else _lengths(index, text)
+
+    def put(self, text: Text, prefix: Prefix) -> None:
+        """Write an entry, of a place in a text, and make room for it."""
+        key, (cell, length) = text.key(prefix.tokens).hex(), text.place(prefix.tokens)
         with self._transaction(write=True) as index:
             if index is None or index.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone():
                 return
-            parent, before, page = self._nearest(index, keys[:-1])
+            parent, before, page = self._nearest(index, text, prefix.tokens)
             try:
                 size, page, added = self._write(index, key, page, prefix)
             except (OSError, PerspectronError):
@@ -178,8 +187,8 @@ class Disk:
             clock = self._now(index)
             worth = clock + saved(prefix.seconds, before) / (size + added)
             index.execute(
-                "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (key, parent, size, prefix.seconds, clock, worth, page),
+                "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (key, parent, size, prefix.seconds, clock, worth, page, cell.hex(), length),
             )
             self._use(index, page)
             while self._used(index) > self.budget:
@@ -219,7 +228,7 @@ class Disk:
         of these pages). last: page of a state that this one may go on from. Without waiting for the disk: a loss of
         power may damage them, which their digests show."""
         last_1D, path = prefix.last_1D, self._path(key)
-        extra = _Extra(key, prefix.calls, prefix.seconds, last_1D.double()[0].tolist(), str(last_1D.dtype))
+        extra = _Extra(key, prefix.tokens, prefix.seconds, last_1D.double()[0].tolist(), str(last_1D.dtype))
         contents = packed(path, prefix.state, self.model, msgspec.to_builtins(extra))
         known = [(name, stop) for name, stop in self._chain(index, last) if stop <= contents.slots]
         page, start, added, made = "", 0, 0, list[Path]()
@@ -296,11 +305,13 @@ class Disk:
         ):
             raise StateError(f"{path}: not a prefix of this key")
         last_1D = torch.tensor([extra.last], dtype=torch.float64).to(dtype)
-        return Prefix(extra.calls, state, last_1D, max(extra.seconds, 0.0))
+        return Prefix(extra.tokens, state, last_1D, max(extra.seconds, 0.0))
 
-    def _nearest(self, index: sqlite3.Connection, keys: list[str]) -> tuple[str, float, str]:
-        """The longest entry before the last of a chain, its seconds and its last page."""
-        for key in reversed(keys):
+    def _nearest(self, index: sqlite3.Connection, text: Text, tokens: int) -> tuple[str, float, str]:
+        """The longest entry before a place of a text, its seconds and its last page."""
+        there = _lengths(index, text)
+        for at in text.places(tokens - 1, 0, there):
+            key = text.key(at).hex()
             row = index.execute("SELECT seconds, page FROM entries WHERE key = ?", (key,)).fetchone()
             if row is not None:
                 return key, *row
@@ -361,6 +372,17 @@ class Disk:
             finally:
                 if self._index.in_transaction:
                     self._index.execute("ROLLBACK")
+
+
+def _lengths(index: sqlite3.Connection, text: Text) -> dict[bytes, list[int]]:
+    found = dict[bytes, list[int]]()
+    for start in range(0, len(text.cells), AT_ONCE):
+        cells = [cell.hex() for cell in text.cells[start : start + AT_ONCE]]
+        marks = ", ".join("?" * len(cells))
+        rows = index.execute(f"SELECT DISTINCT cell, length FROM entries WHERE cell IN ({marks})", cells)
+        for cell, length in rows:
+            found.setdefault(bytes.fromhex(cell), []).append(int(length))
+    return found
 
 
 def saved(seconds: float, before: float) -> float:

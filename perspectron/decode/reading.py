@@ -7,12 +7,15 @@ import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from perspectron import native
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.experts.router import Views
+from perspectron.model.block import Block
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.ops.attention import places
@@ -20,6 +23,7 @@ from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 from perspectron.util.machine import memory_kept
 
+DTYPES = torch.float32, torch.bfloat16
 CHUNK = 128
 """Tokens of a text that are read at once. Another number gives other last bits, so there is one for all: chunks begin
 at multiples of it, counted from where the text begins, and a text that was cut is read as the whole would be."""
@@ -70,14 +74,16 @@ def read(
     fresh: Sequence[bool],
     reset: int | None,
     views: Views | None = None,
+    drawn: bool = False,
 ) -> tuple[Tensor, LMState]:
     """Read one chunk of tokens in each row, some perhaps empty, after `state`, which is used up: (what the head reads
     [B,D] after each row's last token, the new state).
 
     fresh: rows that have read nothing before, so that a document that starts at their column 0 resets nothing. reset:
-    as `prefill` has it. views: from which rows choose their experts; the positions are filled in here.
+    as `prefill` has it. views: from which rows choose their experts; the positions are filled in here. drawn: the one
+    token was, and is read as it is while a text is drawn.
     """
-    hidden_BTD, state = read_all(model, parts, state, fresh=fresh, reset=reset, views=views)
+    hidden_BTD, state = read_all(model, parts, state, fresh=fresh, reset=reset, views=views, drawn=drawn)
     last_B = torch.tensor([len(part) for part in parts], device=model.device) - 1
     return hidden_BTD[torch.arange(len(parts), device=model.device), last_B], state
 
@@ -90,28 +96,42 @@ def read_all(
     fresh: Sequence[bool],
     reset: int | None,
     views: Views | None = None,
+    drawn: bool = False,
 ) -> tuple[Tensor, LMState]:
-    """`read`, with what the head reads after every token [B,T,D], T of the longest row."""
+    """`read`, with what the head reads after every token [B,T,D], T of the longest row. Where a prompt may be cut
+    anywhere (`whole`), a row that is read alone is filled up with padding."""
     B, T, device = len(parts), max(map(len, parts)), model.device
+    fills = whole(model) if B == 1 and views is None else 0
     alone = B == T == 1 and views is None and (fresh[0] or parts[0][0] != reset)
-    if alone:  # it may be one that was drawn, and is read again
+    if alone and (drawn or not fills):  # it may be one that was drawn, and is read again
         hidden_1D, _, state = stepped(model, steps_of(model), torch.tensor([parts[0]], device=device), state)
         return hidden_1D[:, None], state
+    columns = T + (-T % fills if fills else 0)
     length_B = torch.tensor([len(part) for part in parts])
-    ids_BT = torch.tensor([[*part, *[0] * (T - len(part))] for part in parts])
-    pad_BT = torch.arange(T) >= length_B[:, None]
+    ids_BT = torch.tensor([[*part, *[0] * (columns - len(part))] for part in parts])
+    pad_BT = torch.arange(columns) >= length_B[:, None]
     reset_BT = (ids_BT == (-1 if reset is None else reset)) & ~pad_BT
     reset_BT[:, 0] &= ~torch.tensor(fresh)
     starts, pad = (mask_BT.to(device) if mask_BT.any() else None for mask_BT in (reset_BT, pad_BT))
     if views is not None:
         length = state.document_length_B
         start_B = torch.zeros(B, dtype=torch.int64, device=device) if length is None else length
-        views = replace(views, position_BT=places(start_B, T, starts, pad).position_BT)
+        views = replace(views, position_BT=places(start_B, columns, starts, pad).position_BT)
     with memory_kept() if ids_BT.numel() >= KEPT else nullcontext():
         hidden_BTD, state, _ = model.hidden(
             ids_BT.to(device), state, reset_BT=starts, pad_BT=pad, consume_state=True, views=views
         )
-    return hidden_BTD, state
+    return hidden_BTD[:, :T], state
+
+
+def whole(model: LanguageModel) -> int:
+    """The number of tokens to a multiple of which calls are filled up, so that a prompt has the same bits wherever it
+    is cut; 0 where its layers do not promise that: sums of products over all tokens of a call have the same order for
+    multiples of some number alone."""
+    if model.device.type != "cpu" or model.dtype not in DTYPES or not native.wanted():
+        return 0
+    promised = [block.exact_cells for block in cast("list[Block]", model.blocks)]
+    return max(promised) if promised and all(promised) else 0
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, row: int) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from perspectron.data.specials import Specials
+from perspectron.decode.places import Path
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.model.state import LMState
 from perspectron.util.errors import PerspectronError
@@ -136,12 +137,24 @@ class Row:
     start: int = 0
     """Tokens of `unread` that are read."""
     finished: Finish | None = None
-    keys: list[bytes] | None = None
+    path: Path | None = None
     """Keys of the prefixes in which the prompt is read; None where they are not stored."""
+    stop: int | None = None
+    """A place at which reading stops besides, for a state to be kept."""
+    lead: int = 0
+    """Tokens of the first cell that were read before."""
+    from_drawn: bool = False
+    """The first of `unread` was drawn."""
     seconds: float = 0.0
     """Time that reading up to here took, or would have taken."""
     spared: int = 0
     """Tokens that the store had."""
+
+    def until(self, chunk: int) -> int:
+        """The token of `unread` before which the next call ends: at the end of a cell of `chunk` tokens at the
+        latest."""
+        end = (self.start + self.lead) // chunk * chunk + chunk - self.lead
+        return min(end, len(self.unread), *([self.stop] if self.stop and self.stop > self.start else []))
 
     def rest(self) -> list[int]:
         """Tokens that are not read."""

@@ -96,7 +96,8 @@ class Rows:
         stop_ids: Sequence[int] = (),
         whole: bool = False,
         shares: bool = True,
-        drawn: bool = False,
+        lead: int = 0,
+        drawn: bool | None = None,
     ) -> int:
         """Add a row and return its handle. The following steps read its prompt and draw from it.
 
@@ -107,9 +108,9 @@ class Rows:
         logprobs: pieces carry those of the tokens drawn, and of so many of the most likely ones. hooks: of this row.
         stop_ids: tokens that end the text as those of the tokenizer do ("end"); their bytes are none of it.
         min_tokens: before so many are drawn none of these is, and no stop string counts that they complete.
-        drawn: what the conversation has not read is the token that was drawn last; it is read as it would have been, in
-        a step with the other rows, where no prompt and no hook is with it.
         shares: the prompt begins at what the store has, and is stored; else it is read from its first token.
+        drawn: the first token that the conversation has not read was drawn; where it is the only one, it is read as it
+        would have been, in a step. None: it was if any were. lead: tokens since one at which a call of `chunk` began.
         ConfigError: ids outside the vocabulary, a number out of bounds, settings that do not go together, more tokens
         than a table of learned positions has left. StateError: a conversation of another model, or of several rows.
         What a hook raises as it begins.
@@ -161,8 +162,10 @@ class Rows:
         begun = [ask(hook, hook.begin, row) for hook in (*self._shared, *hooks_of(hooks))]
         self._rows[handle], self._hooks[handle] = row, begun
         shares = shares and all(hook.shares_prefixes for hook in begun)
+        row.lead = lead
+        row.from_drawn = bool(own.pending[0]) and (own.drawn[0] > 0 if drawn is None else drawn)
         if self.store is not None and conversation is None and shares:
-            row.keys = self.store.chain(unread)
+            row.path = self.store.path(unread, reset=special.reset)
         if drawn and state is not None and len(unread) == 1 and not begun:
             self._drawing.join([row])
         else:
@@ -234,11 +237,13 @@ class Rows:
 
     def _ahead(self, row: Row) -> Row:
         """The row that reads what this one needs next: itself, or one that is further on in the same tokens."""
-        ahead, keys = row, row.keys or []
+        ahead = row
         for other in self._reading:
-            call = other.start // self.chunk
-            if other.start > ahead.start and other.keys and other.keys[call] in keys[call : call + 1]:
-                ahead = other
+            if other.start > ahead.start and other.path is not None and row.path is not None:
+                end = other.until(self.chunk)
+                shared = end <= len(row.unread) and row.path.place(end) == other.path.place(end)
+                if shared and row.path.key(end) == other.path.key(end):
+                    ahead = other
         return ahead
 
     def _read(self, rows: list[Row]) -> tuple[list[Read], list[Piece]]:
@@ -266,35 +271,37 @@ class Rows:
     def _found(self, row: Row) -> Tensor | None:
         """Go on from the longest prefix stored: at the beginning, and where another row has read on meanwhile. What
         the head reads after it, if there is one."""
-        if self.store is None or row.keys is None:
+        store, path, begins = self.store, row.path, row.start == 0
+        if store is None or path is None:
             return None
-        calls = known = row.start // self.chunk
-        while row.start > 0 and known < len(row.keys) and row.keys[known] in self.store:
-            known += 1
-        if row.start > 0 and known == calls:
-            return None
-        found = self.store.find(row.keys[:known] if row.start > 0 else row.keys)
-        if found is None:
-            return None
-        row.state, row.seconds = found.state.to(self.model.device), found.seconds
-        start, row.start = row.start, min(found.calls * self.chunk, len(row.unread))
-        row.spared += row.start - start
-        return found.last_1D.to(self.model.device)
+        found = store.find(path, most=len(row.unread), least=row.start, meanwhile=not begins)
+        if found is not None:
+            row.state, row.seconds = found.state.to(self.model.device), found.seconds
+            row.spared += found.tokens - row.start
+            row.start = found.tokens
+        if begins:
+            row.stop = store.part(path, row.start)
+        return None if found is None else found.last_1D.to(self.model.device)
 
     def _read_chunk(self, row: Row) -> Tensor:
         """Read the next chunk of a row's prompt: what the head reads after it [1,D]."""
-        part, begins = row.unread[row.start : row.start + self.chunk], row.fresh and row.start == 0
+        part, begins = row.unread[row.start : row.until(self.chunk)], row.fresh and row.start == 0
         state, start = self.model.init_state(1) if row.state is None else row.state, time.perf_counter()
         for hook in self._hooks[row.handle]:
             ends = row.start + len(part) == len(row.unread)
             ask(hook, hook.prompt, part, state, begins=begins, last=ends)
         last_1D, row.state = reading.read(
-            self.model, [part], state, fresh=[begins], reset=self.tokenizer.specials.reset
+            self.model,
+            [part],
+            state,
+            fresh=[begins],
+            reset=self.tokenizer.specials.reset,
+            drawn=row.from_drawn and row.start == 0,
         )
         row.seconds += time.perf_counter() - start
         row.start += len(part)
-        if self.store is not None and row.keys is not None:
-            self.store.put(row.keys, -(-row.start // self.chunk), row.state, last_1D, row.seconds)
+        if self.store is not None and row.path is not None:
+            self.store.put(row.path, row.start, row.state, last_1D, row.seconds)
         return last_1D
 
     def _draw(self, read: Sequence[Read]) -> list[Piece]:

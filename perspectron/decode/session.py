@@ -13,7 +13,8 @@ from torch import Tensor
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.log import Log
 from perspectron.decode.marks import Marks
-from perspectron.decode.reading import CHUNK, check_ids, lengths, read_all
+from perspectron.decode.places import Path as Prefixes
+from perspectron.decode.reading import CHUNK, check_ids, lengths, read_all, whole
 from perspectron.decode.row import Vocabulary
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite
@@ -21,6 +22,7 @@ from perspectron.decode.saved import alike, checked
 from perspectron.decode.store import PrefixStore
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState, Stateful, read_state, save_state
+from perspectron.ops.attention import BLOCK
 from perspectron.util.config import require
 from perspectron.util.errors import NonFiniteError, StateError
 
@@ -54,10 +56,15 @@ class Session:
         """The state after these calls; None before the first."""
         self._marks = Marks()
         """States after so many calls, from which `at` goes on."""
-        self._keys: list[bytes] | None = None if store is None else []
+        self._runs = list[int]()
+        """After each call, the token at which reading began anew: the cells of a text are counted from there."""
+        self._path: Prefixes | None = None
+        """Keys of the text's beginning, which is read as a prompt; made where they are needed."""
         self._foreign = False
         """The state comes from a file: what is read after it is not for the store, where others would begin with it."""
         self._seconds = 0.0
+        self._from_drawn = False
+        """Of a text whose beginning is not known: its first token was drawn."""
         self._before = len(prefix)
         """Tokens at the start that are none of the text's."""
         self.whole = True
@@ -101,10 +108,20 @@ class Session:
         """Read as `read` does, with a pause before each call, that gives the tokens that are left. What is given up
         half way waits to be read."""
         self.append(text)
-        self._look_up()
-        while (left := len(self._ids) - self._read) > self._rows.chunk:
-            yield left
-            self._call(self._rows.chunk)
+        yield from self._reading(self._cell(len(self._ids) - 1))
+
+    @torch.inference_mode()
+    def finishing(self) -> Generator[int, None, None]:
+        """Read all that waits, as `reading` does."""
+        yield from self._reading(len(self._ids))
+
+    def _reading(self, end: int) -> Generator[int, None, None]:
+        """Read up to a token."""
+        stop = self._look_up(end)
+        while self._read < end:
+            yield len(self._ids) - self._read
+            until = min(end, self._cell(self._read) + self.chunk)
+            self._call((stop if stop is not None and self._read < stop < until else until) - self._read)
 
     @torch.inference_mode()
     def likely(self, ids: Sequence[int], count: int) -> Generator[int, None, list[Likely]]:
@@ -117,7 +134,7 @@ class Session:
         while own._read < len(own._ids):
             yield len(own._ids) - own._read
             start = own._read
-            hidden_1TD = own._call(min(own.chunk, len(own._ids) - start))
+            hidden_1TD = own._call(min(own._cell(start) + own.chunk, len(own._ids)) - start)
             logits_TV = own._rows.model.head(hidden_1TD)[0, :, :V].cpu()
             if non_finite(logits_TV):
                 raise NonFiniteError(
@@ -193,21 +210,22 @@ class Session:
             require(len(unread) > 0, "text", "", "read before: this tokenizer puts nothing before a text")
             return rows.add(unread, whole=True, **settings)
         sampling = settings.get("sampling", SamplingConfig())
-        recent = self._recent(sampling.repetition_window)
+        recent, read = self._recent(sampling.repetition_window), self._read
         # The row goes on in the memory of the state; the session sees it as it is now.
         state, self._state = self._state, self._state.fork()
         talk = Conversation(state, [unread], [recent], [sum(self._drawn[:])])
-        drawn = unread == self._ids[-1:] and self._drawn[-1:] == [True]
-        return rows.add("", conversation=talk, drawn=drawn, **settings)
+        settings |= {"lead": read - self._cell(read), "drawn": self._was_drawn(read)}
+        return rows.add("", conversation=talk, **settings)
 
     def leave(self, rows: Rows, row: int, ids: Sequence[int]) -> None:
         """Let a row go that has drawn `ids`, and go on from there."""
-        talk, unread = rows.remove(row), len(self._ids) - self._read
+        talk, end = rows.remove(row), len(self._ids)
         self._ids.extend(ids)
         self._drawn.extend([True] * len(ids))
-        text = [min(rows.chunk, unread - start) for start in range(0, unread, rows.chunk)]
-        for count in [*text, *[1] * (len(ids) - len(talk.pending[0]))]:
-            self._count(count)
+        while self._read < end:
+            self._count(min(self._cell(self._read) + rows.chunk, end) - self._read)
+        for _ in range(len(ids) - len(talk.pending[0])):
+            self._count(1)
         self._state = talk.state
         self._marks.put(len(self._calls), self._state.fork())
         if not talk.pending[0]:  # a hook stopped the text when its last token was read, which is read again
@@ -241,10 +259,15 @@ class Session:
         require(self.whole or calls >= first, "token", token, least)
         (known, marked), store = self._marks.nearest(calls), self._rows.store
         earlier = self._cut(T, known, marked)
-        found = None if store is None or not self._keys else store.find(self._keys[:calls])
-        if found is not None and found.calls > known:
-            earlier = self._cut(T, found.calls, found.state.to(self._rows.model.device))
-            earlier._foreign = False
+        ends = {
+            sum(self._calls[: made + 1]): made + 1 for made in range(known, calls) if not self._runs[made]
+        }
+        if store is not None and self.whole and ends:
+            path = store.path(self._ids[: max(ends)], reset=self._rows.tokenizer.specials.reset)
+            found = store.first(path, sorted(ends, reverse=True))
+            if found is not None:
+                earlier = self._cut(T, ends[found.tokens], found.state.to(self._rows.model.device))
+                earlier._foreign = False
         while len(earlier._calls) < calls:
             yield T - earlier._read
             earlier._call(self._calls[len(earlier._calls)])
@@ -303,7 +326,7 @@ class Session:
                 raise StateError(f"{path}: a conversation of {talk.rows} rows; take one of them")
             ids = talk.pending[0]
             own = {"ids": ids, "drawn": [0] * len(ids), "calls": [], "before": -1}
-            talk = replace(talk, drawn=[0])
+            session._from_drawn, talk = talk.drawn[0] > 0, replace(talk, drawn=[0])
         fields = checked(own, talk, tokenizer)
         if fields is None:
             raise StateError(f"{path}: its tokens are not those of a session of this tokenizer")
@@ -320,12 +343,10 @@ class Session:
             session._state, session._foreign = state.to(model.device), True
             # Of a text whose beginning is not known there is no other way back to it.
             session._marks.put(len(session._calls), session._state.fork(), fixed=not session.whole)
-        if store is not None and not session.whole:
-            session._keys = None
-        elif store is not None:
-            session._keys = []
-            for start, count in zip(accumulate(session._calls, initial=0), session._calls, strict=False):
-                session._link(session._ids[start : start + count])
+        calls, session._calls, read = session._calls, [], 0
+        for count in calls:
+            session._count(count, read)
+            read += count
         return session
 
     def _recent(self, window: int) -> list[int]:
@@ -355,7 +376,8 @@ class Session:
         own = Session(rows.model, rows.tokenizer, chunk=rows.chunk, store=rows.store)
         own._ids, own._drawn = self._ids.cut(T), self._drawn.cut(T)
         own._before, own.whole = self._before, self.whole
-        own._calls, own._keys = self._calls[:calls], None if self._keys is None else self._keys[:calls]
+        own._calls, own._runs = self._calls[:calls], self._runs[:calls]
+        own._from_drawn = self._from_drawn
         own._state = None if state is None else state.fork()
         own._foreign = self._foreign and state is not None
         own._marks = self._marks.cut(calls)
@@ -367,37 +389,58 @@ class Session:
         state = model.init_state(1) if self._state is None else self._state
         part = self._ids[self._read : self._read + count]
         reset = self._rows.tokenizer.specials.reset
-        hidden_1TD, self._state = read_all(model, [part], state, fresh=[self._state is None], reset=reset)
+        hidden_1TD, self._state = read_all(
+            model, [part], state, fresh=[self._state is None], reset=reset, drawn=self._was_drawn(self._read)
+        )
         self._seconds += time.perf_counter() - start
         self._count(count)
-        if store is not None and self._keys is not None and not self._foreign:
+        if store is not None and not self._foreign and (path := self._beginning()) is not None:
             last_1D = hidden_1TD[:, -1].clone()
-            store.put(self._keys, len(self._keys), self._state, last_1D, self._seconds)
+            store.put(path, self._read, self._state, last_1D, self._seconds)
         self._marks.put(len(self._calls), self._state.fork())
         return hidden_1TD
 
-    def _look_up(self) -> None:
-        """Take from the store what it has of the calls to come."""
-        store, read, chunk = self._rows.store, self._read, self._rows.chunk
-        if store is None or self._keys is None:
-            return
-        keys = list(self._keys)
-        for start in range(read, len(self._ids) - chunk, chunk):
-            keys.append(store.link(keys[-1] if keys else store.root, self._ids[start : start + chunk]))
-        found = store.find(keys[len(self._keys) :]) if len(keys) > len(self._keys) else None
+    def _look_up(self, end: int) -> int | None:
+        """Take from the store what it has of the tokens up to `end`: a place at which reading is to stop besides, for a
+        state to be kept."""
+        store, read = self._rows.store, self._read
+        path = self._beginning() if read < end else None
+        if store is None or path is None:
+            return None
+        found = store.find(path, most=end, least=read)
         if found is not None:
             self._state, self._seconds = found.state.to(self._rows.model.device), found.seconds
-            for _ in range(found.calls):
-                self._count(chunk)
+            while self._read < found.tokens:
+                self._count(min(self._cell(self._read) + self.chunk, found.tokens) - self._read)
             self._marks.put(len(self._calls), self._state.fork())
+        return store.part(path, self._read)
 
-    def _count(self, count: int) -> None:
-        """Note that a call has read the next tokens."""
-        start = self._read
+    def _beginning(self) -> Prefixes | None:
+        """The text as the store knows it; None where there is none, or what was read so far is not all of a prompt."""
+        store = self._rows.store
+        if store is None or not self.whole or (self._runs and self._runs[-1] > 0):
+            return None
+        if self._path is None or len(self._path.ids) != len(self._ids):
+            self._path = store.path(self._ids[:], reset=self._rows.tokenizer.specials.reset)
+        return self._path
+
+    def _cell(self, token: int) -> int:
+        """The first token of the cell in which one lies that is read as part of a prompt."""
+        first = self._runs[-1] if self._runs else 0
+        return first + (token - first) // self.chunk * self.chunk
+
+    def _was_drawn(self, token: int) -> bool:
+        return self._drawn[token : token + 1] == [True] or (token == 0 and self._from_drawn)
+
+    def _count(self, count: int, start: int | None = None) -> None:
+        """Note that a call has read the next tokens. Cells are counted anew after a token that was drawn, and after a
+        call that ends within one, unless that changes no bit."""
+        start = self._read if start is None else start
+        end, first, model = start + count, self._runs[-1] if self._runs else 0, self._rows.model
+        drawn, cut = count == 1 and self._was_drawn(start), (end - first) % self.chunk > 0
+        begun = (start - first) % self.chunk > 0 and self._rows.tokenizer.specials.reset in self._ids[
+            start:end
+        ]
+        exact = whole(model) > 0 and BLOCK % self.chunk == 0
         self._calls.append(count)
-        self._link(self._ids[start : start + count])
-
-    def _link(self, ids: list[int]) -> None:
-        if self._keys is not None and self._rows.store is not None:
-            store = self._rows.store
-            self._keys.append(store.link(self._keys[-1] if self._keys else store.root, ids))
+        self._runs.append(end if drawn or begun or (cut and not exact) else first)

@@ -1,9 +1,10 @@
 """States of prefixes, kept by what was read: the longest one that a prompt begins with is not read again.
 
-The key of a state is a chain of digests over the model and the tokens, a link for each call of the model that read
-them. Equal keys are therefore equal calls, in equal order, and so equal bits: reading that starts from a stored state
-gives the logits of reading from the start. Prompts are read alone and cut at multiples of `chunk` tokens, wherever they
-were cut before, so that prompts that share a beginning share its calls.
+The key of a state is a chain of digests over the model and the tokens, a link for each `chunk` tokens (a cell) and one
+for those of the last cell. Prompts are read alone and cut at multiples of `chunk`, wherever they were cut before, so
+that prompts that share a beginning share its calls: equal keys are equal calls, in equal order, and so equal bits.
+Where a model's prompts have the same bits wherever they are cut (`decode.anywhere`), states are kept at other places
+too: at the end of each prompt, and where a text parts from those that were read before it.
 
 Two tiers: states in memory, and files on disk whose index is a database that several processes may share.
 """
@@ -11,29 +12,37 @@ Two tiers: states in memory, and files on disk whose index is a database that se
 import hashlib
 import json
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path as File
 
 import torch
 from torch import Tensor
 
 from perspectron import native
+from perspectron.decode.anywhere import measured
 from perspectron.decode.disk import Counters, Disk, Prefix, saved
 from perspectron.decode.kept import Account, Hold
+from perspectron.decode.known import Known
 from perspectron.decode.marks import settle
+from perspectron.decode.places import Path
 from perspectron.decode.reading import CHUNK
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.util.config import require
 from perspectron.util.errors import StateError
 
-FORMAT = "perspectron-prefix-1"
+FORMAT = "perspectron-prefix-2"
+WORTHWHILE = 16
+"""Tokens by which a new place must be longer than the longest one that is kept."""
 
 
 @dataclass
 class _Entry:
     prefix: Prefix
+    place: tuple[bytes, int]
+    """Key of the cell in which it lies, and the tokens of that."""
     hold: Hold
     size: int
     """Bytes that it added to those that were kept."""
@@ -93,7 +102,7 @@ class PrefixStore:
         *,
         chunk: int = CHUNK,
         memory_bytes: int = 256 << 20,
-        folder: Path | None = None,
+        folder: File | None = None,
         disk_bytes: int = 4 << 30,
         adapter: str = "",
     ) -> None:
@@ -102,8 +111,11 @@ class PrefixStore:
         self.model, self.chunk, self.memory_bytes = Frozen(model), chunk, memory_bytes
         said = [FORMAT, self.model.fingerprint(), adapter, chunk, model.device.type, *_arithmetic()]
         self.root = hashlib.sha256(json.dumps(said).encode()).digest()
-        self.counters = Counters()
+        self.anywhere = measured(model, chunk)
+        self.counters, self.known = Counters(), Known()
         self._entries: dict[bytes, _Entry] = {}
+        self._lengths = dict[bytes, Counter[int]]()
+        """By cell, the tokens of it after which states are kept, and how many of them."""
         self._account, self._clock = Account(0), 0.0
         self._disk = None if folder is None else Disk(folder, disk_bytes, self.model, self.counters)
 
@@ -120,41 +132,48 @@ class PrefixStore:
         """True if the state of this key is in memory."""
         return key in self._entries
 
-    def chain(self, ids: Sequence[int]) -> list[bytes]:
-        """Keys after each call that reads a text from its start: `chunk` tokens each, and what is left."""
-        keys = list[bytes]()
-        for start in range(0, len(ids), self.chunk):
-            keys.append(self.link(keys[-1] if keys else self.root, ids[start : start + self.chunk]))
-        return keys
+    def path(self, ids: Sequence[int], *, reset: int | None = None) -> Path:
+        """The places of a text that is read from its start. reset: the token before which all is forgotten."""
+        return Path(self.root, ids, self.chunk, anywhere=self.anywhere, reset=reset)
 
-    def link(self, key: bytes, ids: Sequence[int]) -> bytes:
-        """The key after one more call, which reads `ids`."""
-        return hashlib.sha256(key + b"".join(id.to_bytes(8, "little") for id in ids)).digest()
-
-    def find(self, keys: Sequence[bytes]) -> Prefix | None:
-        """The state after as many of these calls as are stored, to be used up; None where none is. StateError: the
+    def find(self, path: Path, *, most: int, least: int = 0, meanwhile: bool = False) -> Prefix | None:
+        """The state, to be used up, after as many of a text's tokens as there is one for, more than `least` and at most
+        `most`; None where there is none. meanwhile: only in memory, where a miss is not counted. StateError: the
         model's weights have changed."""
         self.model.check()
-        for at in range(len(keys) - 1, -1, -1):
-            prefix = self._remembered(keys[at]) or self._on_disk(keys, at)
-            if prefix is not None:
-                self.counters.hits += 1
-                self.counters.calls_saved += at + 1
-                return replace(prefix, calls=at + 1)
-        self.counters.misses += 1
-        return None
+        found = self._first(path, self._places(path, most, least, not meanwhile), not meanwhile)
+        if found is not None:
+            self.counters.hits += 1
+            self.counters.tokens_saved += found.tokens - least
+        elif not meanwhile:
+            self.counters.misses += 1
+        return found
 
-    def put(self, keys: Sequence[bytes], calls: int, state: LMState, last_1D: Tensor, seconds: float) -> None:
-        """Keep a copy of the state after the first `calls` calls. Not one whose numbers are not finite: whoever meets
+    def first(self, path: Path, places: Iterable[int]) -> Prefix | None:
+        """The state at the first of these places of a text at which there is one. StateError as `find`."""
+        self.model.check()
+        return self._first(path, places, True)
+
+    def part(self, path: Path, least: int) -> int | None:
+        """Where this text parts from all that were read before it, a place to keep a state at; None where that is
+        hardly more than `least` tokens, of which there is one, or not to be. From now on this text was read before,
+        too."""
+        if path.exact == 0:
+            return None
+        at = min(self.known.add(path), path.exact)
+        return at if at % self.chunk and at - least >= WORTHWHILE and at < len(path.ids) else None
+
+    def put(self, path: Path, at: int, state: LMState, last_1D: Tensor, seconds: float) -> None:
+        """Keep a copy of the state after the first `at` tokens. Not one whose numbers are not finite: whoever meets
         them shall compute them. StateError as `find`."""
         self.model.check()
-        key = keys[calls - 1]
+        key = path.key(at)
         if key in self._entries or not bool(last_1D.isfinite().all()):
             return
-        prefix = Prefix(calls, state, last_1D, seconds)
-        self._remember(keys, prefix)
+        prefix = Prefix(at, state, last_1D, seconds)
+        self._remember(path, key, prefix)
         if self._disk is not None:
-            self._disk.put([key.hex() for key in keys[:calls]], prefix)
+            self._disk.put(path, prefix)
 
     def close(self) -> None:
         """Let the files go."""
@@ -168,19 +187,33 @@ class PrefixStore:
         entry.clock = self._clock
         return replace(entry.prefix, state=entry.prefix.state.fork(), last_1D=entry.prefix.last_1D.clone())
 
-    def _on_disk(self, keys: Sequence[bytes], at: int) -> Prefix | None:
-        prefix = None if self._disk is None else self._disk.get(keys[at].hex())
+    def _on_disk(self, path: Path, at: int, key: bytes) -> Prefix | None:
+        prefix = None if self._disk is None else self._disk.get(key.hex())
         if prefix is not None:
-            self._remember(keys, replace(prefix, calls=at + 1))
+            self._remember(path, key, replace(prefix, tokens=at))
         return prefix
 
-    def _remember(self, keys: Sequence[bytes], prefix: Prefix) -> None:
+    def _first(self, path: Path, places: Iterable[int], disk: bool) -> Prefix | None:
+        for at in places:
+            key = path.key(at)
+            prefix = self._remembered(key) or (self._on_disk(path, at, key) if disk else None)
+            if prefix is not None:
+                return replace(prefix, tokens=at)
+        return None
+
+    def _places(self, path: Path, most: int, least: int, disk: bool) -> Iterator[int]:
+        """Places at which there may be a state, the longest first."""
+        there = self._disk.lengths(path) if disk and self._disk is not None else {}
+        return path.places(most, least, self._lengths, there)
+
+    def _remember(self, path: Path, key: bytes, prefix: Prefix) -> None:
         """Put a copy into memory, unless what would have to go is worth more."""
-        key, used = keys[prefix.calls - 1], self.used_bytes
+        at, used = prefix.tokens, self.used_bytes
+        shorter = (path.key(place) for place in self._places(path, at - 1, 0, False))
+        parent = next((k for k in shorter if k in self._entries), b"")
         prefix = replace(prefix, state=prefix.state.fork(), last_1D=prefix.last_1D.clone())
         hold = Hold(self._account, prefix.state, prefix.last_1D)
-        parent = next((k for k in reversed(keys[: prefix.calls - 1]) if k in self._entries), b"")
-        entry = _Entry(prefix, hold, max(1, self.used_bytes - used), parent, self._clock)
+        entry = _Entry(prefix, path.place(at), hold, max(1, self.used_bytes - used), parent, self._clock)
         while self.used_bytes > self.memory_bytes:
             least = min(self._entries, key=lambda k: self._worth(self._entries[k]), default=None)
             if least is None or self._worth(self._entries[least]) > self._worth(entry):
@@ -191,6 +224,8 @@ class PrefixStore:
             self._evict(least)
             settle()
         self._entries[key] = entry
+        cell, length = entry.place
+        self._lengths.setdefault(cell, Counter())[length] += 1
 
     def _worth(self, entry: _Entry) -> float:
         parent = self._entries.get(entry.parent)
@@ -203,6 +238,10 @@ class PrefixStore:
         self._clock = max(self._clock, self._worth(entry))
         del self._entries[key]
         entry.hold.let_go()
+        cell, length = entry.place
+        self._lengths[cell][length] -= 1
+        if not +self._lengths[cell]:
+            del self._lengths[cell]
         self.counters.evicted += 1
         for other in self._entries.values():
             if other.parent == key:

@@ -152,6 +152,13 @@ class Block(nn.Module):
             cast(Mixer, getattr(self, name)) for name in names if getattr(self.config, name) is not None
         )
 
+    @property
+    def exact_cells(self) -> int:
+        """Those of its mixers; 0 where one of them, or its network, promises nothing of the kind."""
+        parts = [*self.mixers, *([self.ffn] if hasattr(self, "ffn") else [])]
+        promised = [int(getattr(part, "exact_cells", 0)) for part in parts]
+        return max(promised, default=1) if all(promised) else 0
+
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> "DataclassInstance":

@@ -19,6 +19,12 @@ from perspectron.native import training
 from perspectron.ops.dispatch import gradients_off, owned, recorder, under_tracing
 from perspectron.ops.fused import batch_invariant, fits, recorded
 
+BLOCK = 128
+"""Positions that are read with equally many keys. Sums over another number of them have other last bits."""
+SPAN = 512
+"""Keys that the native kernel takes at once."""
+LEAST_WINDOW = BLOCK // 2
+"""For a window below, it would be too many."""
 Drop = Callable[[Tensor], Tensor] | None
 """A function of the weights of attention, such as dropout; None takes the fused kernels."""
 
@@ -49,6 +55,22 @@ def places(length_B: Tensor, T: int, reset_BT: Tensor | None, pad_BT: Tensor | N
     position_BT = before_BT - start_BT
     length_B = position_BT[:, -1] + valid_BT[:, -1].long()
     return Places(position_BT, reset_BT.long().cumsum(1), valid_BT, length_B, resets, pad_BT is not None)
+
+
+def without_tail(at: Places, q_BHTK: Tensor) -> Places | None:
+    """The same without the padding at its end, where one row has some there, for chunks that the native kernel takes;
+    not where one token is left, which is read by steps."""
+    alone = at.padded and q_BHTK.dtype is torch.float32 and _alone(q_BHTK) and native.wanted()
+    T = tail_of(~at.valid_BT) if alone else None
+    if T is None or T < 2:
+        return None
+    return at._replace(padded=False, **{name: getattr(at, name)[:, :T] for name in at._fields[:3]})
+
+
+def tail_of(pad_BT: Tensor) -> int | None:
+    """How many tokens of one row stand before the padding at its end; None where some is elsewhere."""
+    T = pad_BT.shape[1] - int(pad_BT.sum())
+    return None if len(pad_BT) != 1 or bool(pad_BT[0, :T].any()) else T
 
 
 def follows(reset_BT: Tensor | None, pad_BT: Tensor | None, like_BT: Tensor) -> Tensor:
@@ -283,6 +305,9 @@ def cached(
     takes = (gradients_off() or (fresh and drop is None and not at.padded)) and cap is None
     if takes and _ours(q_BHTK, k_BGTK, v_BGTV, scale):
         return _after(q_BHTK, k_BGTK, v_BGTV, ring, before_B * (not fresh), at, None, scale)
+    if _alone(q_BHTK):
+        mask_BTS, (k, v) = _aligned((k_BGTK, v_BGTV), ring, before_B, at)
+        return attend(q_BHTK, k, v, mask_BTS, scale=scale, cap=cap, drop=drop)
     old_BS = slots(before_B, sum(part.shape[2] for part in ring[0]))
     own_BT = torch.where(at.valid_BT, at.position_BT, -1)
     position_BS = torch.cat([old_BS, own_BT], 1)
@@ -310,8 +335,21 @@ def _after(
     that each has its keys in the places that they have when it is alone."""
     counts = before_B.tolist()
     if not at.padded and len(set(counts)) == 1:
-        k, v = (torch.cat([*(part.to(new.dtype) for part in _oldest_first(old, counts[0])), new], 2)
-                for old, new in zip(ring, (k_BGTK, v_BGTV), strict=True))  # fmt: skip
+        kept = min(counts[0], sum(part.shape[2] for part in ring[0]))
+        # The kernel cuts keys into spans: where a window has several, they begin at the same positions in any chunk.
+        many = window is not None and window + BLOCK > SPAN
+        front = (counts[0] - kept) % SPAN if many else 0
+        k, v = (
+            torch.cat(
+                [
+                    *([new.new_zeros(*new.shape[:2], front, new.shape[3])] if front else []),
+                    *(part.to(new.dtype) for part in _oldest_first(old, counts[0])),
+                    new,
+                ],
+                2,
+            )
+            for old, new in zip(ring, (k_BGTK, v_BGTV), strict=True)
+        )
         return _attended(q_BHTK, k, v, _first(at, window, k.shape[2] - k_BGTK.shape[2]), scale)
     o = q_BHTK.new_zeros(*q_BHTK.shape[:3], v_BGTV.shape[3])
     for b in range(len(counts)):
@@ -335,6 +373,57 @@ def _oldest_first(parts_BGSK: Sequence[Tensor], count: int) -> list[Tensor]:
         found.append(part[:, :, :left] if left <= S or len(parts_BGSK) > 1 else part.roll(-(left % S), 2))
         left -= min(left, S)
     return found
+
+
+def _aligned(
+    chunk: tuple[Tensor, Tensor],
+    ring: tuple[Sequence[Tensor], Sequence[Tensor]],
+    before_B: Tensor,
+    at: Places,
+) -> tuple[Tensor, list[Tensor]]:
+    """The mask of one row's queries, and its keys and values, those of the cache and of the chunk, filled up to a
+    multiple of BLOCK: sums over as many keys have the same bits wherever a text was cut within a block."""
+    S = sum(part.shape[2] for part in ring[0])
+    T = int(at.valid_BT.sum()) if at.padded else at.valid_BT.shape[1]
+    own_T = at.valid_BT[0].nonzero()[:, 0] if at.padded else slice(None)
+    spare = -(S + T) % BLOCK
+    old_BS = slots(before_B, S)
+    position_BS = F.pad(torch.cat([old_BS, at.position_BT[:, own_T]], 1), (0, spare), value=-1)
+    segment_BS = F.pad(torch.cat([torch.zeros_like(old_BS), at.segment_BT[:, own_T]], 1), (0, spare))
+    mask_BTS = visible(at, position_BS, segment_BS, None)
+    if at.padded:
+        mask_BTS[..., 0] |= ~at.valid_BT  # padding sees a key: no empty softmax
+    filled = []
+    for parts, new in zip(ring, chunk, strict=True):
+        own, empty = new[:, :, own_T], new.new_zeros(*new.shape[:2], spare, new.shape[3])
+        filled.append(torch.cat([*(part.to(new.dtype) for part in parts), own, empty], 2))
+    return mask_BTS, filled
+
+
+def _aligned_window(
+    chunk: tuple[Tensor, Tensor], ring: tuple[Tensor, Tensor], before_B: Tensor, at: Places
+) -> tuple[Tensor, list[Tensor]]:
+    """The same of attention to the last W tokens: the keys that a block of BLOCK positions may see, by position."""
+    W, before = ring[0].shape[2], int(before_B[0])
+    own_T = at.valid_BT[0].nonzero()[:, 0] if at.padded else torch.arange(at.valid_BT.shape[1])
+    stop = before + len(own_T)
+    start = max(0, (before // BLOCK * BLOCK - W + 1) // BLOCK * BLOCK)
+    old_S = torch.arange(start, before) % W  # those too old for any query stand in for what is gone
+    spare = -stop % BLOCK
+    distance_BTS = at.position_BT[:, :, None] - torch.arange(start, stop + spare)
+    mask_BTS = (distance_BTS >= 0) & (distance_BTS < W)
+    if at.padded:
+        mask_BTS[..., 0] |= ~at.valid_BT
+    filled = []
+    for old, new in zip(ring, chunk, strict=True):
+        own, empty = new[:, :, own_T], new.new_zeros(*new.shape[:2], spare, new.shape[3])
+        filled.append(torch.cat([old[:, :, old_S].to(new.dtype), own, empty], 2))
+    return mask_BTS, filled
+
+
+def _alone(q_BHTK: Tensor) -> bool:
+    """True of a chunk of one text that is read on a CPU."""
+    return len(q_BHTK) == 1 and q_BHTK.device.type == "cpu" and gradients_off() and not under_tracing(q_BHTK)
 
 
 def _columns(x_BHTK: Tensor, order_BT: Tensor) -> Tensor:
@@ -361,6 +450,12 @@ def windowed(
     the c keys of its own block and the W keys before it: work and memory are linear in T.
     """
     W, T, B = ring[0].shape[2], q_BHTK.shape[2], q_BHTK.shape[0]
+    scale = q_BHTK.shape[3] ** -0.5 if scale is None else scale
+    takes = (gradients_off() or (fresh and drop is None)) and cap is None
+    native_kernel = takes and _ours(q_BHTK, k_BGTK, v_BGTK, scale)
+    if not native_kernel and LEAST_WINDOW <= W and T <= BLOCK and not at.resets and _alone(q_BHTK):
+        mask_BTS, (k, v) = _aligned_window((k_BGTK, v_BGTK), ring, before_B, at)
+        return attend(q_BHTK, k, v, mask_BTS, scale=scale, cap=cap, drop=drop)
     if at.padded:  # tokens first, padding behind them: then W tokens back is W columns back
         order_BT = (~at.valid_BT).long().argsort(dim=1, stable=True)
         ordered = {name: getattr(at, name).gather(1, order_BT) for name in at._fields[:3]}
@@ -368,9 +463,7 @@ def windowed(
         q, k, v = (_columns(x, order_BT) for x in (q_BHTK, k_BGTK, v_BGTK))
         o = windowed(q, k, v, ring, before_B, tokens, fresh=fresh, scale=scale, cap=cap, drop=drop)
         return _columns(o, order_BT.argsort(1))
-    scale = q_BHTK.shape[3] ** -0.5 if scale is None else scale
-    takes = (gradients_off() or (fresh and drop is None)) and cap is None
-    if takes and _ours(q_BHTK, k_BGTK, v_BGTK, scale):
+    if native_kernel:
         return _after(q_BHTK, k_BGTK, v_BGTK, ([ring[0]], [ring[1]]), before_B * (not fresh), at, W, scale)
     c = min(W, T)
     n = -(-T // c)

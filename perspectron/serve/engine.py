@@ -22,7 +22,7 @@ from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.steps import stepped, steps_of
-from perspectron.decode.store import PrefixStore
+from perspectron.decode.store import WORTHWHILE, PrefixStore
 from perspectron.model.model import LanguageModel
 from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError
@@ -296,14 +296,22 @@ class Engine:
                 self.counters.failed += 1
             else:
                 self.counters.finished += 1
-                if self.store is not None and job.shares and len(job.ids) >= self.store.chunk:
+                if self.store is not None and job.shares and len(job.ids) >= self._least:
                     self._later.append(_Task(self._reread(job.session.tokens), 0))
         self.counters.drawn += piece.id is not None
         job.emit(event)
 
     def _reread(self, ids: list[int]) -> Generator[int, None, None]:
         """Read what was said as a prompt, for the store."""
-        yield from self.session().reading(ids)
+        session = self.session()
+        yield from session.reading(ids)
+        if self.store is not None and self.store.anywhere:
+            yield from session.finishing()
+
+    @property
+    def _least(self) -> int:
+        """Tokens drawn that are worth to be read as a prompt."""
+        return WORTHWHILE if self.store is not None and self.store.anywhere else self._rows.chunk
 
     def _fail(self, error: Exception) -> None:
         """Give up all rows after an error that spoils them, and go on with new ones."""

@@ -63,7 +63,7 @@ def test_with_the_store_every_bit_is_as_without(design: str, tokenizer, tmp_path
         expected = answered(model, tokenizer, prompt, None)
         for store in stores:  # the second finds on disk what the first has read
             same(answered(model, tokenizer, prompt, store), expected)
-    assert all(store.counters.calls_saved > 8 for store in stores)
+    assert all(store.counters.tokens_saved > 8 * CHUNK for store in stores)
     assert stores[1].counters.damaged == stores[1].counters.failed == 0
     assert stores[1].counters.misses == 0
 
@@ -108,18 +108,18 @@ def test_another_model_another_adapter_another_chunk_share_nothing(perspective, 
 
 def test_what_is_worth_least_goes_first_and_its_time_passes_to_what_needs_it(perspective) -> None:
     store = PrefixStore(perspective, chunk=1)
-    keys, state = store.chain([0, 5, 6, 7, 8]), perspective.init_state(1)
+    path, state = store.path([0, 5, 6, 7, 8]), perspective.init_state(1)
     last, size = torch.zeros(1, 32), perspective.init_state(1).nbytes + 32 * 4
     store.memory_bytes = 3 * size
-    for calls, seconds in enumerate((2.0, 5.0, 6.0), 1):
-        store.put(keys, calls, state, last, seconds)
-    store.put(keys, 4, state, last, 10.0)
+    for tokens, seconds in enumerate((2.0, 5.0, 6.0), 1):
+        store.put(path, tokens, state, last, seconds)
+    store.put(path, 4, state, last, 10.0)
     assert store.used_bytes == 3 * size and store.counters.evicted == 1
-    assert [store.find(keys[:n]).calls for n in (1, 2, 3, 4)] == [1, 2, 2, 4]
+    assert [store.find(path, most=most).tokens for most in (1, 2, 3, 4)] == [1, 2, 2, 4]
     store.memory_bytes = size
-    store.put(store.chain([9]), 1, state, last, 50.0)
-    assert len(store) == 1 and store.find(store.chain([9])).seconds == 50.0
-    assert store.find(keys[1:]) is None
+    store.put(store.path([9]), 1, state, last, 50.0)
+    assert len(store) == 1 and store.find(store.path([9]), most=1).seconds == 50.0
+    assert store.find(path, most=5) is None
 
 
 def test_a_budget_is_kept_on_disk_and_in_memory(perspective, tokenizer, tmp_path) -> None:

@@ -2,7 +2,9 @@
 asks for it."""
 
 import dataclasses
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from perspectron.eval.exactness import Asked, Plan, holds
 from tests.eval.engine_fake import Fake, serving
 from tests.refusals import refused
 
+ROOT = Path(__file__).resolve().parents[2]
 PLAN = Plan(length=32, tokens=6, texts=3, rounds=2, seed=3)
 
 
@@ -152,3 +155,11 @@ def test_answers_in_both_forms_of_logprobs_are_read(monkeypatch) -> None:
 def test_slots_are_refused_by_name_without_llama_cpp() -> None:
     with refused(NotOffered, "--save"):
         Server("http://127.0.0.1:1").save(0, "a")
+
+
+def test_the_page_has_the_tables_of_the_results() -> None:
+    spec = importlib.util.spec_from_file_location("servers", ROOT / "docs" / "servers.py")
+    servers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(servers)
+    whole = json.loads(servers.RESULTS.read_text())
+    assert servers.write_page(servers.PAGE, whole) == servers.PAGE.read_text()

@@ -20,10 +20,13 @@ from perspectron.quant.convert import convert
 from perspectron.train.lora import LoraConfig, adapt
 from tests.interop import families, test_hybrids, test_later_hybrids
 
-CASES = test_hybrids.CASES + test_later_hybrids.CASES
+CASES = test_hybrids.CASES + test_later_hybrids.CASES + test_later_hybrids.MIXTURES
 FIRST = len(test_hybrids.CASES)
 """The place of the first of the later ones."""
-every_case = pytest.mark.parametrize("index", range(len(CASES)), ids=[str(family) for family in CASES])
+every_case, every_dense_case = (
+    pytest.mark.parametrize("index", range(count), ids=[str(family) for family in CASES[:count]])
+    for count in (len(CASES), len(CASES) - len(test_later_hybrids.MIXTURES))
+)
 KIND = {
     "qwen3.5-0.8b": "qwen3_5_text", "granite-4.0-h-350m": "granitemoehybrid", "lfm2-350m": "lfm2",
     "falcon-h1-0.5b": "falcon_h1",
@@ -83,7 +86,7 @@ def test_its_steps_are_recorded(index, format):
                 families.near(found, wanted, 1e-5 if format is None else 2e-2)
 
 
-@every_case
+@every_dense_case
 def test_whole_texts_and_steps_have_the_same_gradients(index):
     """In float64, of every parameter."""
     model, ids = model_of(index).double(), families.text(rows=1, length=20)
@@ -101,7 +104,7 @@ def test_whole_texts_and_steps_have_the_same_gradients(index):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8 * float(b.abs().max()))
 
 
-@every_case
+@every_dense_case
 def test_an_adapter_learns_beside_its_layers(index):
     model, ids = model_of(index), families.text()
     before = model(ids).logits.detach()

@@ -74,7 +74,7 @@ def reader(folder: Path, seed: int, told: Connection) -> None:
             expected[key] = answered(model, letters, ids, None, count=1)
         got = answered(model, letters, ids, store, count=1)
         equal(got[1], expected[key][1])
-        told.send((int(got[0] != expected[key][0]), store.counters.calls_saved, store.counters.damaged))
+        told.send((int(got[0] != expected[key][0]), store.counters.tokens_saved, store.counters.damaged))
 
 
 def kills(folder: Path, count: int) -> str:

@@ -38,7 +38,7 @@ class Fuzz:
         self.draw = random.Random(seed)
         self.base = [self.draw.randrange(1, VOCAB) for _ in range(LONGEST)]
         self.texts: list[tuple[Session, Session]] = []
-        self.compared = self.calls_saved = 0
+        self.compared = self.tokens_saved = 0
         self.engines: list[Engine] = []
         self.restart()
 
@@ -46,7 +46,7 @@ class Fuzz:
         """A new process, as far as the files can tell: what was in memory is gone, and nothing was closed."""
         if self.engines:
             assert self.engine.store is not None
-            self.calls_saved += self.engine.store.counters.calls_saved
+            self.tokens_saved += self.engine.store.counters.tokens_saved
         store = PrefixStore(
             self.model, chunk=CHUNK, memory_bytes=self.room(), folder=self.folder / "prefixes"
         )
@@ -181,7 +181,7 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
         fuzz = Fuzz(design, tokenizer, folder, args.seed * 1000 + number)
         fuzz.run(each)
-        saved = fuzz.calls_saved
+        saved = fuzz.tokens_saved
         print(
             f"{design}: {each} operations, {fuzz.compared} tokens with all their logits, 0 differ; {saved} calls saved",
             flush=True,

@@ -213,7 +213,7 @@ def test_slots_as_llama_cpp_has_them(client, tiny, tmp_path, tokenizer) -> None:
         on = text + first["choices"][0]["text"] + " And"
         answer = complete(fresh, prompt=on, id_slot=2)
         assert answer["choices"] == complete(client, prompt=on)["choices"]
-        assert other.engine.store.counters.calls_saved == 0
+        assert other.engine.store.counters.tokens_saved == 0
         assert fresh.post("/slots/2?action=erase", json={}).json()["n_erased"] > 0
     for slot, action, status in ((1, "burn", 400), (99, "save", 400), (0, "save", 404)):
         assert client.post(f"/slots/{slot}?action={action}", json={"filename": "a"}).status_code == status

@@ -134,6 +134,7 @@ class DRM(Mixer):
     learned_start = True
     splits_time = False
     calls_linears = False
+    exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: DRMConfig) -> None:
         super().__init__()

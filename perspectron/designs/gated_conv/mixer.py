@@ -45,6 +45,7 @@ class GatedConv(Mixer):
     small = GatedConvConfig()
     about = "LFM2's short convolution between two gates, which remembers two tokens"
     source = "docs/designs/baselines.md#gated-short-convolution"
+    exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: GatedConvConfig) -> None:
         super().__init__()

@@ -55,6 +55,7 @@ class GLA(Mixer):
     hidden = 440
 
     mix_exponents = (0.2, 0.7, 0.7, 0.2)  # of q, k, v and both gates
+    exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: GLAConfig) -> None:
         super().__init__()

@@ -60,6 +60,7 @@ class HGRN2(Mixer):
     hidden = 448
 
     takes_shared = True
+    exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: HGRN2Config) -> None:
         super().__init__()

@@ -52,6 +52,7 @@ class MinGRU(Mixer):
     source = "arXiv 2410.01201"
     framed = MinGRUConfig()
     hidden = 360
+    exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: MinGRUConfig) -> None:
         super().__init__()

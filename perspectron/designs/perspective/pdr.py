@@ -113,6 +113,7 @@ class PDR(Mixer):
     about = "Perspective Decay Recurrence: a matrix memory with a decay for each row"
     source = "docs/designs/perspective.md#the-recurrence"
     kept_at_reset = ("down_BrD", "up_BDr")  # an adapter's
+    exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: PDRConfig) -> None:
         super().__init__()

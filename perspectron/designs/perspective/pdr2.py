@@ -69,6 +69,7 @@ class PDR2(Mixer):
     kept_at_reset = ("down_BrD", "up_BDr")  # an adapter's
 
     mix_exponents = (0.2, 0.7, 0.7, 0.2)  # of q and z, k, v, γ: those of RWKV-7's first layer
+    exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: PDR2Config) -> None:
         super().__init__()

@@ -50,6 +50,7 @@ class RWKV7Channel(Mixer):
     source = "arXiv 2503.14456"
 
     own_token_shift = True
+    exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: RWKV7ChannelConfig) -> None:
         super().__init__()

@@ -88,6 +88,7 @@ class RWKV7(Mixer):
 
     takes_shared = own_token_shift = True
     no_decay = ("mix_6D",)
+    exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: RWKV7Config) -> None:
         super().__init__()

@@ -81,6 +81,7 @@ class SSD(Mixer):
     about = "Mamba-2's state-space dual: a matrix memory with one decay per head, behind a short convolution"
     source = "docs/designs/baselines.md#mamba-2"
     framed = SSDConfig(head_dim=32, state=64)
+    exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: SSDConfig) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ COUNTERS: dict[str, tuple[str, Reading]] = {
     "failed": ("Texts that ended in an error", lambda served: served.engine.counters.failed),
     "store_hits": ("Prompts that began at a stored state", lambda served: _store(served, "hits")),
     "store_misses": ("Prompts read from the start", lambda served: _store(served, "misses")),
-    "store_calls_saved": ("Chunks that were not read again", lambda served: _store(served, "calls_saved")),
+    "store_tokens_saved": ("Tokens that were not read again", lambda served: _store(served, "tokens_saved")),
     "store_evicted": ("States that made room", lambda served: _store(served, "evicted")),
     "store_damaged": ("Stored files that were dropped", lambda served: _store(served, "damaged")),
     "store_failed": ("Reads and writes that the disk refused", lambda served: _store(served, "failed")),

@@ -1,0 +1,49 @@
+"""Whether a model's prompts have the same bits wherever they are cut: what its layers promise, and a look at it."""
+
+import logging
+from itertools import pairwise
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from perspectron.decode.reading import read_all, whole
+from perspectron.model.model import LanguageModel
+from perspectron.ops.attention import BLOCK
+
+LENGTH = BLOCK + 24
+CUTS = 5, 37, 101, BLOCK + 1
+log = logging.getLogger("perspectron")
+
+
+@torch.inference_mode()
+def measured(model: LanguageModel, chunk: int) -> bool:
+    """True if a model's layers promise that a prompt, read in calls of `chunk` tokens, has the same bits wherever it is
+    cut besides, and a random text of LENGTH tokens has them at CUTS: which kernels a library takes for a product of so
+    many rows is its own affair. Said in the log where the promise is not kept."""
+    if not whole(model) or BLOCK % chunk:
+        return False
+    draw, config = torch.Generator().manual_seed(0), model.config
+    length = min(LENGTH, config.positions or config.longest or LENGTH)
+    ids = torch.randint(config.vocab_size, (length,), generator=draw).tolist()
+    kept = _same(_read(model, ids, chunk, ()), _read(model, ids, chunk, CUTS))
+    if not kept:
+        log.warning(
+            "prompts that are cut have other bits here: prefixes are shared in steps of %d tokens", chunk
+        )
+    return kept
+
+
+def _read(model: LanguageModel, ids: list[int], chunk: int, cuts: tuple[int, ...]) -> list[Tensor]:
+    """What the head reads after each token, and the state."""
+    state, read = model.init_state(1), list[Tensor]()
+    for start, stop in pairwise(
+        sorted({*range(0, len(ids), chunk), *(at for at in cuts if at < len(ids)), len(ids)})
+    ):
+        hidden_1TD, state = read_all(model, [ids[start:stop]], state, fresh=[start == 0], reset=None)
+        read.append(hidden_1TD)
+    return [torch.cat(read, 1), *(x for x in pytree.tree_leaves(state.filled()) if isinstance(x, Tensor))]
+
+
+def _same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(some, others, strict=True))
