@@ -19,7 +19,7 @@ from torch import Tensor
 from perspectron.model.state import Ragged, cat, register
 from perspectron.native.tape import piece_of
 from perspectron.ops import attention
-from perspectron.ops.dispatch import recorder, under_tracing
+from perspectron.ops.dispatch import forward_mode, recorder, under_tracing
 from perspectron.util.errors import StateError
 
 LEAST_SLOTS = 64
@@ -211,7 +211,7 @@ class Cache(Ragged):
     def _may_lend(self) -> bool:
         parts = (self.k_BHSK, self.v_BHSV)
         plain = all(x.device.type == "cpu" and not x.requires_grad for x in parts)
-        return plain and not under_tracing(*parts)
+        return plain and not forward_mode() and not under_tracing(*parts)
 
     def _may_close(self, least: int) -> bool:
         """True where the slots that are used may become a piece: there are enough of them, and tokens in all."""
