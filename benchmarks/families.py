@@ -30,8 +30,8 @@ from torch import Tensor
 from perspectron import presets
 from perspectron.data.bpe import byte_letters
 from perspectron.decode.reading import prefill
-from perspectron.decode.store import PrefixStore
 from perspectron.decode.steps import stepped, steps_of
+from perspectron.decode.store import PrefixStore
 from perspectron.eval.timing import take_turns
 from perspectron.interop import foreign
 from perspectron.interop.foreign.gguf import unpacked
