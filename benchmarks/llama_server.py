@@ -36,6 +36,7 @@ from perspectron.serve.engine import Engine, Job
 TESTS = ("tests/decode/test_store.py", "tests/interop/test_foreign.py")
 ANSWER = 16  # tokens
 HEAD = 64  # of a mixer
+SHARED = (1500, 700), (100, 20)  # tokens that texts share, and those of each alone
 Ask = Callable[[list[int], bool], tuple[list[int], int, float]]
 """(prompt, whether to keep what is read) → (tokens of the answer, tokens not read again, seconds to the first)."""
 
@@ -216,6 +217,18 @@ def trace(ask: Ask, sizes: Sizes) -> tuple[list[dict[str, Any]], list[tuple[list
     return requests, answers
 
 
+def partings(ask: Ask, sizes: Sizes) -> dict[str, list[int]]:
+    """Tokens not read again of each of three texts that share a beginning, by SHARED."""
+    draw, found = random.Random(2), dict[str, list[int]]()
+    for shared, own in SHARED:
+        begin = [0, *(draw.randrange(1, sizes.vocab) for _ in range(shared - 1))]
+        rests = [
+            [1 + number, *(draw.randrange(1, sizes.vocab) for _ in range(own - 1))] for number in range(3)
+        ]
+        found[f"{shared} + {own}"] = [ask([*begin, *rest], True)[1] for rest in rests]
+    return found
+
+
 def summed(requests: list[dict[str, Any]]) -> dict[str, Any]:
     """By kind: share of the prompts' tokens not read again, and seconds to the first token."""
     found = {}
@@ -243,12 +256,13 @@ def main() -> None:
         makers = {"perspectron": ours, "llama.cpp": theirs, "llama.cpp, a slot each": tuned}
         made = {name: list[dict[str, Any]]() for name in makers}
         differ, cold, drawn = dict.fromkeys(makers, 0), {name: list[float]() for name in makers}, 0
-        first = dict[str, list[list[int]]]()
+        first, parted = dict[str, list[list[int]]](), dict[str, dict[str, list[int]]]()
         for repeat in range(args.repeats):
             for name, maker in makers.items():
                 ask, end = maker(Path(folder), args.threads)
                 requests, answers = trace(ask, sizes)
                 made[name] += requests
+                parted[name] = partings(ask, sizes)
                 if repeat == 0:
                     first[name] = [answer for _, answer in answers]
                     for prompt, answer in answers:
@@ -262,11 +276,13 @@ def main() -> None:
         kinds = summed(requests)
         own = found["engines"][name] = {
             "kinds": kinds, "tokens_that_differ": differ[name], "of_tokens": drawn,
-            "nothing_kept_seconds": common.Spread.of(cold[name]),
+            "nothing_kept_seconds": common.Spread.of(cold[name]), "parted": parted[name],
         }  # fmt: skip
         for kind, its in kinds.items():
             share = its["hits"] / its["tokens"]
             rows.append([f"{name}, {kind}", f"{share:.1%}", its["first_token_seconds"].text(1e3)])
+        for case, counts in parted[name].items():
+            rows.append([f"{name}, {case} of each of three", ", ".join(map(str, counts)), ""])
         rows.append([f"{name}, nothing kept", "0%", own["nothing_kept_seconds"].text(1e3)])
     found["same_answers"] = sum(
         all(one == a for one in rest) for a, *rest in zip(*first.values(), strict=True)

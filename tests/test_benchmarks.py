@@ -174,6 +174,10 @@ def test_in_transformers(results):
 def test_llama_server(results):
     found = results("llama_server")
     assert found["same_answers"] > 0 == found["engines"]["perspectron"]["tokens_that_differ"]
+    assert found["engines"]["perspectron"]["parted"] == {
+        "1500 + 700": [0, 1408, 1500],
+        "100 + 20": [0, 0, 100],
+    }
     for kind in found["engines"]["perspectron"]["kinds"].values():
         assert 0 < kind["hits"] < kind["tokens"]
 

@@ -29,7 +29,8 @@ def measured(model: LanguageModel, chunk: int) -> bool:
     kept = _same(_read(model, ids, chunk, ()), _read(model, ids, chunk, CUTS))
     if not kept:
         log.warning(
-            "prompts that are cut have other bits here: prefixes are shared in steps of %d tokens", chunk
+            "a prompt that is cut has other bits on this machine: prefixes are shared in steps of %d tokens",
+            chunk,
         )
     return kept
 

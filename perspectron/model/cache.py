@@ -19,7 +19,7 @@ from torch import Tensor
 from perspectron.model.state import Ragged, cat, register
 from perspectron.native.tape import piece_of
 from perspectron.ops import attention
-from perspectron.ops.dispatch import recorder, under_tracing
+from perspectron.ops.dispatch import forward_mode, recorder, under_tracing
 from perspectron.util.errors import StateError
 
 LEAST_SLOTS = 64
@@ -211,7 +211,7 @@ class Cache(Ragged):
     def _may_lend(self) -> bool:
         parts = (self.k_BHSK, self.v_BHSV)
         plain = all(x.device.type == "cpu" and not x.requires_grad for x in parts)
-        return plain and not under_tracing(*parts)
+        return plain and not forward_mode() and not under_tracing(*parts)
 
     def _may_close(self, least: int) -> bool:
         """True where the slots that are used may become a piece: there are enough of them, and tokens in all."""
@@ -356,6 +356,11 @@ def attend(
     if cache.shared and (at.resets or (q.shape[2] == 1 and recorder() is None)):
         # One token attends to one piece of memory, with the bits of before; a document that starts needs the slots.
         cache, consume_state = cache.whole(1), True
+    if cap is None and drop is None and (tokens := attention.without_tail(at, q)) is not None:
+        T, spare = tokens.position_BT.shape[1], q.shape[2] - tokens.position_BT.shape[1]
+        q, k, v = (x[:, :, :T] for x in (q, k, v))
+        o, cache = attend(q, k, v, cache, tokens, scale=scale, consume_state=consume_state)
+        return F.pad(o, (0, 0, 0, spare)), cache
     nothing = cache.blank
     fresh = nothing and not at.resets and not at.padded
     # One token with padding is not worth asking the device for; a chunk is.

@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from perspectron.model.state import Ragged
 from perspectron.util.terms import Term
 
 Mask = Tensor | None
@@ -76,6 +77,7 @@ def _forgotten(
 ) -> tuple[tuple[Tensor, ...], Any, Tensor]:
     """Inputs and state with zeros for what is not finite and followed by a reset, but for the state's fields that a
     reset keeps, and the tokens [B,T] that are lost by it: from there to the next reset."""
+    state = pytree.tree_map(_whole, state, is_leaf=lambda part: isinstance(part, Ragged))
     time_T = torch.arange(reset_BT.shape[1], device=reset_BT.device)
     begun_BT = (
         torch.where(reset_BT, time_T, -1).cummax(1).values
@@ -95,3 +97,8 @@ def _forgotten(
     state = replace(pytree.tree_map_only(Tensor, cleared, state), **kept)
     inputs = tuple(x_BTD.masked_fill(bad_BT[:, :, None], 0) for x_BTD in inputs)
     return inputs, state, latest_BT >= begun_BT
+
+
+def _whole(part: Any) -> Any:
+    """Of a cache, what it holds in tensors that have all rows: its pieces have one each."""
+    return part.filled() if isinstance(part, Ragged) else part

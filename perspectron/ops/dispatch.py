@@ -116,8 +116,12 @@ def in_full_precision(op: Callable[Concatenate[Tensor, P], R]) -> Callable[Conca
 def gradients_off() -> bool:
     """True if nothing differentiates: no graph is recorded, and no forward mode is under way (which `no_grad` leaves
     on). Only then may an operation write into what it was given."""
-    forward_mode = forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
-    return not torch.is_grad_enabled() and not forward_mode
+    return not torch.is_grad_enabled() and not forward_mode()
+
+
+def forward_mode() -> bool:
+    """True if derivatives are computed forwards, beside the numbers (which `no_grad` leaves on)."""
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def check_consumed(consume_state: bool) -> None:

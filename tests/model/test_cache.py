@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import perspectron
 from perspectron.decode.held import caches, with_caches
@@ -244,6 +245,38 @@ def test_gradients_go_through_forks(groups) -> None:
     loss.backward()
     assert all(x.grad is None or x.grad.isfinite().all() for x in groups.parameters())
     groups.zero_grad()
+
+
+def test_forward_derivatives_go_through_forks(groups) -> None:
+    state = groups.hidden(ids(100, 0), groups.init_state(1))[1].detach()
+    with forward_ad.dual_level():
+
+        def dual(cache: Cache) -> Cache:
+            return dataclasses.replace(
+                cache, k_BHSK=forward_ad.make_dual(cache.k_BHSK, torch.ones_like(cache.k_BHSK))
+            )
+
+        state = with_caches(state, dual)
+        found = [
+            forward_ad.unpack_dual(groups.hidden(ids(1, 1), text)[0]).tangent
+            for text in (state, state.fork())
+        ]
+        assert found[0] is not None and found[1] is not None and torch.equal(*found)
+
+
+@torch.inference_mode()
+def test_what_is_not_finite_ends_at_a_reset_of_rows_in_pieces(groups) -> None:
+    rows = [read(groups, groups.init_state(1), ids(130, n))[1].fork() for n in range(2)]
+    rows = [read(groups, row, ids(70, 2))[1] for row in rows]
+    together = LMState.stack(rows)
+    pieces = caches(together)[0].shared
+    assert all(len(row) == 2 for row in pieces)
+    pieces[1][0].k_1HNK[0, 0, 3] = torch.nan
+    beside, reset_BT = copied(together), torch.tensor([[False, False, True, False]] * 2)
+    found, wanted = (groups(ids(4, 3, 2), state, reset_BT=reset_BT) for state in (together, beside))
+    assert found.logits.isfinite().all(2).tolist() == [[True] * 4, [False, False, True, True]]
+    assert torch.equal(found.logits.nan_to_num(), wanted.logits.nan_to_num())
+    assert same(found.state, wanted.state)
 
 
 @torch.inference_mode()
