@@ -110,7 +110,7 @@ def test_weights_of_16_bits_in_two_files_are_the_same_model(ours, tmp_path):
         ({"fuse_norm": ...}, {"unit_eps": 1e-6}),
         ({"norm_first": False}, {"first": False}),
         ({"head_dim": None, "num_heads": D // K}, {}),
-        ({"num_heads": 32}, {}),  # as published files of narrow models have it, from the width that fla begins with
+        ({"num_heads": 32}, {}),  # of fla's default width, as in published files
         ({"intermediate_size": ..., "hidden_ratio": 50 / D}, None),
     ],
 )
