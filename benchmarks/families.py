@@ -30,6 +30,7 @@ from torch import Tensor
 from perspectron import presets
 from perspectron.data.bpe import byte_letters
 from perspectron.decode.reading import prefill
+from perspectron.decode.store import PrefixStore
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.eval.timing import take_turns
 from perspectron.interop import foreign
@@ -326,12 +327,13 @@ def states(
     its = state.filled().nbytes
     transformer = 2 * layers * heads * width * 4 * long
     found: dict[str, Any] = {"tokens": long, "bytes": its, "beside": label, "beside_bytes": transformer}
-    save_state(path, state, model)
+    kin = PrefixStore(model).model  # which knows the digest of the weights, as in a server
+    save_state(path, state, kin)
     found["file_bytes"] = path.stat().st_size
-    again = read_state(path, model)[0]
+    again = read_state(path, kin)[0]
     pairs = zip(pytree.tree_leaves(state.filled()), pytree.tree_leaves(again.filled()), strict=True)
     assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
-    calls = {"fork": state.fork, "restore": lambda: read_state(path, model)}
+    calls = {"fork": state.fork, "restore": lambda: read_state(path, kin)}
     taken = take_turns({what: common.timed(call) for what, call in calls.items()}, repeats)
     found["seconds"] = {what: common.Spread.of(seconds) for what, seconds in taken.items()}
     path.unlink()

@@ -91,7 +91,9 @@ def restores(session: Session, path: Path, repeats: int) -> dict[str, common.Spr
     parts: dict[str, Callable[[], object]] = {
         "headers": lambda: appended.read_metadata(path),
         "reading": read,
-        "digests": lambda: [xxh3_128_digest(ready[at : at + 16_384].data) for at in range(0, len(ready), 16_384)],
+        "digests": lambda: [
+            xxh3_128_digest(ready[at : at + 16_384].data) for at in range(0, len(ready), 16_384)
+        ],
         "load": lambda: loaded.append(session.loaded(path)),
         "first token after it": lambda: loaded.pop().say(1, sampling=GREEDY),
         "a token of a session never saved": lambda: resident.say(1, sampling=GREEDY),

@@ -49,6 +49,7 @@ from perspectron.util.tensors import (
 
 PAGE = 64
 """Slots of a page; the last of a part may have fewer."""
+AT_ONCE = 8  # pages
 LEAST = 256 << 10
 """Bytes of a state from which on saves append to its file."""
 MOST_APPENDED = 1024
@@ -89,9 +90,12 @@ class Contents:
     def pages(self, ends: Sequence[int], start: int = 0) -> list[str]:
         """Digests of the pages that begin at `start` and end at `ends`, in order."""
         taken = [xxh3_128() for _ in ends]
-        for part in self.grown:
-            for x in part.span(start, ends[-1] if ends else start):
-                _digested(x, start, ends, taken)
+        for first in range(0, len(ends), AT_ONCE):  # a span across pieces of a cache is a copy: a small one
+            some = slice(first, first + AT_ONCE)
+            for part in self.grown:
+                for x in part.span(start, ends[some][-1]):
+                    _digested(x, start, ends[some], taken[some])
+            start = ends[some][-1]
         return [page.hexdigest() for page in taken]
 
 
@@ -258,8 +262,10 @@ def _part(contents: Contents, start: int, *, whole: bool = False) -> tuple[bytes
     for name, x in contents.tensors.items():
         made[name] = (x.dtype, tuple(x.shape), lambda x=x: x)  # type: ignore[misc]
     for part in contents.grown:
-        for i, (name, x) in enumerate(zip(part.names, part.span(start, contents.slots), strict=True)):
-            made[name] = (x.dtype, tuple(x.shape), lambda i=i, p=part: p.span(start, contents.slots)[i])  # type: ignore[misc]
+        for i, (name, x) in enumerate(zip(part.names, part.span(0, 0), strict=True)):
+            B, H, _, K = x.shape
+            shape = (B, H, contents.slots - start, K)
+            made[name] = (x.dtype, shape, lambda i=i, p=part: p.span(start, contents.slots)[i])  # type: ignore[misc]
     order = sorted(made, key=lambda name: (-made[name][0].itemsize, name))
     header = dict(contents.header)
     if contents.grown:
@@ -282,8 +288,10 @@ def _write(file: BinaryIO, bodies: list[_Body]) -> None:
 
 def _bytes_of(contents: Contents) -> int:
     """Bytes of the tensors of a whole file."""
-    grown = (x.nbytes for part in contents.grown for x in part.span(0, contents.slots))
-    return sum(x.nbytes for x in contents.tensors.values()) + sum(grown)
+    slots = (
+        x.shape[:2].numel() * x.shape[3] * x.itemsize for part in contents.grown for x in part.span(0, 0)
+    )
+    return sum(x.nbytes for x in contents.tensors.values()) + contents.slots * sum(slots)
 
 
 def _sealed(header: dict[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:

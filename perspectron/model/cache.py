@@ -356,6 +356,11 @@ def attend(
     if cache.shared and (at.resets or (q.shape[2] == 1 and recorder() is None)):
         # One token attends to one piece of memory, with the bits of before; a document that starts needs the slots.
         cache, consume_state = cache.whole(1), True
+    if cap is None and drop is None and (tokens := attention.without_tail(at, q)) is not None:
+        T, spare = tokens.position_BT.shape[1], q.shape[2] - tokens.position_BT.shape[1]
+        q, k, v = (x[:, :, :T] for x in (q, k, v))
+        o, cache = attend(q, k, v, cache, tokens, scale=scale, consume_state=consume_state)
+        return F.pad(o, (0, 0, 0, spare)), cache
     nothing = cache.blank
     fresh = nothing and not at.resets and not at.padded
     # One token with padding is not worth asking the device for; a chunk is.

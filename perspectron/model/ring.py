@@ -74,6 +74,11 @@ def attend(
 ) -> tuple[Tensor, Ring]:
     """Attention over the last `window` tokens, itself counted (outputs [B,H,T,V], the ring after the chunk); the rest
     as `cache.attend`."""
+    if cap is None and drop is None and (tokens := attention.without_tail(at, q)) is not None:
+        T, spare = tokens.position_BT.shape[1], q.shape[2] - tokens.position_BT.shape[1]
+        q, k, v = (x[:, :, :T] for x in (q, k, v))
+        o, state = attend(q, k, v, state, tokens, window, scale=scale, consume_state=consume_state)
+        return F.pad(o, (0, 0, 0, spare)), state
     T, fresh = q.shape[2], state.k_BGWK.shape[2] == 0
     ring = (state.k_BGWK, state.v_BGWK)
     if fresh:

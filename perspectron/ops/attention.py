@@ -57,6 +57,22 @@ def places(length_B: Tensor, T: int, reset_BT: Tensor | None, pad_BT: Tensor | N
     return Places(position_BT, reset_BT.long().cumsum(1), valid_BT, length_B, resets, pad_BT is not None)
 
 
+def without_tail(at: Places, q_BHTK: Tensor) -> Places | None:
+    """The same without the padding at its end, where one row has some there, for chunks that the native kernel takes;
+    not where one token is left, which is read by steps."""
+    alone = at.padded and q_BHTK.dtype is torch.float32 and _alone(q_BHTK) and native.wanted()
+    T = tail_of(~at.valid_BT) if alone else None
+    if T is None or T < 2:
+        return None
+    return at._replace(padded=False, **{name: getattr(at, name)[:, :T] for name in at._fields[:3]})
+
+
+def tail_of(pad_BT: Tensor) -> int | None:
+    """How many tokens of one row stand before the padding at its end; None where some is elsewhere."""
+    T = pad_BT.shape[1] - int(pad_BT.sum())
+    return None if len(pad_BT) != 1 or bool(pad_BT[0, :T].any()) else T
+
+
 def follows(reset_BT: Tensor | None, pad_BT: Tensor | None, like_BT: Tensor) -> Tensor:
     """The pairs of neighbouring tokens [B,T−1], shaped and placed as `like`, that stand in one document."""
     pairs_BT = torch.ones_like(like_BT, dtype=torch.bool)

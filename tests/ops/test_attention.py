@@ -130,7 +130,7 @@ def test_training_in_float32_takes_our_kernel_and_agrees_with_float64(resets, pa
         if W:
             o = attention.windowed(*x, ring, start, at, fresh=True)
         else:
-            o = attention.cached(*x, ring, start, at, fresh=True)
+            o = attention.cached(*x, tuple([part] for part in ring), start, at, fresh=True)
         weighting = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         weighting = weighting * at.valid_BT[:, None, :, None]
         found.append([o.detach(), *torch.autograd.grad((o * weighting).sum(), x)])
@@ -158,7 +158,8 @@ def test_a_chunk_after_a_cache_has_the_bits_of_each_row_alone_and_agrees_with_fl
     def read(rows: slice, dtype: torch.dtype) -> Tensor:
         at = attention.places(before[rows], T, *(None if mask is None else mask[rows] for mask in masks))
         q, k, v, *ring = (x[rows].to(dtype) for x in numbers)
-        return attend(q, k, v, (ring[0], ring[1]), before[rows], at) * ~pad[rows, None, :, None]
+        kept = (ring[0], ring[1]) if window else ([ring[0]], [ring[1]])
+        return attend(q, k, v, kept, before[rows], at) * ~pad[rows, None, :, None]
 
     whole, exact = read(slice(None), torch.float32), read(slice(None), torch.float64)
     torch.testing.assert_close(whole, exact.float(), rtol=1e-5, atol=1e-6)
@@ -172,7 +173,7 @@ def test_a_device_that_is_the_default_by_chance_changes_nothing():
     at = at_places(9, 2, True, False)
     with torch.device("meta"):
         attention.attend(q, k, v, causal=True).sum().backward()
-        ring = (k[:, :, :0], v[:, :, :0])
+        ring = ([k[:, :, :0]], [v[:, :, :0]])
         (y,) = torch.autograd.grad(
             attention.cached(q, k, v, ring, at.length_B * 0, at, fresh=True).square().sum(),
             q,

@@ -99,7 +99,7 @@ class ADR(Mixer):
     about = "attention to recurrent memories (decayed GRUs) of keys and values"
     source = "docs/designs/adr.md#the-five-laws"
     drops = True
-    exact_cells = 16
+    exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: ADRConfig) -> None:
         super().__init__()

@@ -105,7 +105,7 @@ class Attention(Mixer):
         H, G, K = config.heads, config.groups, config.width(d_model)
         self.config, self.options, self.width = config, config, K
         cut = config.cache != "bfloat16" and (config.window is None or config.window >= attention.LEAST_WINDOW)
-        self.exact_cells = 16 if cut else 0  # in a call, keys are not rounded to the cache's precision
+        self.exact_cells = 8 if cut else 0  # in a call, keys are not rounded to the cache's precision
         self.value_channels = G * K
         self._project(d_model)
         out_bias = config.bias if config.out_bias is None else config.out_bias
