@@ -20,6 +20,7 @@ from torch import Tensor
 
 from perspectron.data import world
 from perspectron.interop.foreign.source import Source
+from perspectron.model.config import MOST_BLOCKS
 from perspectron.util.errors import CheckpointError, ConfigError, DataError
 from perspectron.util.files import read_text
 
@@ -78,7 +79,8 @@ class _Unpacked(Source):
     def __init__(self, folder: Path, values: dict[str, Any], path: Path) -> None:
         super().__init__(folder, values)
         self.path = path
-        layers = [f"blocks.{i}.{name}" for i in range(values["num_hidden_layers"]) for name in _NAMES]
+        count = min(values["num_hidden_layers"], MOST_BLOCKS)  # more are refused
+        layers = [f"blocks.{i}.{name}" for i in range(count) for name in _NAMES]
         self.names = {_place(name)[0]: name for name in (*_FIRST, *layers)}
         """The author's names by fla's."""
 
