@@ -7,12 +7,12 @@ Nothing else in such a file is read: it may hold tensors only.
 import contextlib
 import json
 import os
-import pickle
 import re
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def _tensors(path: Path, device: str) -> dict[str, Tensor]:
         found = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except pickle.UnpicklingError as error:
+    except UnpicklingError as error:
         other = re.search(r"(?:GLOBAL|global|function|class) `?([\w.]+)`?", str(error))
         what = f"{other[1]}, must hold tensors only" if other else "what torch does not read as tensors"
         raise CheckpointError(f"{path}: it holds {what}") from None
