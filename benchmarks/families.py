@@ -30,8 +30,8 @@ from torch import Tensor
 from perspectron import presets
 from perspectron.data.bpe import byte_letters
 from perspectron.decode.reading import prefill
-from perspectron.decode.store import PrefixStore
 from perspectron.decode.steps import stepped, steps_of
+from perspectron.decode.store import PrefixStore
 from perspectron.eval.timing import take_turns
 from perspectron.interop import foreign
 from perspectron.interop.foreign.gguf import unpacked
@@ -428,10 +428,15 @@ def main() -> int:
     models = QUICK if args.quick else PUBLISHED
     chosen = {name: models[name] for name in args.models or models if name != RWKV}
     report = common.Report(args, TESTS, dtype=f"{args.format}; Q4_0", shapes=f"one row, prompts of {PROMPT}")
-    results = {name: measure(name, write, args, report) for name, write in chosen.items()}
+    results = dict[str, Any]()
     if args.only == "states" and (not args.models or RWKV in args.models):
         results[RWKV] = rwkv7(args, report)
-    report.finish({"llama_cpp": llama_cpp.__version__, "models": results})
+    for name, write in chosen.items():
+        results[name] = measure(name, write, args, report)
+        if args.json not in (None, "-"):  # what was measured stays, whatever becomes of the others
+            report.finish({"llama_cpp": llama_cpp.__version__, "models": results})
+    if args.json == "-" or not chosen:
+        report.finish({"llama_cpp": llama_cpp.__version__, "models": results})
     return 0
 
 

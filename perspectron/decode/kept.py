@@ -83,7 +83,8 @@ class Hold:
     def let_go(self) -> None:
         """Count it no more; a second time nothing happens."""
         numbers, self._numbers = self._numbers, ()
-        _gone.append((self._account, numbers))
+        if _gone is not None:  # as it is while a program ends
+            _gone.append((self._account, numbers))
 
     __del__ = let_go
 

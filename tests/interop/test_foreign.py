@@ -99,7 +99,7 @@ def test_what_cannot_be_read_is_named(bpe, tmp_path):
     saved(tmp_path, "llama", bpe)
     whole = json.loads((tmp_path / "config.json").read_text())
     for change, named in (
-        ({"model_type": "mamba"}, ["model_type", "mamba", "perspectron", "gpt2", "llama"]),
+        ({"model_type": "xlstm"}, ["model_type", "xlstm", "perspectron", "gpt2", "llama"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"head_dim": 16}, ["q_proj.weight", 64]),
         ({"head_dim": 7}, ["head_dim", 7]),

@@ -245,7 +245,7 @@ def test_a_seed_gives_the_same_model_and_another_seed_another():
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     drawn = [name for name in weights[0] if not torch.equal(weights[0][name], weights[2][name])]
-    starts_fixed = ["gates_HL", "offset_EA"]  # how lenses mix, where experts stand
+    starts_fixed = ["gates_HL", "offset_EA", "A_log"]  # how lenses mix, where experts stand, decays of Mamba
     starts_fixed += ["b_bias", "c_bias"]  # what is added to Mamba-3's keys and queries
     starts_fixed += ["mix_ND", "mix_6D", *(f"{name}_low.0.weight" for name in "wag")]  # mixes and low ranks
     for i, mixer in enumerate(mixers()):  # and its outputs

@@ -38,6 +38,7 @@ class Delta(Mixer):
 
     rates: what e^{A_log} starts at, evenly between. A: 1, or K for decays of each channel. key_heads: G, which H / G
     heads in a row share; None is H."""
+
     exact_cells = 8
 
     def __init__(

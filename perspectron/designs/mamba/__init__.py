@@ -2,4 +2,4 @@
 
 from perspectron.util.registry import Design, register
 
-register(Design(__name__, mixers={"mamba": "mixer:Mamba"}, titles={"mamba": "Mamba"}))
+register(Design(__name__, mixers={"mamba": "mixer:Mamba"}))

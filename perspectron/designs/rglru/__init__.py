@@ -2,4 +2,4 @@
 
 from perspectron.util.registry import Design, register
 
-register(Design(__name__, mixers={"rglru": "mixer:RGLRU"}, titles={"rglru": "RG-LRU"}))
+register(Design(__name__, mixers={"rglru": "mixer:RGLRU"}))

@@ -104,7 +104,9 @@ class Attention(Mixer):
         super().__init__()
         H, G, K = config.heads, config.groups, config.width(d_model)
         self.config, self.options, self.width = config, config, K
-        cut = config.cache != "bfloat16" and (config.window is None or config.window >= attention.LEAST_WINDOW)
+        cut = config.cache != "bfloat16" and (
+            config.window is None or config.window >= attention.LEAST_WINDOW
+        )
         self.exact_cells = 8 if cut else 0  # in a call, keys are not rounded to the cache's precision
         self.value_channels = G * K
         self._project(d_model)
