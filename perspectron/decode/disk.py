@@ -9,7 +9,7 @@ Shapes: D model width.
 import contextlib
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -170,7 +170,7 @@ class Disk:
     def lengths(self, text: Text) -> dict[bytes, list[int]]:
         """By cell of a text, the tokens of it after which states are kept, of whichever text."""
         with self._transaction() as index:
-            return {} if index is None else _lengths(index, text)
+            return {} if index is None else _lengths(index, text.cells)
 
     def put(self, text: Text, prefix: Prefix) -> None:
         """Write an entry, of a place in a text, and make room for it."""
@@ -309,12 +309,15 @@ class Disk:
 
     def _nearest(self, index: sqlite3.Connection, text: Text, tokens: int) -> tuple[str, float, str]:
         """The longest entry before a place of a text, its seconds and its last page."""
-        there = _lengths(index, text)
-        for at in text.places(tokens - 1, 0, there):
-            key = text.key(at).hex()
-            row = index.execute("SELECT seconds, page FROM entries WHERE key = ?", (key,)).fetchone()
-            if row is not None:
-                return key, *row
+        for last in range((tokens - 1) // text.chunk + 1, 0, -AT_ONCE):
+            first = max(0, last - AT_ONCE)
+            there = _lengths(index, text.cells[first:last])
+            most, least = min(tokens, last * text.chunk) - 1, max(0, first * text.chunk - 1)
+            for at in text.places(most, least, there) if there else ():
+                key = text.key(at).hex()
+                row = index.execute("SELECT seconds, page FROM entries WHERE key = ?", (key,)).fetchone()
+                if row is not None:
+                    return key, *row
         return "", 0.0, ""
 
     def _forget(self, index: sqlite3.Connection, key: str) -> None:
@@ -374,12 +377,12 @@ class Disk:
                     self._index.execute("ROLLBACK")
 
 
-def _lengths(index: sqlite3.Connection, text: Text) -> dict[bytes, list[int]]:
+def _lengths(index: sqlite3.Connection, cells: Sequence[bytes]) -> dict[bytes, list[int]]:
     found = dict[bytes, list[int]]()
-    for start in range(0, len(text.cells), AT_ONCE):
-        cells = [cell.hex() for cell in text.cells[start : start + AT_ONCE]]
-        marks = ", ".join("?" * len(cells))
-        rows = index.execute(f"SELECT DISTINCT cell, length FROM entries WHERE cell IN ({marks})", cells)
+    for start in range(0, len(cells), AT_ONCE):
+        some = [cell.hex() for cell in cells[start : start + AT_ONCE]]
+        marks = ", ".join("?" * len(some))
+        rows = index.execute(f"SELECT DISTINCT cell, length FROM entries WHERE cell IN ({marks})", some)
         for cell, length in rows:
             found.setdefault(bytes.fromhex(cell), []).append(int(length))
     return found

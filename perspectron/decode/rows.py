@@ -24,6 +24,9 @@ from perspectron.model.state import MOST_TOKENS, LMState
 from perspectron.util.config import require
 from perspectron.util.errors import NonFiniteError, PerspectronError, StateError
 
+AHEAD = 64
+"""While a prompt is read, states of others are looked for so many calls ahead."""
+
 
 class Rows:
     """Rows being generated on one model: `add` a row, call `step` to draw a token for each row, `remove` the row.
@@ -274,7 +277,8 @@ class Rows:
         store, path, begins = self.store, row.path, row.start == 0
         if store is None or path is None:
             return None
-        found = store.find(path, most=len(row.unread), least=row.start, meanwhile=not begins)
+        most = len(row.unread) if begins else row.start + AHEAD * self.chunk
+        found = store.find(path, most=most, least=row.start, meanwhile=not begins)
         if found is not None:
             row.state, row.seconds = found.state.to(self.model.device), found.seconds
             row.spared += found.tokens - row.start

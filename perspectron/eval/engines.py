@@ -94,7 +94,7 @@ def difference(one: Answer, other: Answer) -> Difference:
 
 
 def _apart(a: float, b: float) -> float:
-    return 0.0 if a == b else abs(a - b)
+    return 0.0 if a == b else math.inf if math.isnan(a - b) else abs(a - b)
 
 
 @dataclass
@@ -348,8 +348,11 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         text = line[5:].strip()
         if text == b"[DONE]":
             return
-        event = json.loads(text)
-        if "error" in event:
+        try:
+            event = json.loads(text)
+        except ValueError:
+            raise EngineError(f"a stream has what is no JSON ({text[:80]!r})") from None
+        if isinstance(event, dict) and "error" in event:
             raise EngineError(f"a stream failed: {_message(text)}")
         yield event
     raise EngineError("a stream ended before [DONE]")
@@ -361,6 +364,8 @@ def _answer(parts: Sequence[dict[str, Any]]) -> Answer:
     ids, tokens = list[int](), list[str]()
     logprobs, top = list[float](), list[Mapping[Any, float]]()
     try:
+        if not any(part.get("choices") for part in parts):
+            raise ValueError("no choices")
         for part in parts:
             usage = part.get("usage") or usage
             for choice in part.get("choices", ())[:1]:

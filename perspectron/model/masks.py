@@ -16,7 +16,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from perspectron.model.state import Ragged
 from perspectron.util.terms import Term
 
 Mask = Tensor | None
@@ -77,7 +76,7 @@ def _forgotten(
 ) -> tuple[tuple[Tensor, ...], Any, Tensor]:
     """Inputs and state with zeros for what is not finite and followed by a reset, but for the state's fields that a
     reset keeps, and the tokens [B,T] that are lost by it: from there to the next reset."""
-    state = pytree.tree_map(_whole, state, is_leaf=lambda part: isinstance(part, Ragged))
+    state = pytree.tree_map(_whole, state, is_leaf=_is_ragged)
     time_T = torch.arange(reset_BT.shape[1], device=reset_BT.device)
     begun_BT = (
         torch.where(reset_BT, time_T, -1).cummax(1).values
@@ -99,6 +98,11 @@ def _forgotten(
     return inputs, state, latest_BT >= begun_BT
 
 
+def _is_ragged(part: object) -> bool:
+    """True of a `state.Ragged`, which this module stands below."""
+    return hasattr(part, "filled")
+
+
 def _whole(part: Any) -> Any:
     """Of a cache, what it holds in tensors that have all rows: its pieces have one each."""
-    return part.filled() if isinstance(part, Ragged) else part
+    return part.filled() if _is_ragged(part) else part

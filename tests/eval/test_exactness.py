@@ -4,11 +4,13 @@ asks for it."""
 import dataclasses
 import importlib.util
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from perspectron.cli.main import main
+from perspectron.eval import engines
 from perspectron.eval.engines import Answer, EngineError, NotOffered, Server, difference
 from perspectron.eval.exactness import Asked, Plan, holds
 from tests.eval.engine_fake import Fake, serving
@@ -38,6 +40,26 @@ def test_a_server_that_keeps_everything_is_exact_in_every_question() -> None:
     cached, read = rows["in pieces = at once", "a prompt after its beginnings"].reused
     assert 0 < cached < read
     assert rows["restored = never stopped", "another slot"].reused[0] > 0
+
+
+def test_a_number_that_is_none_is_no_equal_one() -> None:
+    one, other = (Answer("a", "stop", (1,), ("a",), (x,)) for x in (math.nan, -1.0))
+    assert not difference(one, other).exact
+    assert not difference(one, one).exact
+
+
+@pytest.mark.parametrize(
+    ("parts", "named"), [([{}], "choices"), ([{"choices": []}], "choices"), ([[]], "OpenAI")]
+)
+def test_what_is_no_answer_does_not_pass_for_one(parts, named) -> None:
+    with refused(EngineError, named):
+        engines._answer(parts)
+
+
+@pytest.mark.parametrize("line", [b"data: {oops\n", b"data: \xff\n"])
+def test_a_stream_of_what_is_no_json_is_an_error_of_the_server(line) -> None:
+    with refused(EngineError, "JSON"):
+        list(engines._events([line]))
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,7 @@ def test_a_letter_for_each_layer_means_what_a_list_does(tmp_path):
         (4, {"layers_block_type": None, "hybrid_override_pattern": "M?"}, ["hybrid_override_pattern", "M?"]),
         (5, {"linear_num_key_heads": 3}, ["linear_num_key_heads", 3]),
         (5, {"num_experts": -1}, ["num_experts", -1]),
+        (5, {"use_sliding_window": True}, ["use_sliding_window", True]),
     ],
 )
 def test_an_option_that_no_model_of_ours_has_is_named(index, change, named, tmp_path):
@@ -226,10 +227,12 @@ PUBLISHED = [
          "num_query_groups": 2, "rescale_prenorm_residual": True, "residual_in_fp32": False,
          "use_mamba_kernels": True, "hidden_dropout": 0.0, "time_step_floor": 1e-4, "time_step_max": 0.1,
          "time_step_limit": [0.0, float("inf")], "num_logits_to_keep": 1, "n_group": 1, "topk_group": 1,
+         "time_step_rank": 256,
          "mamba_proj_bias": False, "sliding_window": None, "mamba_hidden_act": "silu", "hybrid_override_pattern": "M"}),
     (5, {"decoder_sparse_step": 1, "full_attention_interval": 4, "mlp_only_layers": [], "norm_topk_prob": True,
          "router_aux_loss_coef": 1e-3, "output_router_logits": False, "num_experts_per_tok": 10,
-         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}),
+         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+         "use_sliding_window": False}),
 ]  # fmt: skip
 """Keys of published files that change nothing."""
 

@@ -138,6 +138,23 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(index, tmp_path):
             assert found == config_of(family, json.loads((tmp_path / "config.json").read_text())), name
 
 
+@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba"])
+def test_a_written_width_comes_before_a_factor_as_in_published_files(kind, tmp_path):
+    """Falcon Mamba's has a factor of 16 beside a width of twice the model's."""
+    family = Family(kind, MAMBA | {"expand": 16, "intermediate_size": 64, "use_bias": False})
+    theirs = families.made(family)
+    assert theirs.backbone.layers[0].mixer.out_proj.in_features == 64
+    families.logits_are_the_same(theirs, families.read(families.save(theirs, tmp_path)))
+
+
+@pytest.mark.parametrize("pattern", [["recurrent", "recurrent", "attention"], ["attention", "recurrent"]])
+def test_the_pattern_of_published_files_has_a_name_of_its_own(pattern):
+    rest = {name: x for name, x in CASES[3].values.items() if name != "block_types"}
+    named = [config_of(CASES[3], rest | {name: pattern}) for name in ("block_types", "_block_types")]
+    assert isinstance(named[0], ModelConfig)
+    assert named[0] == named[1]
+
+
 def config_of(family: Family, values: dict[str, Any]) -> ModelConfig | str:
     """Ours, or why there is none."""
     try:

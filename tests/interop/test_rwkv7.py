@@ -110,6 +110,7 @@ def test_weights_of_16_bits_in_two_files_are_the_same_model(ours, tmp_path):
         ({"fuse_norm": ...}, {"unit_eps": 1e-6}),
         ({"norm_first": False}, {"first": False}),
         ({"head_dim": None, "num_heads": D // K}, {}),
+        ({"num_heads": 32}, {}),  # of fla's default width, as in published files
         ({"intermediate_size": ..., "hidden_ratio": 50 / D}, None),
     ],
 )
@@ -145,7 +146,6 @@ def test_a_head_that_is_the_embedding_and_mixes_in_one_tensor_are_read(tmp_path)
         ({"norm_bias": False}, "norm_bias"),
         ({"value_dim": 2 * D}, "value_dim"),
         ({"head_dim": 7}, "head_dim"),
-        ({"num_heads": 3}, "head_dim"),
         ({"decay_low_rank_dim": 0}, "decay_low_rank_dim"),
         ({"window": 3}, "window"),
     ],
@@ -185,6 +185,7 @@ class Other:
         (weights() | {"blocks.2.ffn.value.weight": torch.ones(3, 2)}, "blocks.2.ffn.value.weight"),
         (weights() | {"blocks.1.att.time": torch.ones(3, 2)}, "blocks.1.att.time"),
         (weights() | {"emb.weight": torch.ones(3)}, "emb.weight"),
+        (weights() | {"blocks.999999.att.k_k": torch.ones(3)}, "num_hidden_layers is 1000000"),  # at once
     ],
 )
 def test_a_pth_that_holds_anything_else_is_refused_by_name(tensors, named, tmp_path):

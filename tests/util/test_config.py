@@ -140,7 +140,7 @@ def test_what_is_no_object_is_named(value):
     fails(["config"], load, ModelConfig, value)
 
 
-@pytest.mark.parametrize("kind", ["mamba", None, 3, ["pdr"]])
+@pytest.mark.parametrize("kind", ["xlstm", None, 3, ["pdr"]])
 def test_an_unknown_mixer_is_named_with_those_there_are(kind):
     with refused(ConfigError, "config.blocks[0].mixer.kind", *mixers()):
         load(ModelConfig, changed([*MIXER, "kind"], kind))

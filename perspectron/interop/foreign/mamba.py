@@ -32,7 +32,12 @@ def falcon(source: Source) -> ModelConfig:
 def _model(source: Source, **norms: Any) -> ModelConfig:
     D, expand = source.number("hidden_size"), source.number("expand", 2)
     source.must("hidden_act", ("silu",), "silu")
-    source.must("intermediate_size", (expand * D,), expand * D)
+    inner = source.number("intermediate_size", expand * D)
+    if inner % D:
+        raise source.error(
+            f"intermediate_size is {inner}, must be a multiple of hidden_size = {D} to be read"
+        )
+    expand = inner // D  # where both are written, transformers goes by the width
     auto = source.get("time_step_rank", "auto") == "auto"
     rank = math.ceil(D / 16) if auto else source.number("time_step_rank")
     mixer = config_of(

@@ -22,7 +22,7 @@ HARMLESS = (
     "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_logits_to_keep",
     "num_nextn_predict_layers", "num_query_groups", "partial_rotary_factor", "rescale_prenorm_residual",
     "residual_in_fp32", "rope_theta", "routed_scaling_factor", "time_step_floor", "time_step_limit", "time_step_max",
-    "topk_group", "use_mamba_kernels",
+    "time_step_rank", "topk_group", "use_mamba_kernels",
     *mixture.HARMLESS,
 )  # fmt: skip
 """transformers ignores the limit of steps; experts are read where a layer has them."""

@@ -7,12 +7,12 @@ Nothing else in such a file is read: it may hold tensors only.
 import contextlib
 import json
 import os
-import pickle
 import re
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from perspectron.data import world
 from perspectron.interop.foreign.source import Source
+from perspectron.model.config import MOST_BLOCKS
 from perspectron.util.errors import CheckpointError, ConfigError, DataError
 from perspectron.util.files import read_text
 
@@ -78,7 +79,8 @@ class _Unpacked(Source):
     def __init__(self, folder: Path, values: dict[str, Any], path: Path) -> None:
         super().__init__(folder, values)
         self.path = path
-        layers = [f"blocks.{i}.{name}" for i in range(values["num_hidden_layers"]) for name in _NAMES]
+        count = min(values["num_hidden_layers"], MOST_BLOCKS)  # more are refused
+        layers = [f"blocks.{i}.{name}" for i in range(count) for name in _NAMES]
         self.names = {_place(name)[0]: name for name in (*_FIRST, *layers)}
         """The author's names by fla's."""
 
@@ -103,7 +105,7 @@ def _tensors(path: Path, device: str) -> dict[str, Tensor]:
         found = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except pickle.UnpicklingError as error:
+    except UnpicklingError as error:
         other = re.search(r"(?:GLOBAL|global|function|class) `?([\w.]+)`?", str(error))
         what = f"{other[1]}, must hold tensors only" if other else "what torch does not read as tensors"
         raise CheckpointError(f"{path}: it holds {what}") from None

@@ -22,6 +22,7 @@ HARMLESS = (
 
 def config(source: Source) -> ModelConfig:
     mixers = qwen3_5.mixers(source, key_heads=2)
+    source.must("use_sliding_window", (False,), False)  # transformers reads it and has none
     networks = mixture.networks(
         source, len(mixers), lambda: decoder.network(source), normed=True, experts=512, used=10, hidden=512,
         shared=512,

@@ -48,7 +48,8 @@ def config(source: Source) -> ModelConfig:
 
 def _kinds(source: Source) -> list[str]:
     """Of each layer, by a pattern that begins anew."""
-    count, pattern = decoder.layers(source), source.items("block_types") or PATTERN
+    older = source.items("_block_types")  # as published files have it; transformers does not read it
+    count, pattern = decoder.layers(source), source.items("block_types") or older or PATTERN
     known = all(kind in (RECURRENT, ATTENTION) for kind in pattern)
     if not known or (source.get("block_types") is not None and len(pattern) * 100 < count):
         raise source.error(

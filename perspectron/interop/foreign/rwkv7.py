@@ -28,11 +28,12 @@ GROUP_EPS = "group_norm_eps"
 
 def config(source: Source) -> ModelConfig:
     D, layers = source.number("hidden_size"), source.number("num_hidden_layers", most=MOST_BLOCKS // 2)
-    K, heads = source.get("head_dim", None if "head_dim" in source.values else 64), source.get("num_heads")
+    K = source.get("head_dim", None if "head_dim" in source.values else 64)
+    source.get("num_heads")  # fla goes by `head_dim`; published files have the number of a wider model
     if K is None:
         K = D // max(1, source.number("num_heads"))
-    elif type(K) is not int or K < 1 or D % K or heads not in (None, D // K):
-        raise source.error(f"head_dim is {K!r}, must divide hidden_size = {D} into num_heads")
+    if type(K) is not int or K < 1 or D % K:
+        raise source.error(f"head_dim is {K!r}, must divide hidden_size = {D}")
     source.must("hidden_act", ("sqrelu",), "sqrelu")
     source.must("attn", ((), {}), ())
     source.must("norm_bias", (True,), True)
