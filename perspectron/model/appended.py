@@ -433,9 +433,10 @@ def _parts(path: Path, file: Any, before: Sequence[_Part] = ()) -> tuple[list[_P
         file.seek(at)
         text = read_header(file)
         metadata, places = parse_header(text, None)
-        data = at + 8 + len(text)
+        begun, data = at, at + 8 + len(text)
+        del text  # a copy of what is in the metadata, which may be large
         at = data + max((place.stop for place in places.values()), default=0)
-        if data == 8 + len(text):
+        if begun == 0:
             end = _end_of(metadata, size)
         if at > end:
             raise ValueError(f"it ends early, after {end} of at least {at} bytes")

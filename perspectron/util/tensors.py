@@ -26,7 +26,7 @@ from perspectron.util.files import MAX_JSON, open_file, opened, parse_json
 from perspectron.util.machine import memory
 
 MOST_TENSORS = 1 << 15  # of a file: one takes a kilobyte, also without a number in it
-JSON_ROOM = 54 << 20  # bytes that JSON in a header may take as a value
+JSON_ROOM = 56 << 20  # bytes that JSON in a header may take as a value
 MAX_AXES = 8
 MAX_SIZE = 1 << 48  # of an axis, and of a file
 DTYPES = {
