@@ -119,16 +119,8 @@ class Rows:
         What a hook raises as it begins.
         """
         V = self.tokenizer.vocab_size
-        require(isinstance(max_tokens, Integral) and max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
         require(not isinstance(prompt, bytes), "prompt", prompt, "a text or its ids")
-        require(not isinstance(stop, str), "stop", stop, "a list of strings")
-        require(all(stop), "stop", list(stop), "strings of at least one character")
-        if logprobs is not None:
-            require(0 <= logprobs <= V, "logprobs", logprobs, f"≥ 0 and ≤ {V}, the tokens there are")
-        counts = isinstance(min_tokens, Integral) and 0 <= min_tokens <= max_tokens
-        require(counts, "min_tokens", min_tokens, f"≥ 0, ≤ max_tokens = {max_tokens}")
-        for id in stop_ids:
-            require(isinstance(id, Integral) and 0 <= id < V, "stop_ids", id, f"≥ 0 and < {V}")
+        _check_request(V, max_tokens, min_tokens, stop, stop_ids, logprobs)
         handle, model = self._next, self.model
         stream = handle if stream is None else stream
         require(0 <= stream < 2**64, "stream", stream, "≥ 0 and < 2^64")
@@ -385,3 +377,23 @@ class Rows:
             return row.fail(step.error, step.verdicts)
         likely = () if row.logprobs is None else logprobs(logits_V, judged, row.logprobs)
         return row.take(judged, *likely, complete=complete, verdicts=step.verdicts)
+
+
+def _check_request(
+    V: int,
+    max_tokens: int,
+    min_tokens: int,
+    stop: Sequence[str],
+    stop_ids: Sequence[int],
+    logprobs: int | None,
+) -> None:
+    """ConfigError for a number, a stop string or an id of `Rows.add` that is out of bounds."""
+    require(isinstance(max_tokens, Integral) and max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
+    require(not isinstance(stop, str), "stop", stop, "a list of strings")
+    require(all(stop), "stop", list(stop), "strings of at least one character")
+    if logprobs is not None:
+        require(0 <= logprobs <= V, "logprobs", logprobs, f"≥ 0 and ≤ {V}, the tokens there are")
+    counts = isinstance(min_tokens, Integral) and 0 <= min_tokens <= max_tokens
+    require(counts, "min_tokens", min_tokens, f"≥ 0, ≤ max_tokens = {max_tokens}")
+    for id in stop_ids:
+        require(isinstance(id, Integral) and 0 <= id < V, "stop_ids", id, f"≥ 0 and < {V}")

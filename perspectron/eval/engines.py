@@ -231,16 +231,21 @@ class Server:
         likely: log-probabilities at each position, −1: as many as ever, None: they are not asked for."""
         count = (self.likely if self.logprobs else None) if likely == -1 else likely
         body: dict[str, Any] = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
-        body |= {"max_tokens": tokens, "temperature": 0} | self.extra
+        body |= self._settings(tokens, fresh, slot)
+        if count is not None:
+            body["logprobs"] = count
+        return self._said("/v1/completions", body | fields, stream)
+
+    def _settings(self, tokens: int, fresh: bool, slot: int | None) -> dict[str, Any]:
+        """The fields that completions and chats have alike."""
+        body: dict[str, Any] = {"max_tokens": tokens, "temperature": 0} | self.extra
         if self.model is not None:
             body["model"] = self.model
         if fresh and self.fresh_by == "cache_prompt":
             body["cache_prompt"] = False
         if slot is not None and self.keeping == "llama.cpp":
             body["id_slot"] = slot
-        if count is not None:
-            body["logprobs"] = count
-        return self._said("/v1/completions", body | fields, stream)
+        return body
 
     def chat(
         self, messages: Sequence[Mapping[str, str]], tokens: int, *, fresh: bool = False,
@@ -249,13 +254,7 @@ class Server:
         """The answer of a chat, as `complete` has it."""
         count = (self.likely if self.logprobs else None) if likely == -1 else likely
         body: dict[str, Any] = {"messages": [dict(message) for message in messages]}
-        body |= {"max_tokens": tokens, "temperature": 0} | self.extra
-        if self.model is not None:
-            body["model"] = self.model
-        if fresh and self.fresh_by == "cache_prompt":
-            body["cache_prompt"] = False
-        if slot is not None and self.keeping == "llama.cpp":
-            body["id_slot"] = slot
+        body |= self._settings(tokens, fresh, slot)
         if count is not None:
             body |= {"logprobs": True, "top_logprobs": count}
         return self._said("/v1/chat/completions", body | fields, stream)
