@@ -20,6 +20,8 @@ atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = CACHE  # nothing in the user's own
 
 
+SMALLEST = 5e-324
+
 # On CUDA some operations have no deterministic way, and say so; a thread's first product says that it starts CUDA.
 WARNED = ("deterministic", "no current CUDA context")
 
@@ -70,3 +72,12 @@ def poisoned_memory(device: torch.device) -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def numbers_as_they_are() -> Iterator[None]:
+    """No test leaves numbers that are too small for full precision counted as zero: later ones would meet it."""
+    yield
+    if SMALLEST * 1 == 0:
+        torch.set_flush_denormal(False)
+        pytest.fail("the test left torch.set_flush_denormal(True) behind")

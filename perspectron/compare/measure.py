@@ -65,7 +65,6 @@ def suites_of(cell: Cell) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and write: CELL NAME…, or recall PROFILE CELL FILE, or cost DIR."""
-    torch.set_flush_denormal(True)
     match list(arguments):
         case ["cost", out]:
             write_json(Path(out) / "cost.json", plain(costs(read(Path(out)))))
@@ -97,4 +96,5 @@ def opened(cell: Path) -> Subject:
 
 
 if __name__ == "__main__":
+    torch.set_flush_denormal(True)  # of the whole process, so not when another one calls `main`
     sys.exit(main(sys.argv[1:]))
