@@ -4,7 +4,6 @@ import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -42,8 +41,8 @@ class Apart:
 
 
 def diff(a: Session, b: Session, on: Sequence[int] | str = (), *, count: int = 5) -> Apart:
-    """Compare two texts. on: a probe that is read after each. count: of the tokens that may come next. Both stay as they
-    are. StateError: they are of different models. ConfigError, NonFiniteError: as `Session.likely`."""
+    """Compare two texts. on: a probe that is read after each. count: of the tokens that may come next. Both stay as
+    they are. StateError: they are of different models. ConfigError, NonFiniteError: as `Session.likely`."""
     return exhausted(diffing(a, b, on, count=count))
 
 
@@ -63,6 +62,7 @@ def diffing(
         logits_TV = yield from own.predicting([0])
         found = list[tuple[int, float]]()
         if len(logits_TV):
+            _require_finite(logits_TV[-1])
             p_V = logits_TV[-1].double().softmax(0)
             values, tokens = p_V.topk(min(count, len(p_V)))
             found = list(zip(tokens.tolist(), values.tolist(), strict=True))
@@ -95,21 +95,29 @@ def diverging(a: Session, b: Session, ids: Sequence[int]) -> Generator[int, None
 
 def kl(p_TV: Tensor, q_TV: Tensor) -> list[float]:
     """KL(p ‖ q) of logits in nats, row by row. NonFiniteError: logits that are not."""
-    if not (p_TV.isfinite().all() and q_TV.isfinite().all()):
-        raise NonFiniteError("logits after the probe: must be finite")
+    _require_finite(p_TV)
+    _require_finite(q_TV)
     p_TV, q_TV = p_TV.double().log_softmax(1), q_TV.double().log_softmax(1)
     return (p_TV.exp() * (p_TV - q_TV)).sum(1).clamp_min(0).tolist()
 
 
+def _require_finite(logits: Tensor) -> None:
+    if not bool(logits.isfinite().all()):
+        raise NonFiniteError("logits after a text: must be finite")
+
+
 def distances(a: LMState, b: LMState) -> Iterator[float]:
-    """For each layer ‖a − b‖ over the larger of ‖a‖ and ‖b‖; 0 where both are zero, or the layer has no state."""
-    for one, other in zip(a.layers, b.layers, strict=True):
+    """For each layer ‖a − b‖ over the larger of ‖a‖ and ‖b‖; 0 where both are zero, or the layer has no state.
+    NonFiniteError: a state is not finite."""
+    for layer, (one, other) in enumerate(zip(a.layers, b.layers, strict=True)):
         apart = norm_a = norm_b = 0.0
         for x, y in zip(_tensors(one), _tensors(other), strict=True):
             slots = min(x.shape[2], y.shape[2]) if x.ndim == 4 and x.shape != y.shape else None
             x, y = (x, y) if slots is None else (x[:, :, :slots], y[:, :, :slots])
             apart += float((x - y).square().sum())
             norm_a, norm_b = norm_a + float(x.square().sum()), norm_b + float(y.square().sum())
+        if not math.isfinite(apart):
+            raise NonFiniteError(f"state of layer {layer}: must be finite")
         yield math.sqrt(apart / max(norm_a, norm_b)) if apart else 0.0
 
 

@@ -132,7 +132,9 @@ def history(path: Path | str) -> History:
             own = {"ids": pending[0], "drawn": [0] * len(pending[0]), "before": -1}
         ids, drawn, before = own["ids"], [*map(int, own["drawn"])], own["before"]
         good = len(drawn) == len(ids) and set(drawn) <= {0, 1} and type(before) is int
-        if not (good and -1 <= before <= len(ids) and all(type(id) is int and 0 <= id < 1 << 40 for id in ids)):
+        if not (
+            good and -1 <= before <= len(ids) and all(type(id) is int and 0 <= id < 1 << 40 for id in ids)
+        ):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise StateError(f"{path}: not a conversation of one row, which alone has a log") from None

@@ -1,10 +1,9 @@
 """Two memories as one: S_AB = Γ_B S_A + S_B, A's state carried through what B's layers did while B was read alone.
 
-A layer's update is affine in its state for given inputs: a decay Γ_B of each number, or, in delta rules, a matrix for each
-head. Neither is kept while reading: B is read once more from its log, and beside B's own states each layer updates A's
-with the inputs that B alone gave it. That is Γ_B S_A + S_B to the last bit of rounding in every design, and caches and
-windows get B's keys and values behind A's. What is not exact are the inputs of layers above the first, which would
-depend on A too.
+A layer's update is affine in its state for given inputs: a decay Γ_B of each number, or, in delta rules, a matrix for
+each head. Neither is kept while reading: B is read once more from its log, and beside B's own states each layer updates
+A's with the inputs that B alone gave it. That is Γ_B S_A + S_B but for rounding, in every design; caches and windows
+get B's keys and values behind A's. What is not exact are inputs of layers above the first, which depend on A, too.
 """
 
 from collections.abc import Generator, Sequence
@@ -25,6 +24,8 @@ from perspectron.model.state import LMState
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, StateError
 
+SAME = 1e-9
+"""KL in nats a token up to which memories are the same but for rounding."""
 DRAWN = 64
 """Tokens on which a merge is judged, where no probe is given."""
 
@@ -55,9 +56,13 @@ def merging(a: Session, b: Session, on: Sequence[int] | str = ()) -> Generator[i
     if a.model is not b.model:
         raise StateError("the texts are of different models; merge texts of one")
     if not b.whole:
-        raise StateError("the beginning of the second text is remembered but not known: it cannot be read again")
+        raise StateError(
+            "the beginning of the second text is remembered but not known: it cannot be read again"
+        )
     ids, given = b.tokens, probe(a, on)
-    require(len(ids) > 0 and len(a.tokens) > 0, "tokens of the texts", [len(a.tokens), len(ids)], "≥ 1 of each")
+    require(
+        len(ids) > 0 and len(a.tokens) > 0, "tokens of the texts", [len(a.tokens), len(ids)], "≥ 1 of each"
+    )
     state = yield from carrying(a, b)
     merged = a.remembered(state, ids[-1:])
     merged.note("merged", a.digest)
@@ -71,9 +76,9 @@ def merging(a: Session, b: Session, on: Sequence[int] | str = ()) -> Generator[i
     apart = yield from diverging(true.fork(), merged.fork(), given)
     alone = yield from diverging(true, b.fork(), given)
     kl, without = (sum(found) / max(1, len(found)) for found in (apart, alone))
-    if not kl < without:
-        name = a.model.config.name
-        raise ConfigError(f"merge: KL {kl:.4g} with a merged memory of {name}, must be < {without:.4g}, B alone")
+    if not (kl < without and without > SAME):
+        name, bound = a.model.config.name, f"< {without:.4g}, that of B alone, and that > {SAME}"
+        raise ConfigError(f"merge: KL of a merged memory of {name} = {kl:.4g}, must be {bound}")
     return Merged(merged, kl, without, tuple(given))
 
 
@@ -101,11 +106,11 @@ def read_beside(
     """Read tokens after `own`, and beside it update `carried` by the inputs that its layers get; both are used up."""
     x_BTD, length_B = model.placed(model.embedding(ids_BT), own.length_B, reset_BT)
     shared, states, others = Shared(), list[Any](), list[Any]()
-    for block, mine, other in zip(
-        cast("list[Block]", model.blocks), own.layers, carried.layers, strict=True
-    ):
+    for block, mine, other in zip(cast("list[Block]", model.blocks), own.layers, carried.layers, strict=True):
         # What a layer reads of the token before is of B's last, not a memory.
-        before = replace(mine, mixer=cast(ShiftedState, other).mixer) if isinstance(mine, ShiftedState) else other
+        before = (
+            replace(mine, mixer=cast(ShiftedState, other).mixer) if isinstance(mine, ShiftedState) else other
+        )
         seen = shared.copy()
         _, after, _ = block(x_BTD, before, None, reset_BT, None, False, seen)
         x_BTD, mine, _ = block(x_BTD, mine, model.ffn_of(block), reset_BT, None, False, shared)
@@ -114,7 +119,7 @@ def read_beside(
                       if isinstance(mine, ShiftedState) else after)  # fmt: skip
     far_B = None
     if carried.length_B is not None:
-        assert length_B is not None and own.length_B is not None
+        assert length_B is not None
         far_B = carried.length_B + ids_BT.shape[1] if reset_BT is None else length_B
     return LMState(tuple(states), length_B, model.number), LMState(tuple(others), far_B, model.number)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from perspectron.decode.history import exhausted
+from perspectron.decode.row import Vocabulary
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.util.config import require
@@ -77,7 +78,9 @@ def until_of(text: str, *, expressions: bool = True) -> Until:
         try:
             return Matches(re.compile(text[1:-1], re.DOTALL))
         except re.error as error:
-            raise ConfigError(f"until = {text!r}, must be a regular expression between / and / ({error})") from None
+            raise ConfigError(
+                f"until = {text!r}, must be a regular expression between / and / ({error})"
+            ) from None
     return Contains(text)
 
 
@@ -107,10 +110,10 @@ def bisect(session: Session, ask: str | Sequence[int], until: Until | str, *, ma
 
 
 def bisecting(
-    session: Session, ask: str | Sequence[int], until: Until | str, *, max_tokens: int = 16
+    session: Session, ask: str | Sequence[int], until: Until | str, *, max_tokens: int = 16, named: str = ""
 ) -> Generator[int, None, Found]:
-    """`bisect`, with pauses."""
-    named, until = until, until_of(until) if isinstance(until, str) else until
+    """`bisect`, with pauses. named: the condition as it was asked for."""
+    named, until = named or str(until), until_of(until) if isinstance(until, str) else until
     tokens, readings = session.tokens, 0
     require(len(ask) > 0, "ask", ask, "a question")
     require(max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
@@ -129,7 +132,7 @@ def bisecting(
     if begun or not holds:
         why = "always holds" if begun and holds else "held at the start alone" if begun else "never holds"
         ends = f"after {low} tokens the answer is {before[:80]!r}, after {high:,} {after[:80]!r}"
-        raise ConfigError(f"until = {str(named)!r}, {why}: {ends}")
+        raise ConfigError(f"until = {named!r}, {why}: {ends}")
     while high - low > 1:
         middle = (low + high) // 2
         holds, said = yield from answered(middle)
@@ -159,41 +162,55 @@ def rebase(session: Session, onto: Session, *, after: int = 0) -> Rebased:
 
     StateError: the beginning of the text is not known. ConfigError: no tokens are left, ones that the other model lacks
     the room for."""
-    return exhausted(rebasing(session, onto, after=after))
+    return exhausted(rebasing(session, onto, ids_for(session, onto.tokenizer, after=after)))
 
 
-def rebasing(session: Session, onto: Session, *, after: int = 0) -> Generator[int, None, Rebased]:
-    """`rebase`, with pauses."""
+def rebasing(session: Session, onto: Session, replayed: "Replayed") -> Generator[int, None, Rebased]:
+    """`rebase`, with pauses; replayed: what `ids_for` gave."""
+    result, prefix = onto.fork(), len(onto.tokens)
+    yield from result.reading(replayed.ids)
+    result.note("rebased", session.digest)
+    return Rebased(result, replayed.tokens, prefix, len(replayed.ids) if replayed.encoded else None)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The ids of a text as another vocabulary has them. tokens: how many there were; encoded: they are others."""
+
+    ids: list[int]
+    tokens: int
+    encoded: bool
+
+
+def ids_for(session: Session, tokenizer: Vocabulary, *, after: int = 0) -> Replayed:
+    """What `rebase` reads of a text, but for its first tokens. Errors as `rebase`."""
     if not session.whole:
         raise StateError("the beginning of this text is remembered but not known: it cannot be replayed")
-    ids, prefix = session.tokens[after:], len(onto.tokens)
     require(0 <= after <= len(session.tokens), "after", after, f"≥ 0 and ≤ {len(session.tokens)}")
+    ids = session.tokens[after:]
     require(len(ids) > 0, "tokens of the text", 0, "≥ 1: there is nothing to replay")
-    anew = None if _alike(session, onto) else _encoded(session, onto, ids)
-    result = onto.fork()
-    yield from result.reading(ids if anew is None else anew)
-    result.note("rebased", session.digest)
-    return Rebased(result, len(ids), prefix, None if anew is None else len(anew))
+    if _alike(session.tokenizer, tokenizer):
+        return Replayed(ids, len(ids), False)
+    return Replayed(_encoded(session.tokenizer, tokenizer, ids), len(ids), True)
 
 
-def _alike(session: Session, other: Session) -> bool:
-    """True of two texts whose ids stand for the same."""
-    one, two = session.tokenizer, other.tokenizer
-    marks = [getattr(tokenizer, "fingerprint", None) for tokenizer in (one, two)]
-    return one is two or (marks[0] is not None and marks[0] == marks[1])
+def _alike(one: Vocabulary, other: Vocabulary) -> bool:
+    """True where ids stand for the same."""
+    marks = [getattr(tokenizer, "fingerprint", None) for tokenizer in (one, other)]
+    return one is other or (marks[0] is not None and marks[0] == marks[1])
 
 
-def _encoded(session: Session, other: Session, ids: Sequence[int]) -> list[int]:
-    """The ids of a text in the other's vocabulary. What stands for no text is the other's end of a text there, or
-    beginning; StateError where it has neither."""
-    silent, specials = session.tokenizer.specials.silent, other.tokenizer.specials
+def _encoded(one: Vocabulary, other: Vocabulary, ids: Sequence[int]) -> list[int]:
+    """The ids of a text in another vocabulary. What begins or ends a text is there what does; StateError where nothing
+    does."""
+    silent, specials = one.specials.silent, other.specials
     found, part = list[int](), list[int]()
     for id in [*ids, None]:
         if id is not None and id not in silent:
             part.append(id)
             continue
         if part:
-            found += other.tokenizer.encode(session.tokenizer.decode(part))
+            found += other.encode(one.decode(part))
             part = []
         if id is not None:
             ends = [end for end in (specials.reset, specials.end) if end is not None] or [*specials.start]

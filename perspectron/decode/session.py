@@ -184,9 +184,7 @@ class Session:
         ConfigError: a number out of bounds, more tokens than a table of learned positions has left. NonFiniteError: the
         model gave logits that are not finite, or none of those that hooks leave. PerspectronError: a hook failed.
         """
-        return exhausted(
-            self.saying(max_tokens, sampling=sampling, stop=stop, on_text=on_text, **limits)
-        )
+        return exhausted(self.saying(max_tokens, sampling=sampling, stop=stop, on_text=on_text, **limits))
 
     @torch.inference_mode()
     def saying(
