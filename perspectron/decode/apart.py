@@ -18,7 +18,7 @@ from perspectron.util.errors import NonFiniteError, StateError
 PIECE = 64
 """Tokens of a probe whose logits are there at once."""
 MOST = 1 << 16
-"""Tokens of a probe."""
+"""Tokens of a probe or a question."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def diffing(
     """`diff`, with pauses."""
     if a.model is not b.model:
         raise StateError("the texts are of different models; compare texts of one")
-    ids = probe(a, on)
+    ids = ids_of(a, on)
     shared = alike(a.tokens, b.tokens) if a.whole and b.whole else None
     states = (yield from a.remembering()), (yield from b.remembering())
     layers = tuple(distances(*states))
@@ -71,13 +71,13 @@ def diffing(
     return Apart(shared, (len(a.tokens), len(b.tokens)), layers, tuple(expected), tuple(kl))
 
 
-def probe(session: Session, on: Sequence[int] | str) -> list[int]:
-    """The ids of a probe text. ConfigError: too many."""
-    ids = session.tokenizer.encode(on) if isinstance(on, str) else list(on)
-    require(len(ids) <= MOST, "tokens of the probe", len(ids), f"≤ {MOST}")
+def ids_of(session: Session, text: Sequence[int] | str, field: str = "on") -> list[int]:
+    """The ids of a text. ConfigError, which names the field: too many, or outside the vocabulary."""
+    ids = session.tokenizer.encode(text) if isinstance(text, str) else list(text)
+    require(len(ids) <= MOST, f"{field}: tokens", len(ids), f"≤ {MOST}")
     V = session.tokenizer.vocab_size
     for id in (min(ids, default=0), max(ids, default=0)):
-        require(0 <= id < V, "on: token id", id, f"≥ 0 and < {V}")
+        require(0 <= id < V, f"{field}: token id", id, f"≥ 0 and < {V}")
     return ids
 
 

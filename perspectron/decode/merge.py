@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from perspectron.decode.apart import diverging, probe
+from perspectron.decode.apart import diverging, ids_of
 from perspectron.decode.history import exhausted
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
@@ -59,7 +59,7 @@ def merging(a: Session, b: Session, on: Sequence[int] | str = ()) -> Generator[i
         raise StateError(
             "the beginning of the second text is remembered but not known: it cannot be read again"
         )
-    ids, given = b.tokens, probe(a, on)
+    ids, given = b.tokens, ids_of(a, on)
     require(
         len(ids) > 0 and len(a.tokens) > 0, "tokens of the texts", [len(a.tokens), len(ids)], "≥ 1 of each"
     )

@@ -10,6 +10,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from perspectron.decode.apart import ids_of
 from perspectron.decode.history import exhausted
 from perspectron.decode.row import Vocabulary
 from perspectron.decode.sampling import SamplingConfig
@@ -114,8 +115,8 @@ def bisecting(
 ) -> Generator[int, None, Found]:
     """`bisect`, with pauses. named: the condition as it was asked for."""
     named, until = named or str(until), until_of(until) if isinstance(until, str) else until
-    tokens, readings = session.tokens, 0
-    require(len(ask) > 0, "ask", ask, "a question")
+    tokens, readings, question = session.tokens, 0, ids_of(session, ask, "ask")
+    require(len(question) > 0, "ask", ask, "a question")
     require(max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
     low, high = 0 if session.whole else 1, len(tokens)
     require(high > low, "tokens of the text", high, f"> {low}: there is no past to look into")
@@ -124,7 +125,7 @@ def bisecting(
         nonlocal readings
         readings += 1
         then = yield from session.back_to(token)
-        then.append(ask)
+        then.append(question)
         return (yield from until.asked(then, max_tokens))
 
     holds, after = yield from answered(high)

@@ -9,6 +9,7 @@ from perspectron.data.specials import OURS
 from perspectron.designs.gla.mixer import GLAConfig
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.model import LanguageModel, build
+from perspectron.util.errors import DataError
 
 LETTERS = string.ascii_lowercase + "KL "
 V = len(LETTERS) + 1
@@ -20,6 +21,8 @@ class Letters:
     vocab_size, specials, fingerprint = V, OURS, "letters"
 
     def encode(self, text: str) -> list[int]:
+        if other := set(text) - set(LETTERS):
+            raise DataError(f"text: {min(other)!r} is no letter here")
         return [1 + LETTERS.index(letter) for letter in text]
 
     def decode(self, ids: Iterable[int]) -> str:
