@@ -153,10 +153,14 @@ class Block(nn.Module):
         )
 
     @property
+    def networks(self) -> tuple[nn.Module, ...]:
+        """That of the layer, if it has one."""
+        return (self.ffn,) if hasattr(self, "ffn") else ()
+
+    @property
     def exact_cells(self) -> int:
         """Those of its mixers; 0 where one of them, or its network, promises nothing of the kind."""
-        parts = [*self.mixers, *([self.ffn] if hasattr(self, "ffn") else [])]
-        promised = [int(getattr(part, "exact_cells", 0)) for part in parts]
+        promised = [int(getattr(part, "exact_cells", 0)) for part in (*self.mixers, *self.networks)]
         return max(promised, default=1) if all(promised) else 0
 
     def init_state(
