@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from perspectron.decode.conversation import Conversation
+from perspectron.decode.kept import Account, Hold
 from perspectron.decode.log import Log
 from perspectron.decode.marks import Marks
 from perspectron.decode.places import Path as Prefixes
@@ -95,6 +96,10 @@ class Session:
     def nbytes(self) -> int:
         """Bytes of the state."""
         return 0 if self._state is None else self._state.nbytes
+
+    def hold(self, account: Account) -> Hold | None:
+        """Count the memory of its state for an account, until the hold is let go."""
+        return None if self._state is None else Hold(account, self._state)
 
     def read(self, text: str | Sequence[int]) -> "Session":
         """Go on with a text, or its ids; the session itself. ConfigError: ids outside the vocabulary, more than a
@@ -296,9 +301,18 @@ class Session:
         state = self._rows.model.init_state(1) if self._state is None else self._state
         recent = self._recent(SamplingConfig.repetition_window)
         talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [sum(self._drawn[:])]}
-        own: dict[str, Any] = {"ids": self._ids[:], "drawn": [int(drawn) for drawn in self._drawn[:]]}
-        own |= {"calls": self._calls, "before": self._before if self.whole else -1}
+        own = self.fields()
         save_state(path, state, self._kin, extra={**(extra or {}), "conversation": talk, "session": own})
+
+    def fields(self) -> dict[str, Any]:
+        """Its text in a file, and the calls that read it: where they are the same, so is the state."""
+        own: dict[str, Any] = {"ids": self._ids[:], "drawn": [int(drawn) for drawn in self._drawn[:]]}
+        return own | {"calls": self._calls, "before": self._before if self.whole else -1}
+
+    def opened(self, fresh: "Session") -> "Session | None":
+        """A fork, as one that `fresh` has loaded; None where that is of another model or store."""
+        same = self._rows.model is fresh._rows.model and self._rows.store is fresh._rows.store
+        return self.fork() if same and self.chunk == fresh.chunk else None
 
     @classmethod
     def load(
