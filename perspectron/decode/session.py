@@ -81,6 +81,11 @@ class Session:
         return self._rows.chunk
 
     @property
+    def start(self) -> LMState | None:
+        """The trained state before any token; None for the model's."""
+        return self._start
+
+    @property
     def tokens(self) -> list[int]:
         """The ids of the text, drawn ones and those of stop strings included."""
         return self._ids[self._before :]

@@ -135,7 +135,7 @@ class LanguageModel(nn.Module):
         if tuned and not any(mixer.decays() for block in blocks for mixer in block.mixers):
             kinds = ", ".join(sorted({mixer.config.kind for block in blocks for mixer in block.mixers}))
             raise ConfigError(
-                f"{self.config.name} has layers of {kinds or 'no mixer'}, must have one with a matrix memory for {tuned[0]}"
+                f"{tuned[0]}: {self.config.name} has layers of {kinds or 'no mixer'}, must have a matrix memory"
             )
         states = (b.init_state(batch_size, place, self.dtype, capacity, tuned) for b in blocks)
         length_B = None

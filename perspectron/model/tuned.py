@@ -8,7 +8,7 @@ no part of what was read: a document that begins leaves it.
 Shapes: B batch, T time, H heads, G heads of queries, K key width, V value width, N logits of decays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -94,6 +94,13 @@ def parts(state: Any) -> list[Tuned]:
     """Those of a state, in the order of its layers."""
     leaves = pytree.tree_leaves(state, is_leaf=lambda part: isinstance(part, Tuned))
     return [part for part in leaves if isinstance(part, Tuned)]
+
+
+def with_parts(state: Any, change: Callable[[Tuned], Tuned]) -> Any:
+    """The state with other ones, in the order of `parts`."""
+    is_tuned = lambda part: isinstance(part, Tuned)  # noqa: E731
+    changed = pytree.tree_map(lambda part: change(part) if is_tuned(part) else part, state, is_leaf=is_tuned)
+    return replace(changed, model=state.model)
 
 
 def kinds_of(state: Any) -> tuple[str, ...]:
