@@ -7,11 +7,12 @@ from pathlib import Path
 
 from perspectron.cli.console import progress
 from perspectron.cli.progress import Work
+from perspectron.decode.session import Session
 from perspectron.opening import open_model
 from perspectron.presets import rates
 from perspectron.train import memory
 from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.prepare import prepare
+from perspectron.train.prepare import prepare, training_batches
 from perspectron.util.config import require
 from perspectron.util.machine import memory_kept
 
@@ -37,6 +38,7 @@ def tune(out: Path, train: TrainConfig, kinds: str, given: frozenset[str], *, as
     with tempfile.TemporaryDirectory(prefix=".tune-", dir=out.parent) as scratch, memory_kept():
         with Work("reading and encoding the text") as work:
             tokenizer, shards, summary = prepare(Path(scratch), config, tell=work.read)
+        training_batches(config, shards)  # too little text is said first
         console.print(summary)
         with Work("training the memory", quiet=0.5) as work:
 
@@ -46,7 +48,8 @@ def tune(out: Path, train: TrainConfig, kinds: str, given: frozenset[str], *, as
                     print(json.dumps(line), flush=True)
 
             start, about = memory.train_memory(opened.model, tokenizer, shards, config, chosen, tell)
-        memory.save(out, opened.model, tokenizer, start, about)
+        begun = Session(opened.model, tokenizer, start=start)  # a conversation of which nothing is read yet
+        begun.save(out, extra={"memory": asdict(about)})
     if as_json:
         print(json.dumps({"out": str(out), "bytes": out.stat().st_size, **asdict(about)}))
     else:

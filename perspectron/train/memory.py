@@ -7,14 +7,12 @@ Shapes: B batch, T time.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from perspectron.data import Batch, Shards, Tokenizer
-from perspectron.decode.session import Session
 from perspectron.model import tuned
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
@@ -39,8 +37,6 @@ LEFT_OUT = frozenset(
     )
 )  # fmt: skip
 """Settings of a training of weights that one of a memory has not."""
-EXTRA = "memory"
-"""Field of a state file's extra that says what it was trained on."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +73,12 @@ class Memory(nn.Module):
         super().__init__()
         self._model = [model]  # no submodule
         self.kinds = tuple(kinds)
-        self.parts = nn.ModuleList(
+        self.parts = [
             nn.ParameterDict({kind: nn.Parameter(getattr(part, kind).clone()) for kind in kinds})
             for part in tuned.parts(model.init_state(1, tuned=kinds))
-        )
+        ]
+        for number, own in enumerate(self.parts):
+            self.add_module(str(number), own)
 
     @property
     def numbers(self) -> int:
@@ -173,9 +171,3 @@ def fit(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         tell({"step": step + 1, "loss": loss, "seconds": time.perf_counter() - began})
-
-
-def save(path: Path, model: LanguageModel, tokenizer: Tokenizer, start: LMState, about: About) -> None:
-    """Write the state file, whole or not at all: a conversation that has not begun. StorageError if it cannot be
-    written."""
-    Session(model, tokenizer, start=start).save(path, extra={EXTRA: asdict(about)})

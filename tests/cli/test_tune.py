@@ -114,7 +114,7 @@ def test_a_chat_begins_with_it_and_so_does_the_next_talk(capsys, monkeypatch) ->
         (["--state", "offset", "--minutes", "1"], ["minutes"]),
         (["--state", "offset", "--weight-decay", "0.2"], ["weight_decay"]),
         (["--state", "offset", "--out", "logs.state"], ["out", "logs.state"]),
-        (["--state", "offset", "--seq-len", "900000"], ["seq_len"]),
+        (["--state", "offset", "--seq-len", "900000"], ["--seq-len"]),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(options, named, play, capsys) -> None:
