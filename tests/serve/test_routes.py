@@ -11,6 +11,7 @@ from collections import Counter
 import hypothesis
 import pytest
 import schemathesis
+import torch
 from fastapi.testclient import TestClient
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
@@ -20,6 +21,7 @@ from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.designs.perspective.views import PerspectivesConfig
+from perspectron.model.tuned import parts
 from perspectron.serve.states import States
 from perspectron.serve.web.app import create
 from perspectron.serve.web.likely import shown
@@ -408,6 +410,31 @@ def test_with_a_key_every_route_but_health_needs_it(tiny) -> None:
 def test_without_a_key_another_name_for_this_machine_is_refused(client) -> None:
     assert client.get("/v1/models", headers={"host": "evil.example:8000"}).status_code == 403
     assert client.get("/v1/models", headers={"host": "127.0.0.1:8000"}).status_code == 200
+
+
+def test_a_conversation_begins_with_a_trained_memory(tmp_path, tokenizer) -> None:
+    """Uploaded, and named by requests that share a batch with others; nothing of it gets into the store."""
+    one = served(tmp_path, tokenizer, together=True)
+    model = one.engine.model
+    start = model.init_state(1, tuned=("offset", "first"))
+    for part in parts(start):
+        part.offset.normal_(0, 0.5, generator=torch.Generator().manual_seed(1))
+        part.first.normal_(0, 0.5, generator=torch.Generator().manual_seed(2))
+    begun = Session(model, tokenizer, start=model.begun(start))
+    begun.save(tmp_path / "legal.state")
+    sampling = SamplingConfig(temperature=1.0, seed=5)
+    expected = begun.fork().read("The cat sat").say(12, sampling=sampling)
+    with TestClient(create([one]), base_url="http://localhost") as client:
+        content = (tmp_path / "legal.state").read_bytes()
+        assert client.put("/v1/states/legal", content=content).status_code == 201
+        bare = complete(client)["choices"][0]["text"]
+        for _ in range(2):
+            answer = complete(client, state="legal", save="talk", id_slot=0)
+            assert answer["choices"][0]["text"] == expected != bare
+            assert complete(client, id_slot=0)["choices"][0]["text"] == bare
+        on = complete(client, prompt=" and", state="talk", max_tokens=5)["choices"][0]["text"]
+    begun.read("The cat sat").say(12, sampling=sampling)
+    assert on == begun.read(" and").say(5, sampling=sampling)
 
 
 def test_foreign_states_are_refused_and_leave_nothing(client, tiny, tmp_path, tokenizer) -> None:
