@@ -12,6 +12,7 @@ from perspectron.decode.saved import alike
 from perspectron.decode.session import Session
 from perspectron.model.cache import Cache
 from perspectron.model.state import LMState
+from perspectron.model.tuned import Tuned
 from perspectron.util.config import require
 from perspectron.util.errors import NonFiniteError, StateError
 
@@ -123,7 +124,10 @@ def distances(a: LMState, b: LMState) -> Iterator[float]:
 
 def _tensors(layer: object) -> Iterator[Tensor]:
     """The numbers of a layer's state in float64; those of caches and windows as far as both may have them."""
-    for part in pytree.tree_leaves(layer, is_leaf=lambda part: isinstance(part, Cache)):
+    for part in pytree.tree_leaves(layer, is_leaf=lambda part: isinstance(part, Cache | Tuned)):
+        if isinstance(part, Tuned):
+            yield from _tensors(part.mixer)  # what was trained is no part of what was read
+            continue
         for x in part.span(0, part.spanned()) if isinstance(part, Cache) else (part,):
             if isinstance(x, Tensor) and x.is_floating_point():
                 yield x.double()

@@ -21,6 +21,7 @@ from perspectron.model.block import Block, ShiftedState
 from perspectron.model.model import LanguageModel
 from perspectron.model.parts import Shared
 from perspectron.model.state import LMState
+from perspectron.model.tuned import has_first
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, StateError
 
@@ -87,7 +88,9 @@ def carrying(a: Session, b: Session) -> Generator[int, None, LMState]:
     """A's state carried through all but the last token of B, with pauses as `Session.reading` has them."""
     model, reset = a.model, a.tokenizer.specials.reset
     carried = yield from a.remembering()
-    own = yield from b.begun().remembering()  # what stands before every text is A's already
+    own = yield from b.at(0).remembering()  # what stands before every text is A's already
+    begins = reset is not None and reset in b.tokens and has_first(own)
+    require(not begins, "the second text", "several documents", "one, where they begin with a trained memory")
     ids, at = b.tokens[:-1], 0
     _require_positions(model, len(a.tokens) + len(ids) + 1)
     while at < len(ids):
