@@ -23,6 +23,7 @@ from perspectron.native import wanted
 from perspectron.quant.convert import convert
 from tests.decode.conftest import VOCAB
 from tests.decode.test_rows import equal, prompt_of
+from tests.refusals import names
 
 DESIGNS = [design for design in presets.DESIGNS if "[" not in design]
 GREEDY = SamplingConfig(temperature=0)
@@ -56,10 +57,14 @@ def said(rows: Rows, prompts: list[list[int]]) -> list[tuple]:
 
 @needs_native
 @pytest.mark.parametrize("design", DESIGNS)
-def test_a_design_keeps_its_promise(design: str) -> None:
-    """Anywhere in a long text, in float32 and bfloat16."""
+def test_a_design_keeps_its_promise(design: str, caplog) -> None:
+    """Anywhere in a long text, in float32 and bfloat16; one that gives none says so."""
     model = drawn(design, layers=4 if design == "perspective" else 2)
     assert (whole(model) > 0) == (design not in CUT)
+    if not whole(model):
+        assert not measured(model, CHUNK)
+        [line] = caplog.messages
+        assert names(line, model.config.name, CHUNK)
     for kind in (model, model.to(torch.bfloat16)) if whole(model) else ():
         assert measured(kind, CHUNK)
         ids, draw = prompt_of(300, 1), random.Random(design)
