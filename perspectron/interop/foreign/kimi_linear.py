@@ -95,8 +95,11 @@ def _networks(source: Source, count: int) -> list[FFNConfig]:
         raise source.error(
             f"mlp_layer_types is {str(kinds)[:80]}, must be a list of {count} times {DENSE!r} or {SPARSE!r}"
         )
-    makers = {DENSE: decoder.network, SPARSE: _mixture}
-    each: dict[str, FFNConfig] = {kind: makers[kind](source) for kind in sorted(set(kinds))}
+    each = dict[str, FFNConfig]()
+    if DENSE in kinds:
+        each[DENSE] = decoder.network(source)
+    if SPARSE in kinds:
+        each[SPARSE] = _mixture(source)
     return [each[kind] for kind in kinds]
 
 
