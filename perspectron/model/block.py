@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 NORMS: dict[str, type[nn.Module]] = {"rms": RMSNorm, "layer": nn.LayerNorm}
 ROUTE_START = 2.2  # sigmoid: 0.9
 MIX_EXPONENTS = (0.7,)  # of the mix of a network
+ROWS = 8  # of a call, to a multiple of which products of matrices that are not packed are filled up
 
 
 @register
@@ -153,11 +154,17 @@ class Block(nn.Module):
         )
 
     @property
+    def networks(self) -> tuple[nn.Module, ...]:
+        """That of the layer, if it has one."""
+        return (self.ffn,) if hasattr(self, "ffn") else ()
+
+    @property
     def exact_cells(self) -> int:
-        """Those of its mixers; 0 where one of them, or its network, promises nothing of the kind."""
-        parts = [*self.mixers, *([self.ffn] if hasattr(self, "ffn") else [])]
-        promised = [int(getattr(part, "exact_cells", 0)) for part in parts]
-        return max(promised, default=1) if all(promised) else 0
+        """Those of its mixers, network and matrices, which are `ROWS` unless they are packed; 0 where one of its parts
+        promises nothing of the kind."""
+        promised = [int(getattr(part, "exact_cells", 0)) for part in (*self.mixers, *self.networks)]
+        matrices = ROWS if any(x.ndim > 1 for x in self.parameters()) else 1
+        return max([matrices, *promised]) if all(promised) else 0
 
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0

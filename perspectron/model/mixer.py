@@ -49,7 +49,8 @@ class Mixer(nn.Module, abc.ABC):
     """True if ranks may share a text, each with a stretch of it: its terms of the loss are means over tokens."""
     exact_cells: int = 0
     """A number of tokens: where each call is filled up to a multiple of it, a prompt has the same bits wherever it is
-    cut into calls, on a CPU in float32 and bfloat16 (`decode.reading.whole`). 0: it may have others."""
+    cut into calls, on a CPU in float32 and bfloat16 (`decode.reading.whole`). 0: it may have others. What its matrices
+    want on top of that, where they are not packed, `Block.exact_cells` knows."""
     calls_linears: bool = True
     """False if it reads the weights of its linear layers past their `forward`, where no hook sees an input; quantising
     then gives them 8 bits."""
