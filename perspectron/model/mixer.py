@@ -73,6 +73,11 @@ class Mixer(nn.Module, abc.ABC):
         """Raise ConfigError, which calls the mixer `name`, if its step cannot be exported to ONNX: where control
         depends on data, or a text begins with a state that is not zero."""
 
+    def decays(self) -> int:
+        """Logits of decays of a token, of a matrix memory S that is read as Sᵀ q: `forward` then takes `tuned`
+        (`perspectron.model.tuned`), a field `memory_…` of the state has S. 0: there is none."""
+        return 0
+
     def decay_gate(self) -> nn.Module | None:
         """The module that gives the logits of decays for each row of its state [B,T,D], where there is one to draw."""
         return None
