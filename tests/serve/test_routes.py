@@ -201,6 +201,36 @@ def test_states_are_saved_gone_on_from_forked_moved_and_deleted(client, tiny, tm
     assert client.get("/v1/states/copy").json()["error"]["code"] == "state_not_found"
 
 
+def test_states_share_their_memory_with_each_other_and_with_stored_prefixes(
+    tmp_path, tokenizer, monkeypatch
+) -> None:
+    tiny = served(tmp_path, tokenizer, design="transformer")
+    model, states = tiny.engine.model, tiny.states
+    whole = tiny.engine.session().read("The cat sat on the mat. " * 60)
+    before = tiny.engine.store.used_bytes
+    for name in ("a", "b", "c"):
+        states.save(name, whole)
+    assert states.memory_bytes < 300 and tiny.engine.store.used_bytes == before, (
+        "keys and values are the store's"
+    )
+    reads = []
+    monkeypatch.setattr(
+        Session, "loaded", lambda self, path, load=Session.loaded: reads.append(path) or load(self, path)
+    )
+    said = [states.load(name, tiny.engine.session()).say(9) for name in ("a", "b", "a")]
+    assert said == [whole.fork().say(9)] * 3 and reads == []
+    assert states.load("a", tiny.engine.session(), anew=True).say(9) == said[0] and len(reads) == 1
+    states.save("a", whole.fork().read(" on"))
+    assert states.load("a", tiny.engine.session()).text.endswith(" on"), "what is there now"
+    other = Session(model, tokenizer).read("Row 7")
+    other.save(states.path("b"))
+    assert states.load("b", tiny.engine.session()).text == "Row 7" and len(reads) == 2, "of another's hand"
+    monkeypatch.setattr("perspectron.serve.states.MOST", 0)
+    states.load("b", Session(model, tokenizer))
+    assert states.memory_bytes == 0 and states.load("b", tiny.engine.session()).text == "Row 7"
+    tiny.engine.close()
+
+
 def test_slots_as_llama_cpp_has_them(client, tiny, tmp_path, tokenizer) -> None:
     text = "The cat sat on the mat. " * 12
     first = complete(client, prompt=text, id_slot=1)
