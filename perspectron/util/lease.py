@@ -33,6 +33,11 @@ class Lease:
         self._lock = threading.Lock()
         self._gone = False
 
+    @property
+    def over(self) -> bool:
+        """True after it was let go, or has ended."""
+        return self._gone or 0 < self._ends < time.time()
+
     def taken(self) -> bool:
         """Try to get it: True if it is ours now."""
         try:
@@ -49,8 +54,7 @@ class Lease:
     def renew(self) -> None:
         """Move its end on, by an object that is put before the one before is deleted."""
         with self._lock:
-            self._gone |= 0 < self._ends < time.time()  # it may be somebody else's by now
-            if self._gone:
+            if self.over:  # it may be somebody else's by now
                 return
             before, ends = self._ends, time.time() + self._seconds
             self._objects.put(self._at(ends), b"", durable=False)
@@ -61,7 +65,7 @@ class Lease:
     def check(self) -> None:
         """Busy: it ended, as of a server that was stopped for a while, and may be somebody else's now."""
         with self._lock:
-            over = self._gone or time.time() > self._ends
+            over = self.over
         if over or self._others():
             raise Busy(f"{self.name.rpartition('/')[2]}: another server has written to it meanwhile")
 
@@ -95,26 +99,29 @@ class Leases:
     """Leases of a process, which it renews. seconds: how long one lasts."""
 
     def __init__(self, objects: Objects, seconds: float = SECONDS) -> None:
-        self._objects, self._seconds = objects, seconds
+        self._objects, self.seconds = objects, seconds
         self._held, self._changed = set[Lease](), threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def take(self, name: str) -> Lease:
-        """A lease of a name, when those of others have ended. Busy: one is still renewed after as long as a lease
-        lasts. StorageError as `Objects`."""
-        patience = time.monotonic() + self._seconds + 2 * SKEW
-        lease, pause = Lease(self._objects, f"leases/{name}", self._seconds), 0.01
-        while not lease.taken():
-            if time.monotonic() > patience:
-                raise Busy(f"{name.rpartition('/')[2]}: is being written to by another request; ask again")
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            lease, pause = Lease(self._objects, lease.name, self._seconds), min(2 * pause, 0.5)
+    def tried(self, name: str) -> Lease | None:
+        """A lease of a name; None while somebody else has one. StorageError as `Objects`."""
+        lease = Lease(self._objects, f"leases/{name}", self.seconds)
+        if not lease.taken():
+            return None
         with self._changed:
             self._held.add(lease)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._renewing, name="leases", daemon=True)
                 self._thread.start()
         return lease
+
+    def pauses(self, name: str) -> Iterator[float]:
+        """Seconds to wait between tries, until a lease that is not renewed has ended. Busy: it is renewed."""
+        until, pause = time.monotonic() + self.seconds + 2 * SKEW, 0.01
+        while time.monotonic() < until:
+            yield pause * random.uniform(0.5, 1.0)
+            pause = min(2 * pause, 0.5)
+        raise Busy(f"{name.rpartition('/')[2]}: another request writes to it; ask again when that is done")
 
     def let_go(self, lease: Lease) -> None:
         """Let a lease go. Where the store cannot be reached it ends by itself."""
@@ -123,18 +130,9 @@ class Leases:
         with contextlib.suppress(StorageError):
             lease.let_go()
 
-    @contextlib.contextmanager
-    def hold(self, name: str) -> Iterator[Lease]:
-        """A lease for as long as a block runs; errors as `take`."""
-        lease = self.take(name)
-        try:
-            yield lease
-        finally:
-            self.let_go(lease)
-
     def _renewing(self) -> None:
         while True:
-            time.sleep(self._seconds / 4)
+            time.sleep(self.seconds / 4)
             with self._changed:
                 held = [*self._held]
             for lease in held:

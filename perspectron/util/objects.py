@@ -50,10 +50,6 @@ class Objects(ABC):
         return [self.get(name) for name in names]
 
     @abstractmethod
-    def version(self, name: str) -> str | None:
-        """What changes with each put of an object; None: there is none."""
-
-    @abstractmethod
     def delete(self, name: str) -> None:
         """Delete an object; one that is not there is fine."""
 
@@ -124,18 +120,6 @@ class Folder(Objects):
             except OSError as error:
                 raise StorageError(f"{path}: unreadable ({error.strerror or error})") from error
         return found
-
-    def version(self, name: str) -> str | None:
-        """As `Objects.version`."""
-        path = self._path(name)
-        try:
-            stat = path.stat()
-        except FileNotFoundError:
-            self._there()
-            return None
-        except OSError as error:
-            raise StorageError(f"{path}: unreadable ({error.strerror or error})") from error
-        return f"{stat.st_ino} {stat.st_mtime_ns} {stat.st_size}"
 
     def delete(self, name: str) -> None:
         """As `Objects.delete`."""
@@ -215,19 +199,6 @@ class Remote(Objects):
             if entry["type"] == "file" and start >= 0:
                 names[entry["name"][start + len(at.lstrip("/")) + 1 :]] = int(entry["size"] or 0)
         return names
-
-    def version(self, name: str) -> str | None:
-        """As `Objects.version`."""
-
-        def version() -> str | None:
-            self._system.invalidate_cache()
-            try:
-                about = self._system.info(self._at(name))
-            except FileNotFoundError:
-                return None
-            return str(sorted((key, str(value)) for key, value in about.items()))
-
-        return self._asked(name, version)
 
     def delete(self, name: str) -> None:
         """As `Objects.delete`."""
