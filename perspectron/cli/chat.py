@@ -20,6 +20,7 @@ from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.saved import alike
 from perspectron.decode.session import Session
+from perspectron.decode.suggested import Asked
 from perspectron.model.model import LanguageModel
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError, StateError
@@ -54,7 +55,7 @@ class Chat:
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     max_tokens: int = 100
     """Maximum number of tokens in an answer."""
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sampling: Asked = field(default_factory=Asked)
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A string that ends an answer and is not shown; may be given several times."""
     keep: Path | None = None
@@ -71,13 +72,16 @@ class Chat:
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
         opened = open_model(self.run, self.cache)
         opened.model.to(pick_device(self.device))
-        talk = Talk(opened.model, opened.tokenizer, self, opened.template())
+        sampling, line = opened.sampling(self.sampling)
+        talk = Talk(opened.model, opened.tokenizer, self, opened.template(), sampling)
         require(
             self.keep is None or self.load_state is None, "keep", str(self.keep), "left out with load_state"
         )
         terminal = sys.stdin.isatty()
         if terminal:
             say(f"{opened.model.config.name}; /help lists the commands")
+        if line:
+            say(line)
         if self.load_state is not None:
             talk.load(str(self.load_state))
         elif path := self.keep or (self._kept_in_run() if terminal else None):
@@ -169,9 +173,15 @@ class Talk:
     answer."""
 
     def __init__(
-        self, model: LanguageModel, tokenizer: Tokenizer, options: Chat, template: Template | None = None
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        options: Chat,
+        template: Template | None = None,
+        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
     ) -> None:
         self.model, self.tokenizer, self.options, self.template = model, tokenizer, options, template
+        self.sampling = sampling
         self.now = Point(self._session())
         self.points: list[Point] = []
         self.kept: Kept | None = None
@@ -263,7 +273,7 @@ class Talk:
                 if caught:
                     return False, ""
             row = session.enter(
-                rows, max_tokens=options.max_tokens, sampling=options.sampling, stop=options.stop, stream=gone
+                rows, max_tokens=options.max_tokens, sampling=self.sampling, stop=options.stop, stream=gone
             )
             while rows.active and not caught:
                 for piece in rows.step():

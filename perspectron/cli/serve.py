@@ -162,7 +162,7 @@ class Serve:
         from perspectron.decode.store import PrefixStore
         from perspectron.serve.distant import DistantStates
         from perspectron.serve.engine import Engine
-        from perspectron.serve.served import Served
+        from perspectron.serve.served import OPENAI, Served
         from perspectron.serve.states import States
 
         name = run.resolve().name
@@ -187,9 +187,12 @@ class Serve:
             else DistantStates(folder / place, objects, place, leases)
             for place in places
         )
+        sampling, line = opened.sampling(otherwise=OPENAI)
+        if line:
+            say(f"{name}: {line}")
         return Served(
             name, engine, opened.tokenizer, kept, slots, self.max_tokens, longest=self.max_prompt,
-            template=opened.template(self.template),
+            template=opened.template(self.template), sampling=sampling,
         )  # fmt: skip
 
 

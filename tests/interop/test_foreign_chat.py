@@ -23,7 +23,7 @@ from perspectron.opening import open_model
 from perspectron.serve.web.app import create
 from perspectron.util.errors import DataError
 from tests.foreign_models import SMALL, TEXT, saved
-from tests.refusals import refused
+from tests.refusals import in_a_line, refused
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -217,3 +217,31 @@ def test_ends_that_are_no_tokens_are_refused(hf, bpe):
             foreign.read(hf)
     (hf / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|head|>"}}))
     assert bpe.token_to_id("<|head|>") in foreign.read(hf)[1].specials.stops
+
+
+def test_texts_are_drawn_as_the_model_suggests_unless_told_otherwise(hf, tmp_path, capsys):
+    values = json.loads((hf / "generation_config.json").read_text())
+    suggested = {"do_sample": True, "temperature": 4.0, "top_k": 3, "no_repeat_ngram_size": 2}
+    (hf / "generation_config.json").write_text(json.dumps(values | suggested))
+    run = imported(hf)
+    capsys.readouterr()
+
+    def drawn(*options: str) -> tuple[str, str]:
+        assert main(["generate", str(run), "the cat", "--max-tokens", "12", "--seed", "7", *options]) == 0
+        return capsys.readouterr()
+
+    text, said = drawn()
+    assert text == drawn("--temperature", "4", "--top-k", "3")[0]
+    assert len({text, drawn("--temperature", "0")[0], drawn("--top-k", "0")[0]}) == 3
+    in_a_line(said, "generation_config.json", "temperature", 4, "top_k", 3, "no_repeat_ngram_size")
+    served = Serve((run,))._served(run, open_model(run), tmp_path)
+    in_a_line(capsys.readouterr().err, "run", "generation_config.json", "top_k", "no_repeat_ngram_size")
+    with TestClient(create([served]), base_url="http://localhost") as client:
+
+        def answered(**asked: float) -> str:
+            body = {"prompt": "the cat", "max_tokens": 12, "seed": 7, **asked}
+            return client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+
+        assert client.get("/v1/models").json()["data"][0]["sampling"]["top_k"] == 3
+        assert answered() == answered(temperature=4, top_k=3) == text.removesuffix("\n")
+        assert len({answered(), answered(temperature=0), answered(top_k=0), answered(top_k=-1)}) == 3

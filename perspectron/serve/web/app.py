@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from perspectron.data import Tokenizer
 from perspectron.decode.session import Session
+from perspectron.decode.suggested import USED
 from perspectron.serve.engine import Closed, Engine, Full
 from perspectron.serve.served import Served
 from perspectron.serve.states import Missing
@@ -312,6 +313,7 @@ def _model(served: Served) -> dict[str, Any]:
     about["twin_cache_bytes"] = (
         2 * 4 * len(config.blocks) * config.d_model
     )  # a token's keys and values in float32
+    about["sampling"] = {name: getattr(served.sampling, name) for name in USED}
     about |= {"id": served.name, "object": "model", "created": served.created}
     return about | {"owned_by": "perspectron", "design": config.name}
 

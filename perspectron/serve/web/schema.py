@@ -168,17 +168,18 @@ Json = Annotated[Object, BeforeValidator(_parsed, json_schema_input_type=Object 
 class Sampled(Body):
     """The fields that completions and chats share. state: go on from this one; save: keep the conversation under this
     name; id_slot: the slot that holds it. cache_prompt: begin at a prefix that was read before. json_schema,
-    guided_json: as llama.cpp and vLLM call a schema to keep to."""
+    guided_json: as llama.cpp and vLLM call a schema to keep to. temperature to repetition_penalty: where they are left
+    out as the model came with them, or else 1 and off."""
 
     ignored = IGNORED
     neutral = NEUTRAL
     max_tokens: int | None = Field(None, ge=0)
     min_tokens: int = Field(0, ge=0)
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, ge=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=2**31)
-    min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1, le=CHOICES)
     stop: Stops = []
