@@ -60,7 +60,7 @@ class Shared:
         self._chains = dict[str, list[tuple[str, int]]]()
         self._unnamed = dict[str, float]()
         """What nothing names, and since when."""
-        self._away = {"read from": 0.0, "written to": 0.0}
+        self._away = {"listed": 0.0, "read": 0.0, "written to": 0.0}
         self._written = float("inf")
         self._changed = threading.Condition()
         self._waiting, self._busy, self._stopped = deque[tuple[int, Callable[[], Any]]](), False, False
@@ -99,7 +99,7 @@ class Shared:
     def look_up(self, cells: Sequence[bytes]) -> None:
         """List what is kept in these cells."""
         folders, none = [f"prefixes/{_short(cell)}" for cell in cells], list[dict[str, int]]()
-        listed = self._asked(lambda: self.objects.all_listed(folders), none) or [{} for _ in cells]
+        listed = self._asked(lambda: self.objects.all_listed(folders), none, "listed") or [{} for _ in cells]
         if len(self._cells) > 4096:
             self._cells.clear()
         for cell, names in zip(cells, listed, strict=True):
@@ -120,7 +120,7 @@ class Shared:
     def _found(self, cell: bytes) -> dict[tuple[int, str], _Entry]:
         if cell not in self._cells:
             self.look_up([cell])
-        return self._cells[cell]
+        return self._cells.get(cell, {})
 
     def lengths_of(self, cell: bytes) -> list[int]:
         """The tokens of a cell that was looked up after which states are kept."""
@@ -241,7 +241,7 @@ class Shared:
         data = self._file(contents, start)
         place = _short(cell), length, _short(key)
         entry = self._put_entry(place, chain[-1][0] if chain else "0", data)
-        self._cells.setdefault(cell, {})[length, entry.key] = entry
+        self._cells[cell] = self._cells.get(cell, {}) | {(length, entry.key): entry}
 
     def _put_entry(self, place: tuple[str, int, str], chain: str, data: bytes) -> _Entry:
         cell, length, key = place
@@ -267,7 +267,7 @@ class Shared:
         for number in range((tokens - 1) // text.chunk, -1, -1):
             cell = text.cells[number]
             self.look_up([cell])
-            for (length, key), entry in sorted(self._cells[cell].items(), reverse=True):
+            for (length, key), entry in sorted(self._cells.get(cell, {}).items(), reverse=True):
                 at = number * text.chunk + length
                 if at < tokens and text.serves(at) and key == _short(text.key(at)):
                     return self._chain(entry.chain)
@@ -318,7 +318,7 @@ class Shared:
             del since[name]
         self._unnamed = since
 
-    def _asked(self, work: Callable[[], T], default: T, way: str = "read from") -> T:
+    def _asked(self, work: Callable[[], T], default: T, way: str = "read") -> T:
         """The result of work with the store; what there is instead while it fails."""
         away = self._away[way]
         if time.monotonic() < away:

@@ -40,6 +40,8 @@ class Lease:
 
     def taken(self) -> bool:
         """Try to get it: True if it is ours now."""
+        if self._others():  # who only waits disturbs nobody
+            return False
         try:
             self.renew()
             if self._others():
@@ -117,10 +119,10 @@ class Leases:
 
     def pauses(self, name: str) -> Iterator[float]:
         """Seconds to wait between tries, until a lease that is not renewed has ended. Busy: it is renewed."""
-        until, pause = time.monotonic() + self.seconds + 2 * SKEW, 0.01
+        until, pause = time.monotonic() + 1.5 * self.seconds + 2 * SKEW, 0.01
         while time.monotonic() < until:
             yield pause * random.uniform(0.5, 1.0)
-            pause = min(2 * pause, 0.5)
+            pause = min(2 * pause, 0.25)
         raise Busy(f"{name.rpartition('/')[2]}: another request writes to it; ask again when that is done")
 
     def let_go(self, lease: Lease) -> None:
