@@ -22,6 +22,7 @@ from perspectron.decode.saved import alike
 from perspectron.decode.session import Session
 from perspectron.decode.suggested import Asked
 from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError, StateError
 from perspectron.util.machine import pick_device, signals
@@ -46,7 +47,8 @@ class Chat:
     On a terminal the talk is kept in RUN/chat.state after each answer, and goes on from there the next time, also when
     the program was killed in the middle of an answer. /new begins another.
 
-    Continue what /save or `generate --save-state` saved: perspectron chat runs/letters --load-state tree.state
+    Continue what /save or `generate --save-state` saved, or begin with a memory that `train --state` made:
+    perspectron chat runs/letters --load-state tree.state
 
     Over a pipe, each line is a message: perspectron chat runs/letters --max-tokens 40 < other.txt
     """
@@ -62,7 +64,7 @@ class Chat:
     """Keep the talk in this file, and go on with the one that is there (default: RUN/chat.state on a terminal, none
     over a pipe)."""
     load_state: Path | None = None
-    """Continue this saved conversation, which is then not kept."""
+    """Continue this saved conversation, or begin with this trained memory; the talk is then not kept."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
     cache: str | None = None
@@ -181,6 +183,8 @@ class Talk:
         sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
     ) -> None:
         self.model, self.tokenizer, self.options, self.template = model, tokenizer, options, template
+        self.start: LMState | None = None
+        """A trained memory, with which talks begin."""
         self.sampling = sampling
         self.now = Point(self._session())
         self.points: list[Point] = []
@@ -191,7 +195,7 @@ class Talk:
         }  # fmt: skip
 
     def _session(self) -> Session:
-        return Session(self.model, self.tokenizer)
+        return Session(self.model, self.tokenizer, start=self.start)
 
     def take(self, message: str) -> bool:
         """Do what a message says, or answer it; False where it ends the talk."""
@@ -327,7 +331,7 @@ class Talk:
     def load(self, file: str) -> None:
         path = _path(file, "/load")
         session = self._session().loaded(path)
-        self.now = Point.of(session, said_in(session, path))
+        self.start, self.now = session.start, Point.of(session, said_in(session, path))
         if self.kept is not None:
             say(f"{self.kept.path} stays as it is; what follows is not kept, unless by /save")
             self.kept = None

@@ -59,7 +59,8 @@ class Generate:
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A string that ends the text and is not shown; may be given several times."""
     load_state: Path | None = None
-    """Continue this saved conversation; a prompt is read after it."""
+    """Continue this saved conversation; a prompt is read after it. Or begin each prompt with this memory, which
+    `train --state` made."""
     save_state: Path | None = None
     """Save the conversation to this file."""
     state_dtype: Dtype = "full"
@@ -111,6 +112,8 @@ class Generate:
         if self.load_state is not None:
             conversation = Conversation.load(self.load_state, model)
             conversation = replace(conversation, state=conversation.state.to(device))
+            if conversation.begins and len(self.prompts) > 1:
+                conversation = Conversation.stack([conversation.fork() for _ in self.prompts])
         full = self.save_state is not None or self.state_dtype == "full"
         require(full, "state_dtype", self.state_dtype, "full without --save-state")
         texts, start = self._texts(conversation), time.perf_counter()

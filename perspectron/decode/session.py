@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from perspectron.decode.conversation import Conversation
+from perspectron.decode.kept import Account, Hold
 from perspectron.decode.log import Log
 from perspectron.decode.marks import Marks
 from perspectron.decode.places import Path as Prefixes
@@ -22,6 +23,7 @@ from perspectron.decode.saved import alike, checked
 from perspectron.decode.store import PrefixStore
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState, Stateful, read_state, save_state
+from perspectron.model.tuned import kinds_of
 from perspectron.ops.attention import BLOCK
 from perspectron.util.config import require
 from perspectron.util.errors import NonFiniteError, StateError
@@ -35,7 +37,8 @@ class Session:
 
     What it draws is a function of the calls alone: where a text was cut into pieces, whether the session was forked,
     saved and loaded, or brought back to an earlier token changes no bit. Up to `chunk` tokens wait until they are
-    needed. store: texts begin at the longest prefix that is stored there. Not for several threads at once.
+    needed. store: texts begin at the longest prefix that is stored there. start: the state before any token, where it
+    is a trained one (`model.tuned`), which stays as it is. Not for several threads at once.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Session:
         *,
         chunk: int = CHUNK,
         store: PrefixStore | None = None,
+        start: LMState | None = None,
     ) -> None:
         self._rows = Rows(model, tokenizer, chunk=chunk, store=store, together=False)
         self._kin: Stateful = model if store is None else store.model
@@ -54,6 +58,7 @@ class Session:
         """Tokens that each call has read."""
         self._state: LMState | None = None
         """The state after these calls; None before the first."""
+        self._start = start
         self._marks = Marks()
         """States after so many calls, from which `at` goes on."""
         self._runs = list[int]()
@@ -77,6 +82,11 @@ class Session:
         return self._rows.chunk
 
     @property
+    def start(self) -> LMState | None:
+        """The trained state before any token; None for the model's."""
+        return self._start
+
+    @property
     def tokens(self) -> list[int]:
         """The ids of the text, drawn ones and those of stop strings included."""
         return self._ids[self._before :]
@@ -95,6 +105,10 @@ class Session:
     def nbytes(self) -> int:
         """Bytes of the state."""
         return 0 if self._state is None else self._state.nbytes
+
+    def hold(self, account: Account) -> Hold | None:
+        """Count the memory of its state for an account, until the hold is let go."""
+        return None if self._state is None else Hold(account, self._state)
 
     def read(self, text: str | Sequence[int]) -> "Session":
         """Go on with a text, or its ids; the session itself. ConfigError: ids outside the vocabulary, more than a
@@ -208,7 +222,10 @@ class Session:
         unread = self._ids[self._read :]
         if self._state is None:
             require(len(unread) > 0, "text", "", "read before: this tokenizer puts nothing before a text")
-            return rows.add(unread, whole=True, **settings)
+            if self._start is None:
+                return rows.add(unread, whole=True, **settings)
+            talk = Conversation(self._start.fork(), [unread], [[]], [0])
+            return rows.add("", conversation=talk, fresh=True, **settings)
         sampling = settings.get("sampling", SamplingConfig())
         recent, read = self._recent(sampling.repetition_window), self._read
         # The row goes on in the memory of the state; the session sees it as it is now.
@@ -262,7 +279,7 @@ class Session:
         ends = {
             sum(self._calls[: made + 1]): made + 1 for made in range(known, calls) if not self._runs[made]
         }
-        if store is not None and self.whole and ends:
+        if store is not None and self.whole and ends and self._start is None:
             path = store.path(self._ids[: max(ends)], reset=self._rows.tokenizer.specials.reset)
             found = store.first(path, sorted(ends, reverse=True))
             if found is not None:
@@ -286,19 +303,28 @@ class Session:
         """The session as it was where its text and this one part; one that has not begun, where that would have to be
         read again or a token of it was drawn, and so was not read as a prompt is."""
         T = self.shared(ids, whole=whole) + self._before
-        if not self.whole or self._read >= T or any(self._drawn[:T]):
+        if not self.whole or self._read >= T or any(self._drawn[:T]) or self._start is not None:
             return Session(self._rows.model, self._rows.tokenizer, chunk=self.chunk, store=self._rows.store)
         return self._cut(T, len(self._calls), self._state)
 
     def save(self, path: Path | str, *, extra: dict[str, Any] | None = None) -> None:
         """Write to one file, whole or not at all; `generate --load-state` takes it too. extra: any JSON to be kept with
         it. StorageError when it cannot be written."""
-        state = self._rows.model.init_state(1) if self._state is None else self._state
+        state = self._before_call()
         recent = self._recent(SamplingConfig.repetition_window)
         talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [sum(self._drawn[:])]}
-        own: dict[str, Any] = {"ids": self._ids[:], "drawn": [int(drawn) for drawn in self._drawn[:]]}
-        own |= {"calls": self._calls, "before": self._before if self.whole else -1}
+        own = self.fields()
         save_state(path, state, self._kin, extra={**(extra or {}), "conversation": talk, "session": own})
+
+    def fields(self) -> dict[str, Any]:
+        """Its text in a file, and the calls that read it: where they are the same, so is the state."""
+        own: dict[str, Any] = {"ids": self._ids[:], "drawn": [int(drawn) for drawn in self._drawn[:]]}
+        return own | {"calls": self._calls, "before": self._before if self.whole else -1}
+
+    def opened(self, fresh: "Session") -> "Session | None":
+        """A fork, as one that `fresh` has loaded; None where that is of another model or store."""
+        same = self._rows.model is fresh._rows.model and self._rows.store is fresh._rows.store
+        return self.fork() if same and self.chunk == fresh.chunk else None
 
     @classmethod
     def load(
@@ -339,6 +365,8 @@ class Session:
             raise StateError(
                 f"{path}: was read {longest} tokens at a time, must be ≤ {most}; load it with chunk={longest}"
             )
+        if kinds_of(state):
+            session._start = model.begun(state.to(model.device))
         if session._calls or not session.whole:
             session._state, session._foreign = state.to(model.device), True
             # Of a text whose beginning is not known there is no other way back to it.
@@ -348,6 +376,12 @@ class Session:
             session._count(count, read)
             read += count
         return session
+
+    def _before_call(self) -> LMState:
+        """The state that the next call reads after, which it may use up."""
+        if self._state is not None:
+            return self._state
+        return self._rows.model.init_state(1) if self._start is None else self._start.fork()
 
     def _recent(self, window: int) -> list[int]:
         """The last tokens of the text, those that begin and end texts left out."""
@@ -380,13 +414,14 @@ class Session:
         own._from_drawn = self._from_drawn
         own._state = None if state is None else state.fork()
         own._foreign = self._foreign and state is not None
+        own._start = self._start
         own._marks = self._marks.cut(calls)
         return own
 
     def _call(self, count: int) -> Tensor:
         """Read the next tokens: what the head reads after each [1,T,D]."""
         model, store, start = self._rows.model, self._rows.store, time.perf_counter()
-        state = model.init_state(1) if self._state is None else self._state
+        state = self._before_call()
         part = self._ids[self._read : self._read + count]
         reset = self._rows.tokenizer.specials.reset
         hidden_1TD, self._state = read_all(
@@ -418,7 +453,7 @@ class Session:
     def _beginning(self) -> Prefixes | None:
         """The text as the store knows it; None where there is none, or what was read so far is not all of a prompt."""
         store = self._rows.store
-        if store is None or not self.whole or (self._runs and self._runs[-1] > 0):
+        if store is None or not self.whole or self._start or (self._runs and self._runs[-1] > 0):
             return None
         if self._path is None or len(self._path.ids) != len(self._ids):
             self._path = store.path(self._ids[:], reset=self._rows.tokenizer.specials.reset)

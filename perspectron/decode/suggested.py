@@ -31,18 +31,20 @@ NEUTRAL = {
 @dataclass(frozen=True)
 class Asked:
     """The rules by which the next token is drawn. What is left out is as the generation_config.json of an imported
-    model has it, or else as the last words here say."""
+    model has it, or else as here."""
 
     temperature: float | None = None
-    """Logits are divided by it; 0 takes the most likely token; else 0.8."""
+    """Logits are divided by it; 0 takes the most likely token; left out: the model's, or 0.8."""
     top_k: int | None = None
-    """Keep so many of the most likely tokens; 0 is off; else 0."""
+    """Keep so many of the most likely tokens; 0 is off; left out: the model's, or 0."""
     top_p: float | None = None
-    """Keep the fewest most likely tokens that together reach this probability; 1 is off; else 1."""
+    """Keep the fewest most likely tokens that together reach this probability; 1 is off; left out: the model's, or
+    1."""
     min_p: float | None = None
-    """Keep tokens at least so many times as probable as the most likely one; 0 is off; else 0."""
+    """Keep tokens at least so many times as probable as the most likely one; 0 is off; left out: the model's, or 0."""
     repetition_penalty: float | None = None
-    """Logits of the last tokens are divided by it where positive and multiplied where negative; 1 is off; else 1."""
+    """Logits of the last tokens are divided by it where positive and multiplied where negative; 1 is off; left out: the
+    model's, or 1."""
     repetition_window: int = SamplingConfig.repetition_window
     """So many tokens have the penalty."""
     seed: int = SamplingConfig.seed

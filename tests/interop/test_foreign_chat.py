@@ -14,6 +14,7 @@ import perspectron
 from perspectron.cli import chat
 from perspectron.cli.main import main
 from perspectron.cli.serve import Serve
+from perspectron.data import encode, open_corpus
 from perspectron.data.template import FILE, Template
 from perspectron.data.tokenizer import END_OF_TEXT
 from perspectron.decode.generate import generate
@@ -166,12 +167,25 @@ def test_a_template_is_found_where_transformers_keeps_it(hf, place):
     assert template.prompt(HELLO) == "<|begin|>hi<|eot|>"
 
 
-def test_a_training_reads_a_template_as_a_chat_does(hf):
-    opened = open_model(imported(hf))
+@pytest.mark.parametrize("asked", ["hi", "<|eot|> hi<|end", "a <|begin|><|/head|> b", "<"])
+def test_a_training_reads_records_as_a_chat_does(asked, hf, tmp_path):
+    run = imported(hf)
+    records = [{"prompt": asked + " " * (i % 2), "completion": "yes<|eot|>"} for i in range(4)]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    opened = open_model(run)
     template = opened.template()
     assert template is not None
-    [(ids, first)] = opened.tokenizer.encode_items([(template.prompt(HELLO), "yes")], "uint16")
-    assert ids[:first].tolist() == template.ids(HELLO, opened.tokenizer)
+    corpus = open_corpus(str(tmp_path / "asked.jsonl"), heldout=0.3, template=template)
+    split = encode(corpus, opened.tokenizer, tmp_path / "shards").split("train")
+    ids, special = split.document(0).tolist(), {*opened.tokenizer.special.values()}
+    for text in (asked, asked + " "):
+        wanted = template.ids([{"role": "user", "content": text}], opened.tokenizer)
+        if ids[: len(wanted)] == wanted:
+            break
+    else:
+        pytest.fail(f"{ids} does not begin as a chat's")
+    assert [id for id in ids if id in special] == [*(id for id in wanted if id in special), ids[-1]]
+    assert len([id for id in wanted if id in special]) == 6, "of the template alone"
 
 
 def test_a_model_that_learned_with_a_template_goes_on_with_it(hf):

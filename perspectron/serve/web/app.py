@@ -151,7 +151,7 @@ class App:
     async def restore(self, id: schema.Name, body: schema.Body) -> Response:
         """Load a state to see that it is whole: what it holds, token by token."""
         served, start = self.served(body.model), time.perf_counter()
-        session = await asyncio.to_thread(served.states.load, id, served.engine.session())
+        session = await asyncio.to_thread(served.states.load, id, served.engine.session(), anew=True)
         milliseconds = 1e3 * (time.perf_counter() - start)
 
         def told() -> Response:

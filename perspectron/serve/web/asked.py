@@ -23,7 +23,7 @@ def prompt_of(body: schema.Chat, template: Template, tokenizer: Tokenizer) -> st
     named = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     tools = body.tools if body.tool_choice == "auto" else []
-    seen = {"tools": tools} if tools else {}
+    seen, template = {"tools": tools} if tools else {}, template.for_tools(tools)
     seen |= given
     for name, value in body.chat_template_kwargs.items():
         if name in RESERVED:
