@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from perspectron.decode.session import Session
-from perspectron.serve.states import ENDING, About, Missing, States
+from perspectron.serve.states import ENDING, About, Missing, States, _sign
 from perspectron.util.errors import StorageError
 from perspectron.util.files import remove, temporary_beside
 from perspectron.util.lease import Lease, Leases
@@ -33,12 +33,10 @@ class DistantStates(States):
         path = self._local(at, latest)
         self._forget_old()
         if path.is_file():
-            with contextlib.suppress(OSError):
-                os.utime(path)
-        elif (data := self._objects.get(f"{at}/{latest}")) is None:
+            return path
+        if (data := self._objects.get(f"{at}/{latest}")) is None:
             raise StorageError(f"state {name!r}: was written anew while it was read; ask again")
-        else:
-            self._put(path, data)
+        self._put(path, data)
         return path
 
     def list(self) -> list[About]:
@@ -65,7 +63,9 @@ class DistantStates(States):
         try:
             with self._told(path, name):
                 session.save(path, extra={"parent": parent})
-            return self._keep(name, path, len(session.tokens), parent, lease)
+            about, kept = self._keep(name, path, len(session.tokens), parent, lease)
+            self._hold(kept, _sign(kept), session)
+            return about
         finally:
             remove(path)
 
@@ -73,7 +73,7 @@ class DistantStates(States):
         """As `States.take`."""
         with self._told(upload, name):
             session = fresh.loaded(upload)
-        return self._keep(name, upload, len(session.tokens), str(session.extra.get("parent", "")), None)
+        return self._keep(name, upload, len(session.tokens), str(session.extra.get("parent", "")), None)[0]
 
     def delete(self, name: str) -> None:
         """As `States.delete`."""
@@ -84,8 +84,10 @@ class DistantStates(States):
         for version in sorted(versions):
             self._objects.delete(f"{at}/{version}")
 
-    def _keep(self, name: str, path: Path, tokens: int, parent: str, lease: Lease | None) -> About:
-        """Put the version that is in a file, which is used up, and delete those before."""
+    def _keep(
+        self, name: str, path: Path, tokens: int, parent: str, lease: Lease | None
+    ) -> tuple[About, Path]:
+        """Put the version that is in a file, which becomes the server's copy, and delete those before."""
         at, data = self._at(self.path(name)), path.read_bytes()
         before = self._objects.listed(at)
         now = max([round(1e3 * time.time()), *(_time(version) + 1 for version in before)])
@@ -93,13 +95,13 @@ class DistantStates(States):
         if lease is not None:
             lease.check()
         self._objects.put(f"{at}/{version}", data)
-        os.replace(path, self._local(at, version))
+        os.replace(path, kept := self._local(at, version))
         for other in before:
             with contextlib.suppress(StorageError):
                 self._objects.delete(f"{at}/{other}")
         about = _about(name, version, len(data))
         assert about is not None
-        return about
+        return about, kept
 
     def _latest(self, name: str) -> str | None:
         return max(self._objects.listed(self._at(self.path(name))), default=None)

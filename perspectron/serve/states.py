@@ -55,17 +55,12 @@ class States:
     """States of one model in a folder, which is made when the first is saved. Those used last stay in memory, within
     MOST bytes: whoever goes on with one shares its keys and values with it."""
 
-<<<<<<< HEAD
     def __init__(self, folder: Path, leases: Leases | None = None, place: str = "") -> None:
         self.folder, self.leases = folder, leases or Leases(Folder(folder.parent))
         self.place = place or folder.name
         """Of its names among those of leases."""
-=======
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
         self._held, self._account = OrderedDict[Path, _Held](), Account(3)
         self._lock = threading.Lock()
->>>>>>> house
         sweep(folder)  # uploads and saves that a kill cut short
 
     @contextlib.contextmanager
@@ -109,17 +104,13 @@ class States:
         """Write a state, whole or not at all. StorageError when it cannot be written. Busy: the lease under which it is
         written is over."""
         with self._told():
-<<<<<<< HEAD
             if lease is not None:
                 lease.check()
-            session.save(self.path(name), extra={"parent": parent})
-=======
             session.save(path := self.path(name), extra={"parent": parent})
         with contextlib.suppress(PerspectronError, ValueError, KeyError):
             sign, found = _sign(path), parse_json(read_metadata(path)["extra"], room=JSON_ROOM)
             if found["session"] == session.fields():  # else another has written there meanwhile
                 self._hold(path, sign, session)
->>>>>>> house
         return self.about(name)
 
     def load(self, name: str, fresh: Session, *, anew: bool = False) -> Session:
