@@ -67,20 +67,23 @@ class Folder(Objects):
     """A folder, on a disk that several machines may mount."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.url = folder, str(folder)
+        self.folder, self.url, self._made = folder, str(folder), folder.is_dir()
 
     def put(self, name: str, data: bytes, *, durable: bool = True) -> None:
         """As `Objects.put`."""
+        self._there()
         path = self._path(name)
         if durable:
             with atomic(path) as temporary:
                 temporary.write_bytes(data)
+            self._made = True
             return
         temporary = temporary_beside(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_bytes(data)
             os.replace(temporary, path)
+            self._made = True
         except OSError as error:
             raise StorageError(f"{path}: not written ({error.strerror or error})") from error
         finally:
@@ -134,7 +137,9 @@ class Folder(Objects):
 
     def _there(self) -> None:
         """StorageError: the folder itself is gone, as of a disk that is no longer mounted."""
-        if not self.folder.is_dir():
+        there = self.folder.is_dir()
+        self._made |= there
+        if self._made and not there:
             raise StorageError(f"{self.folder}: no longer a folder")
 
 
