@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from perspectron.decode.session import Session
-from perspectron.serve.states import States
+from perspectron.serve.states import About, States
 from perspectron.util.errors import PerspectronError, StorageError
 from perspectron.util.lease import Lease
 
@@ -67,3 +67,9 @@ async def writing(states: States, name: str) -> AsyncIterator[Lease]:
         yield lease
     finally:
         await asyncio.to_thread(states.leases.let_go, lease)
+
+
+async def saved(states: States, name: str, session: Session, parent: str = "") -> About:
+    """Save a text under a lease of its own; errors as `leased` and `States.save`."""
+    async with writing(states, name) as lease:
+        return await asyncio.to_thread(states.save, name, session, parent, lease)
