@@ -65,11 +65,10 @@ class Lease:
                 self._objects.delete(self._at(before))
 
     def check(self) -> None:
-        """Busy: it ended, as of a server that was stopped for a while, and may be somebody else's now."""
-        with self._lock:
-            over = self.over
-        if over or self._others():
-            raise Busy(f"{self.name.rpartition('/')[2]}: another server has written to it meanwhile")
+        """Busy: it ended, as of a server that was stopped for a while, and may be somebody else's now. Until it ends
+        nobody else has one."""
+        if self.over:
+            raise Busy(f"{self.name.rpartition('/')[2]}: another server may have written to it meanwhile")
 
     def let_go(self) -> None:
         """Delete it; a second time nothing happens."""
