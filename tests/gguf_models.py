@@ -103,6 +103,12 @@ ARCHES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
         "rope_parameters": ROPE | {"partial_rotary_factor": 0.4},
     }),
+    "kimi-linear": ("kimi_linear", {
+        "num_key_value_heads": H, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "kv_lora_rank": 12,
+        "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8, "linear_num_heads": H, "linear_head_dim": 10,
+        "linear_conv_kernel_dim": 3, "num_experts": 6, "num_experts_per_token": 3, "moe_intermediate_size": 24,
+        "num_expert_group": 1, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6,
+    }),
     "lfm2": ("lfm2", {
         "head_dim": 8, "layer_types": ["conv", "full_attention"] * 2, "norm_eps": 3e-5, "conv_L_cache": 3,
         "block_auto_adjust_ff_dim": False, "rope_parameters": ROPE,
@@ -141,6 +147,8 @@ RENAMED = {"mistral": "llama", "llama3": "llama"}
 
 def arch_of(name: str) -> str:
     """The architecture in a GGUF."""
+    if name in ("falcon-h1", "kimi-linear"):
+        return name
     return "falcon-h1" if name.startswith("falcon") else RENAMED.get(name, name.split("-")[0])
 
 
@@ -204,7 +212,9 @@ def write(path: Path, folder: Path, arch: str, kind: Any = KINDS.F32, **more: An
     _tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
     writer.values(**more)
     names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), LAYERS)
-    for name, x in stacked(load_file(folder / "model.safetensors"), "blk.{}.ffn_{}_exps.weight").items():
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {_plain_name(arch, name): x for name, x in tensors.items()}
+    for name, x in stacked(tensors, "blk.{}.ffn_{}_exps.weight").items():
         for there, part in _converted(arch, name, x, config):
             there = there.replace(".dt_bias", ".dt_proj.bias")
             found = names.get_name(there, try_suffixes=(".weight", ".bias"))
@@ -213,6 +223,20 @@ def write(path: Path, folder: Path, arch: str, kind: Any = KINDS.F32, **more: An
     if rope.get("rope_type") == "llama3":
         writer.tensor("rope_freqs.weight", _divisors(rope))
     writer.done()
+
+
+def _plain_name(arch: str, name: str) -> str:
+    """The name that a tensor of Kimi Linear would have in most families."""
+    if arch != "kimi-linear":
+        return name
+    for there, here in (
+        ("w1", "gate_proj"),
+        ("w2", "down_proj"),
+        ("w3", "up_proj"),
+        ("block_sparse_moe", "mlp"),
+    ):
+        name = name.replace(f".{there}.", f".{here}.")
+    return name.replace("correction_bias", "correction.bias")
 
 
 def stacked(tensors: dict[str, Tensor], there: str) -> dict[str, Tensor]:
@@ -234,7 +258,7 @@ def _values(writer: Writer, config: dict[str, Any]) -> None:
     types = config.get("layers_block_type") or config.get("layer_types") or []
     heads = config["num_key_value_heads"]
     writer.values(
-        block_count=LAYERS, context_length=config["max_position_embeddings"], embedding_length=D,
+        block_count=LAYERS, context_length=config.get("max_position_embeddings", 512), embedding_length=D,
         vocab_size=config["vocab_size"], attention__head_count=H,
         attention__head_count_kv=[heads if kind in ("attention", "full_attention") else 0 for kind in types]
         if writer.arch in ("granitehybrid", "lfm2", "nemotron_h") else heads,
@@ -285,6 +309,17 @@ def _values(writer: Writer, config: dict[str, Any]) -> None:
             rope__dimension_count=int(K * full["partial_rotary_factor"]),
             expert_shared_feed_forward_length=config.get("shared_expert_intermediate_size"),
         )  # fmt: skip
+    if writer.arch == "kimi-linear":
+        latent, shared = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        writer.values(
+            attention__head_count_kv=[int(kind == "full_attention") for kind in types], kda__head_dim=10,
+            attention__key_length=latent + shared, attention__value_length=None, attention__kv_lora_rank=latent,
+            attention__key_length_mla=config["qk_nope_head_dim"] + shared, rope__dimension_count=shared,
+            attention__value_length_mla=config["v_head_dim"], ssm__conv_kernel=3, expert_gating_func=2,
+            expert_count=config["num_experts"], expert_used_count=config["num_experts_per_token"],
+            expert_feed_forward_length=24, expert_shared_count=config["num_shared_experts"],
+            leading_dense_block_count=1, expert_weights_scale=config["routed_scaling_factor"],
+        )  # fmt: skip
     if writer.arch == "qwen35":
         linear = [kind == "linear_attention" for kind in types]
         writer.values(attention__recurrent_layers=linear, rope__dimension_sections=[1, 1, 0, 0])
@@ -302,6 +337,10 @@ def _converted(arch: str, name: str, x: Tensor, config: dict[str, Any]) -> list[
         and "linear_attn.norm" not in name
     ):
         x = x + 1
+    if name.endswith("kv_b_proj.weight"):
+        wide = config["qk_nope_head_dim"]
+        key, value = x.unflatten(0, (H, -1)).split([wide, len(x) // H - wide], 1)
+        return [(name.replace("kv_b", "k_b"), key.mT), (name.replace("kv_b", "v_b"), value)]
     if arch == "falcon-h1":
         x = _multiplied(name, x, config)
     if arch == "qwen35" and "linear_attn." in name:
@@ -309,7 +348,7 @@ def _converted(arch: str, name: str, x: Tensor, config: dict[str, Any]) -> list[
     if name.endswith(".A_log"):
         x = -x.exp()
     if "conv1d.weight" in name or "conv.conv.weight" in name:
-        x = x.squeeze(1)
+        x = x[None] if arch == "kimi-linear" else x.squeeze(1)
     if ("mamba." in name or "mixer." in name) and name.endswith((".A_log", ".D")):
         x = x[:, None]
     if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):

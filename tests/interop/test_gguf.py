@@ -40,7 +40,7 @@ def made(folder: Path, name: str, quantised=KINDS.F32) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("name", "quantised"),
     [
-        *((name, KINDS.Q8_0) for name in ARCHES),
+        *((name, KINDS.Q8_0) for name in ARCHES if name != "kimi-linear"),  # it has others; as a model, below
         *(("llama", kind) for kind in KINDS if kind.name in QUANTISED),
     ],
 )
@@ -77,6 +77,8 @@ def test_a_gguf_has_the_config_of_its_folder(name, tmp_path):
     passed = {"architectures", "dtype", "transformers_version", "model_type", "_name_or_path"}
     if name in ("granite", "granitemoe"):  # without such layers
         passed |= {key for key in theirs if key.startswith("mamba_")}
+    if name == "kimi-linear":  # says nothing of the model
+        passed.add("head_dim")
     kept = theirs.keys() - passed
     assert {key: ours.get(key) for key in kept} == {key: theirs[key] for key in kept}
 

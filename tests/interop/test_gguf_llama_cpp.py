@@ -16,7 +16,7 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 EQUAL = {"linear_value_head_dim": 6, "rms_norm_eps": 1e-6}
 """What llama.cpp takes for granted of linear attention: values as wide as keys, and one epsilon for all norms."""
-COARSE = {"gemma3": 2e-3, "qwen35": 1e-4, "qwen3next": 1e-4}
+COARSE = {"gemma3": 2e-3, "qwen35": 1e-4, "qwen3next": 1e-4, "kimi-linear": 1e-4}
 """It takes GELU from a table in float16, and bounds a vector's length where transformers adds to it."""
 
 
