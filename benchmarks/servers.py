@@ -43,7 +43,8 @@ http {{
   server {{
     listen 127.0.0.1:{port};
     location / {{
-      proxy_pass http://perspectron; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_set_header Host $host;
+      proxy_pass http://perspectron; proxy_http_version 1.1;
+      proxy_set_header Connection ""; proxy_set_header Host $host;
       proxy_buffering off; proxy_read_timeout 600s; client_max_body_size 16m;
       proxy_connect_timeout 2s; proxy_next_upstream error timeout http_503 non_idempotent;
     }}
