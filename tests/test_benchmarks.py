@@ -53,6 +53,7 @@ SCRIPTS = {
     "quantised": [],
     "ternary_gemv": [],
     "recall": ["--only", "transformer", "PDR, R = 1", "needle: window 4", "parity: gdn[negative=true]"],
+    "long_memory": ["--designs", "transformer", "gpt2", "--tasks", "mqar", "mano"],
     "layer_times": [],
     "sessions": [],
     "saves": [],
@@ -224,6 +225,14 @@ def test_import_gpt2(results):
     found = results("import_gpt2")
     assert set(found) == {"gpt2", "lens"}
     assert all(0 < its["largest_difference"] <= 1e-5 for its in found.values())
+
+
+def test_long_memory(results):
+    found = results("long_memory")
+    assert found["cells"].keys() == {"transformer", "gpt2"} == found["recalled"].keys()
+    for cells in found["cells"].values():
+        assert cells.keys() == {"mqar", "mano"} and cells["mqar"]["state_bytes"] > 0
+        assert all(each is not None for each in cells["mqar"]["also"]["length 128, pairs 8"])
 
 
 def test_saves(results):
