@@ -56,6 +56,7 @@ SCRIPTS = {
     "long_memory": ["--designs", "transformer", "gpt2", "--tasks", "mqar", "mano"],
     "layer_times": [],
     "sessions": [],
+    "memories": [],
     "saves": [],
     "fair": [],
     "determinism": [],
