@@ -12,10 +12,11 @@ import tyro
 
 from perspectron.cli import kept
 from perspectron.cli.kept import Kept, Said, said_in
-from perspectron.cli.options import open_model, say, spoken
+from perspectron.cli.options import drafts_of, open_model, say, spoken
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
 from perspectron.data.template import Template
+from perspectron.decode.drafts import Drafter
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.saved import alike
@@ -62,6 +63,11 @@ class Chat:
     over a pipe)."""
     load_state: Path | None = None
     """Continue this saved conversation, which is then not kept."""
+    draft: str | None = None
+    """Read tokens ahead that may follow, where that pays: "ngram" takes those that followed the last ones before, a
+    folder of a smaller model with the same tokenizer those that it draws. The text is the same."""
+    draft_tokens: int | None = None
+    """With --draft: tokens of a draft, at most (default: 15)."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
     cache: str | None = None
@@ -71,7 +77,8 @@ class Chat:
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
         opened = open_model(self.run, self.cache)
         opened.model.to(pick_device(self.device))
-        talk = Talk(opened.model, opened.tokenizer, self, opened.template())
+        drafts = drafts_of(self.draft, self.draft_tokens, opened)
+        talk = Talk(opened.model, opened.tokenizer, self, opened.template(), drafts)
         require(
             self.keep is None or self.load_state is None, "keep", str(self.keep), "left out with load_state"
         )
@@ -169,9 +176,11 @@ class Talk:
     answer."""
 
     def __init__(
-        self, model: LanguageModel, tokenizer: Tokenizer, options: Chat, template: Template | None = None
-    ) -> None:
+        self, model: LanguageModel, tokenizer: Tokenizer, options: Chat, template: Template | None = None,
+        drafts: Drafter | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.options, self.template = model, tokenizer, options, template
+        self.drafts = drafts
         self.now = Point(self._session())
         self.points: list[Point] = []
         self.kept: Kept | None = None
@@ -181,7 +190,7 @@ class Talk:
         }  # fmt: skip
 
     def _session(self) -> Session:
-        return Session(self.model, self.tokenizer)
+        return Session(self.model, self.tokenizer, drafts=self.drafts)
 
     def take(self, message: str) -> bool:
         """Do what a message says, or answer it; False where it ends the talk."""

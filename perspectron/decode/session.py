@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from perspectron.decode.conversation import Conversation
+from perspectron.decode.drafts import Drafter
 from perspectron.decode.log import Log
 from perspectron.decode.marks import Marks
 from perspectron.decode.places import Path as Prefixes
@@ -35,7 +36,8 @@ class Session:
 
     What it draws is a function of the calls alone: where a text was cut into pieces, whether the session was forked,
     saved and loaded, or brought back to an earlier token changes no bit. Up to `chunk` tokens wait until they are
-    needed. store: texts begin at the longest prefix that is stored there. Not for several threads at once.
+    needed. store: texts begin at the longest prefix that is stored there. drafts: as `Rows` has them. Not for several
+    threads at once.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class Session:
         *,
         chunk: int = CHUNK,
         store: PrefixStore | None = None,
+        drafts: Drafter | None = None,
     ) -> None:
-        self._rows = Rows(model, tokenizer, chunk=chunk, store=store, together=False)
+        self._rows = Rows(model, tokenizer, chunk=chunk, store=store, together=False, drafts=drafts)
         self._kin: Stateful = model if store is None else store.model
         prefix = [*tokenizer.specials.prefix]
         self._ids, self._drawn = Log(prefix), Log([False] * len(prefix))
@@ -214,6 +217,8 @@ class Session:
         # The row goes on in the memory of the state; the session sees it as it is now.
         state, self._state = self._state, self._state.fork()
         talk = Conversation(state, [unread], [recent], [sum(self._drawn[:])])
+        if rows.drafts is not None:
+            settings["past"] = self._ids[:read]
         settings |= {"lead": read - self._cell(read), "drawn": self._was_drawn(read)}
         return rows.add("", conversation=talk, **settings)
 
@@ -287,7 +292,7 @@ class Session:
         read again or a token of it was drawn, and so was not read as a prompt is."""
         T = self.shared(ids, whole=whole) + self._before
         if not self.whole or self._read >= T or any(self._drawn[:T]):
-            return Session(self._rows.model, self._rows.tokenizer, chunk=self.chunk, store=self._rows.store)
+            return self._begun()
         return self._cut(T, len(self._calls), self._state)
 
     def save(self, path: Path | str, *, extra: dict[str, Any] | None = None) -> None:
@@ -316,10 +321,10 @@ class Session:
 
     def loaded(self, path: Path | str) -> "Session":
         """A saved session of the same model, as `load` reads it."""
-        model, tokenizer, store = self._rows.model, self._rows.tokenizer, self._rows.store
+        model, tokenizer = self._rows.model, self._rows.tokenizer
         state, extra = read_state(path, self._kin)
         talk = Conversation.of(path, state, extra, tokenizer.vocab_size)
-        session = Session(model, tokenizer, chunk=self._rows.chunk, store=store)
+        session = self._begun()
         own: Any = extra.get("session")
         if own is None:
             if talk.rows != 1:
@@ -349,6 +354,11 @@ class Session:
             read += count
         return session
 
+    def _begun(self) -> "Session":
+        """One that has not begun."""
+        rows = self._rows
+        return Session(rows.model, rows.tokenizer, chunk=rows.chunk, store=rows.store, drafts=rows.drafts)
+
     def _recent(self, window: int) -> list[int]:
         """The last tokens of the text, those that begin and end texts left out."""
         silent = self._rows.tokenizer.specials.silent
@@ -372,8 +382,7 @@ class Session:
 
     def _cut(self, T: int, calls: int, state: LMState | None) -> "Session":
         """A session of the first T tokens, of which so many calls have made the state."""
-        rows = self._rows
-        own = Session(rows.model, rows.tokenizer, chunk=rows.chunk, store=rows.store)
+        own = self._begun()
         own._ids, own._drawn = self._ids.cut(T), self._drawn.cut(T)
         own._before, own.whole = self._before, self.whole
         own._calls, own._runs = self._calls[:calls], self._runs[:calls]
