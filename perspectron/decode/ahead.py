@@ -3,6 +3,7 @@
 Shapes: N tokens of all rows, D model width, V vocabulary.
 """
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -69,7 +70,11 @@ class Reading:
             [*self._parts[row], table.rows_LB3.ctypes.data] for row, table in zip(rows, tables, strict=True)
         )
         places = places_of([*starts, *(place for own in each for place in own)])
-        program.run(places, caches[0].slots if caches else None)
+        program.stretch(caches[0].slots if caches else None)
+        start = time.perf_counter()
+        program.run(places)
+        self.seconds = time.perf_counter() - start
+        """Time of the run, once its program is there."""
 
     def after(self, row: int, number: int) -> tuple[Tensor, Tensor]:
         """What the head reads [1,D] after a token of a row, from 0 on, and the logits [1,V]."""

@@ -155,6 +155,7 @@ class Batch:
             draft.waits = None
         wants = [at for at, there in enumerate(hand) if not there]
         drafts = [self._draft(rows[at], len(wants)) for at in wants]
+        seconds = time.perf_counter() - start
         state = self.state if self.state is not None else rows[0].state
         assert isinstance(self.steps, Steps)
         assert state is not None
@@ -181,7 +182,7 @@ class Batch:
             assert self.drafter is not None
             self.drafter.counts.runs += more > 0
             self.drafter.counts.drafted += more
-            self._pace.read(more + len(wants), len(wants), time.perf_counter() - start)
+            self._pace.read(more + len(wants), len(wants), seconds + reading.seconds)
         read = list[Read]()
         for row in rows:
             ahead = self._ahead[row]

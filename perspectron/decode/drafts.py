@@ -30,12 +30,14 @@ FEW = 16
 MEMORY = 0.15
 """Share of the latest token in what is known of how often drafts are right."""
 FORGET = 0.01
-SPEND = 0.02
+FIRST = 3
+"""Steps of a batch before drafts are read."""
+SPEND = 0.015
 """Share of the time of steps that drafts which turn out wrong may cost."""
-CREDIT = 1.0, 30.0
+CREDIT = 0.75, 30.0
 """Steps' time that they may cost at first, and that is kept of what right ones have saved, at most."""
-SLOPE = 0.2
-"""A token more costs this share of a step, until it was measured."""
+SLOPE, LEAST = 0.2, 0.04
+"""A token more costs this share of a step, until it was measured; and at least so much."""
 
 
 @dataclass
@@ -208,25 +210,27 @@ class Pace:
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
-        self._step, self._more, self._credit = 0.0, 0.0, 0.0
+        self._steps, self._step, self._more, self._credit = 0, 0.0, 0.0, 0.0
 
     def stepped(self, seconds: float) -> None:
         """A step without drafts took so long."""
-        if self._step == 0:
-            self._more, self._credit = SLOPE * seconds, CREDIT[0] * seconds
-            self._step = seconds
-        # What comes from elsewhere makes a step longer, never shorter.
+        self._steps += 1
+        if self._steps <= FIRST:  # they may make a recording
+            self._step = seconds if self._steps == 1 else min(self._step, seconds)
+            self._more, self._credit = SLOPE * self._step, CREDIT[0] * self._step
+        # What else the machine does makes a step longer, never shorter.
         self._step += (0.3 if seconds < self._step else 0.05) * (seconds - self._step)
         self._earn(SPEND * self._step)
 
     def read(self, tokens: int, rows: int, seconds: float) -> None:
         """A run of so many tokens of so many rows took so long."""
-        more = max(0.0, seconds - self._step) / max(1, tokens - rows)
+        extra = max(0.0, seconds - self._step)
+        more = extra / max(1, tokens - rows)
         self._more += (0.3 if more < self._more else 0.1) * (more - self._more)
-        self._credit -= max(0.0, seconds - self._step)
+        self._credit -= extra
 
     def saved(self, rows: int) -> None:
-        """A row's token was at hand."""
+        """The token of one of so many rows was at hand."""
         self._earn(self._step / rows)
 
     def _earn(self, seconds: float) -> None:
@@ -234,8 +238,10 @@ class Pace:
 
     def most(self, hopes: float, rows: int) -> int:
         """Tokens to draft for one of so many rows, whose drafts are right so often."""
+        if self._steps < FIRST:
+            return 0
+        more = max(self._more, LEAST * self._step)
         worth, share, count = self._step / rows, hopes, 0
-        while count < self.longest and share * worth > self._more:
+        while count < self.longest and share * worth > more:
             count, share = count + 1, share * hopes
-        affordable = int(self._credit / self._more) if self._more > 0 else count
-        return max(0, min(count, affordable)) if self._step > 0 else 0
+        return max(0, min(count, int(self._credit / more)))

@@ -159,7 +159,12 @@ class Template:
     def _stage(self) -> None:
         """Add copies of what changes a part of the state in its place, and of what packed products read and give where
         that of all tokens does not lie together."""
-        self._width = {span: self._padded(span) for span in self._written}
+        eight = np.array(BYTES)[self._instructions["at"]["kind"]] == 8
+        wide = {*self._span[eight].tolist()}
+        self._width = {}
+        for span in self._written:  # bytes from a token's result to the next one's
+            unit = 8 if span in wide else 4
+            self._width[span] = int(-(-self._size[span] // unit) * unit)
         parts = [*self._same, *self._copied]
         at, self._version, self._extra = 0, dict[int, int](), list[int]()
         for part in parts:
@@ -227,65 +232,69 @@ class Template:
         )
         self._size = np.concatenate([self._size, np.array(self._extra, np.int64)])
 
-    def _padded(self, span: int) -> int:
-        """Bytes from a token's result to the next one's."""
-        eight = bool(((self._span == span) & (np.array(BYTES)[self._instructions["at"]["kind"]] == 8)).any())
-        unit = 8 if eight else 4
-        return int(-(-self._size[span] // unit) * unit)
-
     def _together(self, kind: int, span: int, base: int, place: int, count: int) -> bool:
         """True if an operand of all tokens lies together."""
         if place != 0:
             return False
         return (kind == OWN and self._width[span] == count) or (kind == EACH and self._bytes[base] == count)
 
-    def _touches(self, t: int) -> list[Touch]:
-        """The memory of a token, of the state after it, and of growing caches, that an instruction touches."""
-        made, found = self._instructions[t], list[Touch]()
-        code = int(made["code"])
-        size, strides = made["size"].tolist(), made["at"]["stride"].tolist()
-        kinds = made["at"]["kind"].tolist()
-        for operand in range(OPERANDS):
-            kind, base = int(self._kind[t, operand]), int(self._base[t, operand])
+    def _touches(self) -> list[list[Touch]]:
+        """The memory of a token, of the state after it, and of growing caches, that each instruction touches."""
+        made = self._instructions
+        columns = (
+            made["code"], made["size"], made["number"], made["at"]["stride"], made["at"]["kind"],
+            self._kind, self._base, self._span, self._place_in,
+        )  # fmt: skip
+        return [self._touched(*own) for own in zip(*(column.tolist() for column in columns), strict=True)]
+
+    def _touched(
+        self,
+        code: int,
+        size: list[int],
+        numbers: list[float],
+        strides: list[list[int]],
+        types: list[int],
+        kinds: list[int],
+        bases: list[int],
+        spans: list[int],
+        places: list[int],
+    ) -> list[Touch]:
+        found = list[Touch]()
+        for operand, (kind, base) in enumerate(zip(kinds, bases, strict=True)):
             grown = kind == ROW and base in self._grown
             if kind in (NONE, STAYS) or (kind == ROW and not grown):
                 continue
-            if code == PRODUCT and operand == 3 and made["number"][1] == 0:
+            if code == PRODUCT and operand == 3 and numbers[1] == 0:
                 continue  # without a third part it names its result there
             writes = operand == 0 or (code == SCAN and operand == 5)
             if kind == OWN:
-                span = int(self._span[t, operand])
-                memory, whole = ("own", span), int(self._size[span])
+                memory, whole = ("own", spans[operand]), int(self._size[spans[operand]])
             elif kind == EACH:
                 memory, whole = ("each", base), self._bytes[base]
             elif kind == ROW:
                 memory, whole = ("grown", base), 1 << 62
             else:
-                part = base if base else self._of_same[int(self._span[t, operand])]
+                part = base if base else self._of_same[spans[operand]]
                 memory, whole = ("after" if kind == AFTER else "before", part), self._bytes[part]
-            place, width = int(self._place_in[t, operand]), BYTES[kinds[operand]]
             if grown or CODES[code] in WHOLE:
                 found.append(Touch(memory, 0, whole, writes))
                 continue
+            width, place = BYTES[types[operand]], places[operand]
             steps = [(n - 1) * step * width for n, step in zip(size, strides[operand], strict=True)]
             if (code == GATHER and operand == 1) or (code == SCATTER and operand == 0):
-                steps.append(int((made["number"][0] - 1) * made["number"][1]) * width)
-            first = place + sum(step for step in steps if step < 0)
-            found.append(
-                Touch(memory, first, place + sum(step for step in steps if step > 0) + width, writes)
-            )
+                steps.append(int((numbers[0] - 1) * numbers[1]) * width)
+            last = place + sum(step for step in steps if step > 0) + width
+            found.append(Touch(memory, place + sum(step for step in steps if step < 0), last, writes))
         return found
 
     def _order(self) -> None:
         """Groups of instructions in the order in which they run, each of one that takes all tokens, or of those that
         run token after token."""
-        count = len(self._instructions)
-        touches = [self._touches(t) for t in range(count)]
         by = defaultdict[tuple[str, int], list[tuple[int, Touch]]](list)
-        for t, own in enumerate(touches):
+        for t, own in enumerate(self._touches()):
             for touch in own:
                 by[touch.memory].append((t, touch))
-        follows, itself = self._follows(by, count)
+        follows, itself = self._follows(by, len(self._instructions))
         self.groups = _sorted(follows, itself)
 
     def _follows(
@@ -492,11 +501,14 @@ class Program:
             own["at"]["offset"][1] = where
         return made
 
-    def run(self, places: Array[c_int64], slots: int | None) -> None:
-        """Read the tokens. Stale: what constants were made of has changed; nothing was written. RuntimeError: an id
-        that is not there."""
+    def stretch(self, slots: int | None) -> None:
+        """Let growing caches have so many slots."""
         if slots is not None:
             self._tape.stretch(slots)
+
+    def run(self, places: Array[c_int64]) -> None:
+        """Read the tokens. Stale: what constants were made of has changed; nothing was written. RuntimeError: an id
+        that is not there."""
         self._tape.run(places)
 
     def keep(self, row: int, tokens: int, parts: Sequence[int]) -> None:
