@@ -20,7 +20,7 @@ import common
 import torch
 
 from perspectron import presets
-from perspectron.cli import main as command
+from perspectron.cli.main import main as command
 from perspectron.data.specials import OURS
 from perspectron.decode import marks
 from perspectron.decode.kept import bytes_of

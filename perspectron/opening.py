@@ -11,6 +11,8 @@ import torch
 
 from perspectron.data import Shards, Tokenizer, encode, open_corpus, open_shards, origin
 from perspectron.data.template import Template, tokens_of
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.suggested import Asked, suggested
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.stream.artifact import ExpertFiles, Header, Trained, is_artifact, read_header
@@ -67,6 +69,14 @@ class Opened:
         if named is not None:
             return Template.named(named, tokens)
         return Template.of(self.folder.path, tokens) or Template.of(came, tokens)
+
+    def sampling(
+        self, asked: Asked | None = None, otherwise: SamplingConfig | None = None
+    ) -> tuple[SamplingConfig, str]:
+        """The rules of drawing, where they are not asked for those that an imported model came with or else
+        `otherwise`, and what was taken from it in a line, as `suggested` has them."""
+        source, values = self.folder.path / origin.FOLDER, {} if asked is None else asked.values
+        return suggested(source, values, otherwise or SamplingConfig())
 
     def autocast(self) -> torch.autocast:
         """A context that computes with the dtype of training, on the model's device."""

@@ -163,7 +163,10 @@ class Writer:
 
     def value(self, name: str, value: Any) -> None:
         """A value under the architecture's name; None is left out."""
-        key, file = name if name.startswith(("tokenizer.", "split.")) else f"{self.arch}.{name}", self.file
+        key, file = (
+            name if name.startswith(("tokenizer.", "split.", "general.")) else f"{self.arch}.{name}",
+            self.file,
+        )
         file.kv_data[0].pop(key, None)  # the last one counts
         match value:
             case bool():

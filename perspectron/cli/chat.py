@@ -21,7 +21,9 @@ from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.saved import alike
 from perspectron.decode.session import Session
+from perspectron.decode.suggested import Asked
 from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError, StateError
 from perspectron.util.machine import pick_device, signals
@@ -46,7 +48,8 @@ class Chat:
     On a terminal the talk is kept in RUN/chat.state after each answer, and goes on from there the next time, also when
     the program was killed in the middle of an answer. /new begins another.
 
-    Continue what /save or `generate --save-state` saved: perspectron chat runs/letters --load-state tree.state
+    Continue what /save or `generate --save-state` saved, or begin with a memory that `train --state` made:
+    perspectron chat runs/letters --load-state tree.state
 
     Over a pipe, each line is a message: perspectron chat runs/letters --max-tokens 40 < other.txt
     """
@@ -55,14 +58,14 @@ class Chat:
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     max_tokens: int = 100
     """Maximum number of tokens in an answer."""
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sampling: Asked = field(default_factory=Asked)
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A string that ends an answer and is not shown; may be given several times."""
     keep: Path | None = None
     """Keep the talk in this file, and go on with the one that is there (default: RUN/chat.state on a terminal, none
     over a pipe)."""
     load_state: Path | None = None
-    """Continue this saved conversation, which is then not kept."""
+    """Continue this saved conversation, or begin with this trained memory; the talk is then not kept."""
     draft: str | None = None
     """Read tokens ahead that may follow, where that pays: "ngram" takes those that followed the last ones before, a
     folder of a smaller model with the same tokenizer those that it draws. The text is the same."""
@@ -78,13 +81,16 @@ class Chat:
         opened = open_model(self.run, self.cache)
         opened.model.to(pick_device(self.device))
         drafts = drafts_of(self.draft, self.draft_tokens, opened)
-        talk = Talk(opened.model, opened.tokenizer, self, opened.template(), drafts)
+        sampling, line = opened.sampling(self.sampling)
+        talk = Talk(opened.model, opened.tokenizer, self, opened.template(), sampling, drafts)
         require(
             self.keep is None or self.load_state is None, "keep", str(self.keep), "left out with load_state"
         )
         terminal = sys.stdin.isatty()
         if terminal:
             say(f"{opened.model.config.name}; /help lists the commands")
+        if line:
+            say(line)
         if self.load_state is not None:
             talk.load(str(self.load_state))
         elif path := self.keep or (self._kept_in_run() if terminal else None):
@@ -176,11 +182,18 @@ class Talk:
     answer."""
 
     def __init__(
-        self, model: LanguageModel, tokenizer: Tokenizer, options: Chat, template: Template | None = None,
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        options: Chat,
+        template: Template | None = None,
+        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
         drafts: Drafter | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.tokenizer, self.options, self.template = model, tokenizer, options, template
-        self.drafts = drafts
+        self.start: LMState | None = None
+        """A trained memory, with which talks begin."""
+        self.sampling, self.drafts = sampling, drafts
         self.now = Point(self._session())
         self.points: list[Point] = []
         self.kept: Kept | None = None
@@ -190,7 +203,7 @@ class Talk:
         }  # fmt: skip
 
     def _session(self) -> Session:
-        return Session(self.model, self.tokenizer, drafts=self.drafts)
+        return Session(self.model, self.tokenizer, start=self.start, drafts=self.drafts)
 
     def take(self, message: str) -> bool:
         """Do what a message says, or answer it; False where it ends the talk."""
@@ -272,7 +285,7 @@ class Talk:
                 if caught:
                     return False, ""
             row = session.enter(
-                rows, max_tokens=options.max_tokens, sampling=options.sampling, stop=options.stop, stream=gone
+                rows, max_tokens=options.max_tokens, sampling=self.sampling, stop=options.stop, stream=gone
             )
             while rows.active and not caught:
                 for piece in rows.step():
@@ -326,7 +339,7 @@ class Talk:
     def load(self, file: str) -> None:
         path = _path(file, "/load")
         session = self._session().loaded(path)
-        self.now = Point.of(session, said_in(session, path))
+        self.start, self.now = session.start, Point.of(session, said_in(session, path))
         if self.kept is not None:
             say(f"{self.kept.path} stays as it is; what follows is not kept, unless by /save")
             self.kept = None

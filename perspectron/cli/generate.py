@@ -17,7 +17,7 @@ from perspectron.data import Tokenizer
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import Generation, generate
 from perspectron.decode.row import Piece
-from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.suggested import Asked
 from perspectron.eval.timing import Bench, bench
 from perspectron.model.model import LanguageModel
 from perspectron.model.narrow import Dtype
@@ -55,11 +55,12 @@ class Generate:
     new text starts."""
     max_tokens: int = 200
     """Maximum number of tokens to generate for each prompt."""
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sampling: Asked = field(default_factory=Asked)
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A string that ends the text and is not shown; may be given several times."""
     load_state: Path | None = None
-    """Continue this saved conversation; a prompt is read after it."""
+    """Continue this saved conversation; a prompt is read after it. Or begin each prompt with this memory, which
+    `train --state` made."""
     save_state: Path | None = None
     """Save the conversation to this file."""
     state_dtype: Dtype = "full"
@@ -107,12 +108,17 @@ class Generate:
         usage = self._warm(opened)
         if self.bench:
             return _bench(model, tokenizer, "".join(self.prompts), self.max_tokens, json=self.json)
+        sampling, line = opened.sampling(self.sampling)
+        if line:
+            say(line)
         device = pick_device(self.device)
         model.to(device)
         conversation = None
         if self.load_state is not None:
             conversation = Conversation.load(self.load_state, model)
             conversation = replace(conversation, state=conversation.state.to(device))
+            if conversation.begins and len(self.prompts) > 1:
+                conversation = Conversation.stack([conversation.fork() for _ in self.prompts])
         full = self.save_state is not None or self.state_dtype == "full"
         require(full, "state_dtype", self.state_dtype, "full without --save-state")
         texts, start = self._texts(conversation), time.perf_counter()
@@ -138,7 +144,7 @@ class Generate:
                 tokenizer,
                 texts,
                 max_tokens=self.max_tokens,
-                sampling=self.sampling,
+                sampling=sampling,
                 stop=self.stop,
                 conversation=conversation,
                 on_piece=show if single else None,
@@ -194,7 +200,7 @@ class Generate:
             value = getattr(self, name)
             require(value in (None, (), False), name, value, "left out with --bench")
         for name, value in vars(self.sampling).items():
-            require(value == getattr(SamplingConfig(), name), name, value, "left out with --bench")
+            require(value == getattr(Asked(), name), name, value, "left out with --bench")
 
     def _adapter(self, model: LanguageModel, texts: list[str]) -> Any:
         """An adapter for each row, as a hook, if any is asked for."""

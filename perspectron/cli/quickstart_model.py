@@ -52,8 +52,10 @@ def show(model: Path, out: Path) -> int:
 def _talk(run: Path, path: Path | None = None) -> Talk:
     """A talk with the model of a run, which is loaded for it; kept in a file."""
     opened = open_model(run)
-    options = Chat(run, max_tokens=TOKENS, sampling=SamplingConfig(temperature=0.0))
-    talk = Talk(opened.model, opened.tokenizer, options, opened.template())
+    talk = Talk(
+        opened.model, opened.tokenizer, Chat(run, max_tokens=TOKENS), opened.template(),
+        SamplingConfig(temperature=0.0),
+    )  # fmt: skip
     talk.kept = None if path is None else Kept(path)
     return talk
 

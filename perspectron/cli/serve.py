@@ -157,7 +157,7 @@ class Serve:
     def _served(self, run: Path, opened: "Opened", folder: Path) -> "Served":
         from perspectron.decode.store import PrefixStore
         from perspectron.serve.engine import Engine
-        from perspectron.serve.served import Served
+        from perspectron.serve.served import OPENAI, Served
         from perspectron.serve.states import States
 
         name = run.resolve().name
@@ -176,9 +176,12 @@ class Serve:
             drafts=drafts_of(self.draft, self.draft_tokens, opened),
         )  # fmt: skip
         kept, slots = (States(folder / kind / name) for kind in ("states", "slots"))
+        sampling, line = opened.sampling(otherwise=OPENAI)
+        if line:
+            say(f"{name}: {line}")
         return Served(
             name, engine, opened.tokenizer, kept, slots, self.max_tokens, longest=self.max_prompt,
-            template=opened.template(self.template),
+            template=opened.template(self.template), sampling=sampling,
         )  # fmt: skip
 
 

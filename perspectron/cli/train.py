@@ -5,7 +5,7 @@ import json
 import math
 import time
 import tomllib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from perspectron import presets
 from perspectron.cli.fit import CLOSING, fit
 from perspectron.cli.options import Sets, assignments, count, differences, needs
 from perspectron.cli.progress import Work
+from perspectron.cli.tune import tune
 from perspectron.data import (
     Shards,
     Tokenizer,
@@ -30,7 +31,7 @@ from perspectron.data.vocabulary import KINDS, made
 from perspectron.eval.budget import BYTES_PER_TOKEN, Budget, largest_vocabulary, settled, size_of, sized
 from perspectron.model.config import ModelConfig
 from perspectron.opening import describe
-from perspectron.train import checkpoint
+from perspectron.train import checkpoint, memory
 from perspectron.train.config import Layout, RunConfig, StagedConfig, TrainConfig, launched, processes
 from perspectron.train.loggers import Kind
 from perspectron.train.resume import extend
@@ -65,6 +66,8 @@ class Train:
 
     Adapters: perspectron train --init runs/letters --lora rank=8 --template plain --data pairs.jsonl --out runs/pairs
 
+    A memory: perspectron train --init runs/letters --state offset --data other.txt --out other.state
+
     In stages, from one network to ternary experts on a torus: perspectron train --recipe staged --data letters.txt
 
     With options from a file: perspectron train --config letters.toml
@@ -98,6 +101,10 @@ class Train:
     """ "staged" trains experts in stages: dense, clone, differentiate, ternary, align, router; --steps counts all
     stages."""
     staged: StagedConfig = field(default_factory=StagedConfig)
+    state: str = ""
+    """Train a memory instead of weights, of the model named by --init, which stays frozen: "offset" of what every read
+    of a matrix memory gives, "gates" (biases of decays) and "first" (the memory that a text begins with), such as
+    offset,gates. --out is then a state file, with which `generate`, `chat` and `serve` begin conversations."""
     allow_changed: bool = False
     """With --resume: continue although config.json has changed since the last checkpoint."""
     json: bool = False
@@ -128,6 +135,8 @@ class Train:
         if self.resume is not None:
             config, ended = self._resumed(self.resume)
             return fit(self.resume, config, ended=ended, allow_changed=self.allow_changed, **options)
+        if self.state:
+            return self._memory()
         if self.out is None and not self.train.init and not {"data", "config"} & set(self.given):
             raise ConfigError("train needs --data PATH (a file, a folder, or stdlib), or --resume RUN")
         if self.out is not None and (self.out / "config.json").exists():
@@ -151,6 +160,20 @@ class Train:
 
         config = RunConfig(self._model(train, budget, ends), train)
         return fit(self._folder(), config, settle=settle, ends=ends, **options)
+
+    def _memory(self) -> int:
+        """Train a memory of a run's model: a state file."""
+        require(self.train.init != "", "state", self.state, "beside --init, the run whose memory it is of")
+        require(self.out is not None, "out", None, "a file for the state, such as other.state")
+        require(not launched(), "state", self.state, "left out for several processes")
+        used = {"out", "encoding", "config", "train", "state", "json", "given", "began"}
+        typed = {f.name for f in fields(self) if getattr(self, f.name) != getattr(Train(), f.name)} - used
+        typed |= set(self.given) & memory.LEFT_OUT
+        for name in sorted(typed):
+            value = getattr(self, name, getattr(self.train, name, "given"))
+            require(False, name, value, "left out with --state, which trains no weights")
+        assert self.out is not None
+        return tune(self.out, self._settings(), self.state, frozenset(self.given), as_json=self.json)
 
     def _settings(self) -> TrainConfig:
         """The training, with its text and other runs by their full paths. A run's text is the default of one from its

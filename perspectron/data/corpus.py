@@ -8,11 +8,13 @@ import abc
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from perspectron.data.reading import PIECE
+from perspectron.data.template import Template
+from perspectron.data.tokenizer import Tokenizer
 from perspectron.util.errors import DataError
 
 SplitName = Literal["train", "dev", "heldout"]
@@ -31,13 +33,22 @@ class Document:
     """One text, never empty, and where it came from (`os/path.py`, `book.txt@1048571`, `chats.jsonl:17`).
 
     prompt: what stands before the text and is read, but not learned. share: of the split's source, what was read up to
-    here.
+    here. asked: what a user wrote of the prompt, which `template` made of it.
     """
 
     name: str
     text: str
     prompt: str = ""
     share: float = 1.0
+    asked: str = ""
+    template: Template | None = None
+
+    def read_by(self, tokenizer: Tokenizer) -> str:
+        """The prompt for `tokenizer.encode_items`. Of a tokenizer that is not ours, the special tokens that the
+        template writes are those; what the user wrote never is."""
+        if self.template is None or tokenizer.specials.reset is not None:
+            return self.prompt
+        return self.template.read(self.asked, self.prompt, tokenizer)
 
 
 @dataclass
@@ -162,7 +173,7 @@ class Joined(Corpus):
     def _stream(self, split: SplitName) -> Iterator[Document]:
         for i, part in enumerate(self.parts):
             for found in part.documents(split):
-                yield Document(found.name, found.text, found.prompt, (i + found.share) / len(self.parts))
+                yield replace(found, share=(i + found.share) / len(self.parts))
 
 
 def facts(name: str, path: Path) -> str:

@@ -138,8 +138,8 @@ def _write(corpus: Corpus, out: Path, begun: Manifest, tokenizer: Tokenizer, tel
         """Each document's ids, the first that is learned, and the bytes of its text."""
         nonlocal size
         for batch in _batches(documents):
-            items = [(document.prompt, document.text) for document in batch]
-            sizes = [len(prompt.encode()) + len(text.encode()) for prompt, text in items]
+            items = [(document.read_by(tokenizer), document.text) for document in batch]
+            sizes = [len(document.prompt.encode()) + len(document.text.encode()) for document in batch]
             for (ids, first), one in zip(tokenizer.encode_items(items, begun.dtype), sizes, strict=True):
                 yield ids, first, one
             size += sum(sizes)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from perspectron.data import world
+from perspectron.data.template import TOOLS_FILE
 from perspectron.util.errors import DataError
 from perspectron.util.files import read_text, write_text
 
@@ -11,7 +12,7 @@ FOLDER = "source"
 WEIGHTS = "weights.json"
 """The dtype and shape of each tensor that the model was made of, by name."""
 NAMES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
-         "chat_template.jinja", world.FILE, WEIGHTS)  # fmt: skip
+         "chat_template.jinja", TOOLS_FILE, world.FILE, WEIGHTS)  # fmt: skip
 
 
 def files(folder: Path) -> dict[str, str]:

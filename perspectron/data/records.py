@@ -39,8 +39,9 @@ class Fields:
     def __str__(self) -> str:
         return " and ".join(map(repr, self.names))
 
-    def of(self, record: Any) -> tuple[str, str] | Unreadable:
-        """(what is only read, what is learned) of a record, or why it is not a valid one."""
+    def of(self, record: Any) -> tuple[str, str, str] | Unreadable:
+        """(what is only read, what is learned, what the user wrote of the first) of a record, or why it is not a valid
+        one."""
         if isinstance(record, Unreadable):
             return record
         if not isinstance(record, dict):
@@ -57,8 +58,8 @@ class Fields:
         if not all(map(_valid, texts)):
             return Unreadable(f"a NUL or broken characters in {self}")
         if self.template is None:
-            return "", texts[0]
-        return (self.template.question(texts[0]), texts[1]) if texts[1] else ("", "")
+            return "", texts[0], ""
+        return (self.template.question(texts[0]), texts[1], texts[0]) if texts[1] else ("", "", "")
 
 
 def _valid(text: str) -> bool:
@@ -129,7 +130,7 @@ class Records(Corpus):
                     why = why or pair
                 elif pair[1]:
                     empty = False
-                    yield share_of("".join(pair).encode())
+                    yield share_of("".join(pair[:2]).encode())
         if empty:
             because = f" ({why})" if why else ""
             raise DataError(f"{self.source}: no record with text under {self._fields}{because}")
@@ -141,7 +142,7 @@ class Records(Corpus):
             kind = f"records of {table.name}"
             for number, (record, at) in enumerate(table.records(), 1):
                 name, pair = f"{table.name}:{number}", self._fields.of(record)
-                key = name if isinstance(pair, Unreadable) else "".join(pair)
+                key = name if isinstance(pair, Unreadable) else "".join(pair[:2])
                 share = share_of(key.encode("utf-8", "surrogateescape"))
                 if self._moved.get(share, self.shares.of(share)) != split:
                     continue
@@ -149,7 +150,8 @@ class Records(Corpus):
                     tally.skip(name, kind, pair)
                 elif pair[1]:
                     tally.read[kind] += 1
-                    yield Document(name, pair[1], pair[0], min((before + at) / whole, 1.0))
+                    done = min((before + at) / whole, 1.0)
+                    yield Document(name, pair[1], pair[0], done, pair[2], self._fields.template)
             before += table.size
 
 

@@ -30,6 +30,9 @@ STANDSTILL = 60.0  # seconds by the clock, in case that process does not get a p
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 """Files with the template and its tokens in a folder of transformers; the first also in a run's, with the template that
 the prompts of its training were made by."""
+TOOLS = "tool_use"
+"""Name of the template for requests with tools, where a model has one of its own."""
+TOOLS_FILE = f"additional_chat_templates/{TOOLS}.jinja"
 NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 NO_TOKENS: Mapping[str, str] = {"bos_token": "", "eos_token": ""}
 """What a template sees of a tokenizer whose special tokens have no names."""
@@ -56,6 +59,8 @@ class Template:
 
     def __init__(self, text: str, source: object, tokens: Mapping[str, str] = NO_TOKENS) -> None:
         self.text, self.name, self.tokens = text, str(source), dict(tokens)
+        self.tool_use: Template | None = None
+        """The one for requests with tools, if there is another."""
         self._lock = threading.Lock()
         self._renderer: _Renderer | None = None
         try:
@@ -87,16 +92,29 @@ class Template:
 
     @classmethod
     def of(cls, folder: Path, tokens: Mapping[str, str] | None = None) -> "Template | None":
-        """The template in a folder with a model, of a file of its own or in tokenizer_config.json, if it has one.
-        tokens: by default those that the folder's files name. ConfigError: it is none."""
+        """The template in a folder with a model, of a file of its own or in tokenizer_config.json, if it has one; of
+        several by name the one that is called "default", with its `tool_use`. tokens: by default those that the
+        folder's files name. ConfigError: it is none."""
         tokens = tokens_of(folder) if tokens is None else tokens
-        if (folder / FILE).is_file():
-            return cls.load(folder / FILE, tokens)
-        text = _values(folder / CONFIG).get("chat_template")
+        text, named = _values(folder / CONFIG).get("chat_template"), dict[str, Any]()
         if isinstance(text, list):
-            named = (each for each in text if isinstance(each, dict) and each.get("name") == "default")
-            text = next(named, {}).get("template")
-        return cls(text, folder / CONFIG, tokens) if isinstance(text, str) else None
+            named = {str(each.get("name")): each.get("template") for each in text if isinstance(each, dict)}
+            text = named.get("default")
+        if (folder / FILE).is_file():
+            found, named = cls.load(folder / FILE, tokens), {}
+        elif isinstance(text, str):
+            found = cls(text, folder / CONFIG, tokens)
+        else:
+            return None
+        if (folder / TOOLS_FILE).is_file():
+            found.tool_use = cls.load(folder / TOOLS_FILE, tokens)
+        elif isinstance(tools := named.get(TOOLS), str):
+            found.tool_use = cls(tools, f"{folder / CONFIG}: {TOOLS}", tokens)
+        return found
+
+    def for_tools(self, tools: Sequence[Any] | None) -> "Template":
+        """The one that makes the prompt of a request with these tools, as transformers chooses it."""
+        return self if self.tool_use is None or not tools else self.tool_use
 
     def uses(self, name: str) -> bool:
         """Say whether the template mentions a name that it does not set itself, such as "tools"."""
@@ -105,18 +123,19 @@ class Template:
     def prompt(self, messages: Messages, /, **given: Any) -> str:
         """The text that asks for the next answer, or with continue_final_message for more of the last message.
 
-        given: `tools`; `add_generation_prompt`: end with what begins an answer (default: unless
-        continue_final_message); further values for the template, of the kinds that JSON has. ConfigError: the template
-        fails on these messages, or takes more than its limits of time and memory.
+        given: `tools`, by which `for_tools` chooses the template; `add_generation_prompt`: end with what begins an
+        answer (default: unless continue_final_message); further values for the template, of the kinds that JSON has.
+        ConfigError: the template fails on these messages, or takes more than its limits of time and memory.
         """
-        return self._rendered(messages, **given)
+        return self.for_tools(given.get("tools"))._rendered(messages, **given)
 
     def marked(self, messages: Messages, tokenizer: Tokenizer, /, **given: Any) -> str:
         """The text of `prompt` for `tokenizer.encode`: the special tokens that the template writes are marked, what the
         messages and `given` spell like them is text. ConfigError as there."""
+        template = self.for_tools(given.get("tools"))
         try:
-            shield = Shield(tokenizer.special, self.text, [messages, given])
-            text = self._rendered(shield.over(messages), **shield.over(given))
+            shield = Shield(tokenizer.special, template.text, [messages, given])
+            text = template._rendered(shield.over(messages), **shield.over(given))
         except RecursionError:
             raise ConfigError("messages: nested too deeply, so not of JSON") from None
         return shield.off(tokenizer.marked(text))
@@ -127,7 +146,15 @@ class Template:
 
     def question(self, text: str) -> str:
         """The prompt that one message of a user makes."""
-        return self.prompt([{"role": "user", "content": text}])
+        return self.prompt(_question(text))
+
+    def read(self, text: str, prompt: str, tokenizer: Tokenizer) -> str:
+        """`marked` of one message of a user, of which `question` made the prompt: that is made again only where the
+        message spells what could be a special token."""
+        asked = _question(text)
+        if Shield(tokenizer.special, self.text, asked).over(text) == text:
+            return tokenizer.marked(prompt)
+        return self.marked(asked, tokenizer)
 
     def _rendered(
         self,
@@ -170,6 +197,10 @@ class Template:
         if self._renderer is None or not self._renderer.alive:
             self._renderer = _Renderer(self.text)
         return self._renderer
+
+
+def _question(text: str) -> Messages:
+    return [{"role": "user", "content": text}]
 
 
 def tokens_of(folder: Path) -> Mapping[str, str]:

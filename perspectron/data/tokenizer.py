@@ -205,13 +205,12 @@ class Tokenizer:
         self, items: Iterable[tuple[str, str]], dtype: str
     ) -> Iterator[tuple[NDArray[Any], int]]:
         """Documents, of each a prompt and a text, either of which may be empty: its ids, and how many stand before the
-        text. Of a tokenizer that is not ours, special tokens that prompts spell are those, as in a chat, and a prompt
-        without the prefix stays so; else the prefix comes first. At the end, unless it says so itself, comes the token
-        that ends texts where a tokenizer has one apart from the prefix, as models of transformers learn to end. Where
-        there is neither, only the resets of batches part documents. DataError as `encode_batch`, or for one that leaves
-        no token."""
-        foreign = self.specials.reset is None  # whose templates write special tokens
-        items = [(self.marked(prompt) if foreign else prompt, text) for prompt, text in items]
+        text. Of a tokenizer that is not ours a prompt, in which special tokens are `marked`, stays without the prefix
+        if it is; else the prefix comes first. At the end, unless it says so itself, comes the token that ends texts
+        where a tokenizer has one apart from the prefix, as models of transformers learn to end. Where there is
+        neither, only the resets of batches part documents. DataError as `encode_batch`, or for one that leaves no
+        token."""
+        items = list(items)
         encoded = iter(self.encode_batch([text for item in items for text in item if text]))
         for prompt, text in items:
             asked = next(encoded) if prompt else []

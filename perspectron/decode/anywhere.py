@@ -2,12 +2,14 @@
 
 import logging
 from itertools import pairwise
+from typing import cast
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from perspectron.decode.reading import read_all, whole
+from perspectron.model.block import Block
 from perspectron.model.model import LanguageModel
 from perspectron.ops.attention import BLOCK
 
@@ -20,19 +22,30 @@ log = logging.getLogger("perspectron")
 def measured(model: LanguageModel, chunk: int) -> bool:
     """True if a model's layers promise that a prompt, read in calls of `chunk` tokens, has the same bits wherever it is
     cut besides, and a random text of LENGTH tokens has them at CUTS: which kernels a library takes for a product of so
-    many rows is its own affair. Said in the log where the promise is not kept."""
+    many rows is its own affair. Said in the log where there is no promise, or it is not kept."""
     if not whole(model) or BLOCK % chunk:
+        log.warning(
+            "%s: prefixes are shared in steps of %d tokens; %s", model.config.name, chunk, _why(model, chunk)
+        )
         return False
     draw, config = torch.Generator().manual_seed(0), model.config
     length = min(LENGTH, config.positions or config.longest or LENGTH)
     ids = torch.randint(config.vocab_size, (length,), generator=draw).tolist()
     kept = _same(_read(model, ids, chunk, ()), _read(model, ids, chunk, CUTS))
     if not kept:
-        log.warning(
-            "a prompt that is cut has other bits on this machine: prefixes are shared in steps of %d tokens",
-            chunk,
-        )
+        why = "a prompt that is cut has other bits on this machine"
+        log.warning("%s: prefixes are shared in steps of %d tokens; %s", config.name, chunk, why)
     return kept
+
+
+def _why(model: LanguageModel, chunk: int) -> str:
+    """Why nothing is promised."""
+    if BLOCK % chunk:
+        return f"blocks of {BLOCK} are no multiple of them"
+    parts = [part for block in cast("list[Block]", model.blocks) for part in (*block.mixers, *block.networks)]
+    kinds = ", ".join(sorted({type(part).__name__ for part in parts if not getattr(part, "exact_cells", 0)}))
+    ways = f"layers of {kinds}" if kinds else f"{model.dtype} on {model.device.type}".replace("torch.", "")
+    return f"{ways} promise no equal bits elsewhere"
 
 
 def _read(model: LanguageModel, ids: list[int], chunk: int, cuts: tuple[int, ...]) -> list[Tensor]:

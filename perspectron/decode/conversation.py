@@ -7,6 +7,7 @@ from typing import Any
 
 from perspectron.model.narrow import Dtype
 from perspectron.model.state import MOST_TOKENS, LMState, Stateful, read_state, save_state
+from perspectron.model.tuned import kinds_of
 from perspectron.util.errors import StateError
 
 
@@ -31,6 +32,11 @@ class Conversation:
     def rows(self) -> int:
         """Number of texts."""
         return len(self.pending)
+
+    @property
+    def begins(self) -> bool:
+        """It is one row that begins with a trained memory and has read nothing."""
+        return self.rows == 1 and bool(kinds_of(self.state)) and not (self.recent[0] or self.drawn[0])
 
     @classmethod
     def stack(cls, conversations: Sequence["Conversation"]) -> "Conversation":

@@ -80,7 +80,7 @@ def generate(
         talk = conversation if conversation is None or B == 1 else conversation.take(row)
         rows.add(
             prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, conversation=talk, stream=row,
-            min_tokens=min_tokens, stop_ids=stop_ids,
+            min_tokens=min_tokens, stop_ids=stop_ids, fresh=talk is not None and talk.begins,
         )  # fmt: skip
     pieces: list[list[Piece]] = [[] for _ in range(B)]
     while rows.active:

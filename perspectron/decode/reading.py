@@ -106,7 +106,9 @@ def read_all(
     if alone and (drawn or not fills):  # it may be one that was drawn, and is read again
         hidden_1D, _, state = stepped(model, steps_of(model), torch.tensor([parts[0]], device=device), state)
         return hidden_1D[:, None], state
-    columns = T + (-T % fills if fills else 0)
+    columns = (
+        max(2, T + -T % fills) if fills else T
+    )  # operations may take one column for a step, of other bits
     length_B = torch.tensor([len(part) for part in parts])
     ids_BT = torch.tensor([[*part, *[0] * (columns - len(part))] for part in parts])
     pad_BT = torch.arange(columns) >= length_B[:, None]

@@ -106,6 +106,7 @@ class Rows:
         lead: int = 0,
         drawn: bool | None = None,
         past: Sequence[int] = (),
+        fresh: bool = False,
     ) -> int:
         """Add a row and return its handle. The following steps read its prompt and draw from it.
 
@@ -120,6 +121,7 @@ class Rows:
         drawn: the first token that the conversation has not read was drawn; where it is the only one, it is read as it
         would have been, in a step. None: it was if any were. lead: tokens since one at which a call of `chunk` began.
         past: the text that the conversation has read, for drafts.
+        fresh: nothing was read before what the conversation waits to read; its state is a trained one.
         ConfigError: ids outside the vocabulary, a number out of bounds, settings that do not go together, more tokens
         than a table of learned positions has left. StateError: a conversation of another model, or of several rows.
         What a hook raises as it begins.
@@ -157,8 +159,8 @@ class Rows:
         apart = [] if own.recent[0][-len(own.pending[0]) :] == own.pending[0] else own.pending[0]
         known = [*own.recent[0], *apart, *ids]
         row = Row(
-            handle, self.tokenizer, unread, state is None, known, recent, own.drawn[0], max_tokens, sampling, stream,
-            TextStream(stop), logprobs, state, min_tokens, special.stops.union(stop_ids),
+            handle, self.tokenizer, unread, fresh or state is None, known, recent, own.drawn[0], max_tokens, sampling,
+            stream, TextStream(stop), logprobs, state, min_tokens, special.stops.union(stop_ids),
         )  # fmt: skip
         begun = [ask(hook, hook.begin, row) for hook in (*self._shared, *hooks_of(hooks))]
         self._rows[handle], self._hooks[handle] = row, begun

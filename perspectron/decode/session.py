@@ -5,13 +5,16 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from perspectron.decode import history
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.drafts import Drafter
+from perspectron.decode.history import exhausted
+from perspectron.decode.kept import Account, Hold
 from perspectron.decode.log import Log
 from perspectron.decode.marks import Marks
 from perspectron.decode.places import Path as Prefixes
@@ -23,6 +26,7 @@ from perspectron.decode.saved import alike, checked
 from perspectron.decode.store import PrefixStore
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState, Stateful, read_state, save_state
+from perspectron.model.tuned import kinds_of
 from perspectron.ops.attention import BLOCK
 from perspectron.util.config import require
 from perspectron.util.errors import NonFiniteError, StateError
@@ -36,8 +40,8 @@ class Session:
 
     What it draws is a function of the calls alone: where a text was cut into pieces, whether the session was forked,
     saved and loaded, or brought back to an earlier token changes no bit. Up to `chunk` tokens wait until they are
-    needed. store: texts begin at the longest prefix that is stored there. drafts: as `Rows` has them. Not for several
-    threads at once.
+    needed. store: texts begin at the longest prefix that is stored there. start: the state before any token, where it
+    is a trained one (`model.tuned`), which stays as it is. drafts: as `Rows` has them. Not for several threads at once.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Session:
         *,
         chunk: int = CHUNK,
         store: PrefixStore | None = None,
+        start: LMState | None = None,
         drafts: Drafter | None = None,
     ) -> None:
         self._rows = Rows(model, tokenizer, chunk=chunk, store=store, together=False, drafts=drafts)
@@ -57,6 +62,7 @@ class Session:
         """Tokens that each call has read."""
         self._state: LMState | None = None
         """The state after these calls; None before the first."""
+        self._start = start
         self._marks = Marks()
         """States after so many calls, from which `at` goes on."""
         self._runs = list[int]()
@@ -70,6 +76,7 @@ class Session:
         """Of a text whose beginning is not known: its first token was drawn."""
         self._before = len(prefix)
         """Tokens at the start that are none of the text's."""
+        self._events = list[history.Event]()
         self.whole = True
         """The text is known from its beginning; else a state remembers what was before it."""
         self.extra: dict[str, Any] = {}  # of its file, as `save` has it
@@ -78,6 +85,11 @@ class Session:
     def chunk(self) -> int:
         """Tokens that are read at once."""
         return self._rows.chunk
+
+    @property
+    def start(self) -> LMState | None:
+        """The trained state before any token; None for the model's."""
+        return self._start
 
     @property
     def tokens(self) -> list[int]:
@@ -98,6 +110,10 @@ class Session:
     def nbytes(self) -> int:
         """Bytes of the state."""
         return 0 if self._state is None else self._state.nbytes
+
+    def hold(self, account: Account) -> Hold | None:
+        """Count the memory of its state for an account, until the hold is let go."""
+        return None if self._state is None else Hold(account, self._state)
 
     def read(self, text: str | Sequence[int]) -> "Session":
         """Go on with a text, or its ids; the session itself. ConfigError: ids outside the vocabulary, more than a
@@ -165,8 +181,9 @@ class Session:
         self._check_positions(ids)
         self._ids.extend(ids)
         self._drawn.extend([False] * len(ids))
+        if ids:
+            self.note()
 
-    @torch.inference_mode()
     def say(
         self,
         max_tokens: int = 200,
@@ -183,10 +200,18 @@ class Session:
         ConfigError: a number out of bounds, more tokens than a table of learned positions has left. NonFiniteError: the
         model gave logits that are not finite, or none of those that hooks leave. PerspectronError: a hook failed.
         """
+        return exhausted(self.saying(max_tokens, sampling=sampling, stop=stop, on_text=on_text, **limits))
+
+    @torch.inference_mode()
+    def saying(
+        self, max_tokens: int, *, on_text: Callable[[str], None] | None = None, **settings: Any
+    ) -> Generator[int, None, str]:
+        """Draw as `say` does, with a pause before each step, that gives the tokens that may still come."""
         rows, pieces, ids, marks = self._rows, list[str](), list[int](), dict[int, LMState]()
-        handle = self.enter(rows, max_tokens=max_tokens, sampling=sampling, stop=stop, stream=0, **limits)
+        handle = self.enter(rows, max_tokens=max_tokens, stream=0, **settings)
         try:
             while rows.active:
+                yield max_tokens - len(ids)
                 for piece in rows.step():
                     if piece.error is not None:
                         raise piece.error
@@ -211,7 +236,10 @@ class Session:
         unread = self._ids[self._read :]
         if self._state is None:
             require(len(unread) > 0, "text", "", "read before: this tokenizer puts nothing before a text")
-            return rows.add(unread, whole=True, **settings)
+            if self._start is None:
+                return rows.add(unread, whole=True, **settings)
+            talk = Conversation(self._start.fork(), [unread], [[]], [0])
+            return rows.add("", conversation=talk, fresh=True, **settings)
         sampling = settings.get("sampling", SamplingConfig())
         recent, read = self._recent(sampling.repetition_window), self._read
         # The row goes on in the memory of the state; the session sees it as it is now.
@@ -227,6 +255,7 @@ class Session:
         talk, end = rows.remove(row), len(self._ids)
         self._ids.extend(ids)
         self._drawn.extend([True] * len(ids))
+        self.note()
         while self._read < end:
             self._count(min(self._cell(self._read) + rows.chunk, end) - self._read)
         for _ in range(len(ids) - len(talk.pending[0])):
@@ -236,6 +265,67 @@ class Session:
         if not talk.pending[0]:  # a hook stopped the text when its last token was read, which is read again
             vars(self).update(vars(self.at(len(self.tokens))))
 
+    @torch.inference_mode()
+    def predicting(self, ids: Sequence[int]) -> Generator[int, None, Tensor]:
+        """Go on with ids: the logits [T,V] for each of them, before it, with pauses as `reading` has them. A first one
+        that nothing stands before has none. Errors as `append`."""
+        first, V, found = len(self._ids), self._rows.tokenizer.vocab_size, list[Tensor]()
+        self.append(ids)
+        while self._read < len(self._ids) - 1:
+            yield len(self._ids) - self._read
+            start = self._read
+            hidden_1TD = self._call(min(self._cell(start) + self.chunk, len(self._ids) - 1) - start)
+            kept_1TD = hidden_1TD[:, max(0, first - 1 - start) :]
+            if kept_1TD.shape[1]:
+                found.append(self._rows.model.head(kept_1TD)[0, :, :V].cpu())
+        return torch.cat(found) if found else torch.zeros(0, V)
+
+    @torch.inference_mode()
+    def remembering(self) -> Generator[int, None, LMState]:
+        """The state after all of the text, a copy, with pauses as `reading` has them."""
+        own = self.fork()
+        yield from own.finishing()
+        return own._before_call()
+
+    @property
+    def digest(self) -> str:
+        """Of the text, its ids and which of them were drawn (`history.digest`)."""
+        return history.digest(self._ids[:], self._drawn[:])
+
+    @property
+    def model(self) -> LanguageModel:
+        """Whose memory it is."""
+        return self._rows.model
+
+    @property
+    def tokenizer(self) -> Vocabulary:
+        """Whose ids the text has."""
+        return self._rows.tokenizer
+
+    def note(self, how: str = "text", parent: str = "") -> None:
+        """Add an event of now to the log (`history.Event`)."""
+        history.noted(self._events, len(self._ids) - self._before, how, parent)
+
+    def begun(self) -> "Session":
+        """A text of the same model that has not begun."""
+        rows = self._rows
+        return Session(rows.model, rows.tokenizer, chunk=rows.chunk, store=rows.store, drafts=rows.drafts)
+
+    def remembered(self, state: LMState, ids: Sequence[int]) -> "Session":
+        """A text of the same model that begins with a state, which is used up, and these ids: what was before is
+        remembered but not known."""
+        own = self.begun()
+        own._ids, own._drawn, own._before, own.whole = Log([*ids]), Log([False] * len(ids)), 0, False
+        own._state, own._foreign = state, True
+        own._marks.put(0, state.fork(), fixed=True)
+        return own
+
+    @property
+    def log(self) -> tuple[history.Entry, ...]:
+        """What was read and drawn, when, and from which texts it came."""
+        drawn = [int(drawn) for drawn in self._drawn[:]]
+        return tuple(history.entries(self._ids[:], drawn, self._before, self._events))
+
     def fork(self) -> "Session":
         """An independent session that has read and said the same."""
         return self._cut(len(self._ids), len(self._calls), self._state)
@@ -243,12 +333,7 @@ class Session:
     def at(self, token: int) -> "Session":
         """The session as it was after so many tokens of the text, to go on from there: what is not at hand of the way
         is read again. ConfigError: more tokens than there are, or fewer than what a loaded one begins with."""
-        steps = self.back_to(token)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                return cast("Session", end.value)
+        return exhausted(self.back_to(token))
 
     @torch.inference_mode()
     def back_to(self, token: int) -> Generator[int, None, "Session"]:
@@ -267,7 +352,7 @@ class Session:
         ends = {
             sum(self._calls[: made + 1]): made + 1 for made in range(known, calls) if not self._runs[made]
         }
-        if store is not None and self.whole and ends:
+        if store is not None and self.whole and ends and self._start is None:
             path = store.path(self._ids[: max(ends)], reset=self._rows.tokenizer.specials.reset)
             found = store.first(path, sorted(ends, reverse=True))
             if found is not None:
@@ -276,6 +361,7 @@ class Session:
         while len(earlier._calls) < calls:
             yield T - earlier._read
             earlier._call(self._calls[len(earlier._calls)])
+        self._marks.learn(earlier._marks)
         return earlier
 
     def shared(self, ids: Sequence[int], *, whole: bool = False) -> int:
@@ -291,19 +377,32 @@ class Session:
         """The session as it was where its text and this one part; one that has not begun, where that would have to be
         read again or a token of it was drawn, and so was not read as a prompt is."""
         T = self.shared(ids, whole=whole) + self._before
-        if not self.whole or self._read >= T or any(self._drawn[:T]):
-            return self._begun()
+        if not self.whole or self._read >= T or any(self._drawn[:T]) or self._start is not None:
+            return self.begun()
         return self._cut(T, len(self._calls), self._state)
 
     def save(self, path: Path | str, *, extra: dict[str, Any] | None = None) -> None:
         """Write to one file, whole or not at all; `generate --load-state` takes it too. extra: any JSON to be kept with
         it. StorageError when it cannot be written."""
-        state = self._rows.model.init_state(1) if self._state is None else self._state
+        state = self._before_call()
         recent = self._recent(SamplingConfig.repetition_window)
         talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [sum(self._drawn[:])]}
+        extra = {**(extra or {}), "log": self._events, "conversation": talk, "session": self.fields()}
+        save_state(path, state, self._kin, extra=extra)
+
+    def fields(self) -> dict[str, Any]:
+        """Its text in a file, and the calls that read it: where they are the same, so is the state."""
         own: dict[str, Any] = {"ids": self._ids[:], "drawn": [int(drawn) for drawn in self._drawn[:]]}
-        own |= {"calls": self._calls, "before": self._before if self.whole else -1}
-        save_state(path, state, self._kin, extra={**(extra or {}), "conversation": talk, "session": own})
+        return own | {"calls": self._calls, "before": self._before if self.whole else -1}
+
+    def opened(self, fresh: "Session") -> "Session | None":
+        """A fork, as one that `fresh` has loaded; None where that is of another model or store."""
+        same = self._rows.model is fresh._rows.model and self._rows.store is fresh._rows.store
+        if not same or self.chunk != fresh.chunk:
+            return None
+        own = self.fork()
+        own.note("from", own.digest)
+        return own
 
     @classmethod
     def load(
@@ -324,7 +423,7 @@ class Session:
         model, tokenizer = self._rows.model, self._rows.tokenizer
         state, extra = read_state(path, self._kin)
         talk = Conversation.of(path, state, extra, tokenizer.vocab_size)
-        session = self._begun()
+        session = self.begun()
         own: Any = extra.get("session")
         if own is None:
             if talk.rows != 1:
@@ -339,11 +438,15 @@ class Session:
         session._calls, before = fields[2:]
         session.whole, session._before = before >= 0, max(0, before)
         session.extra = extra
+        session._events = history.checked(extra.get("log", []), len(session._ids) - session._before, path)
+        session.note("from", session.digest)
         longest, most = max(session._calls, default=0), max(CHUNK, self.chunk)
         if longest > most:
             raise StateError(
                 f"{path}: was read {longest} tokens at a time, must be ≤ {most}; load it with chunk={longest}"
             )
+        if kinds_of(state):
+            session._start = model.begun(state.to(model.device))
         if session._calls or not session.whole:
             session._state, session._foreign = state.to(model.device), True
             # Of a text whose beginning is not known there is no other way back to it.
@@ -354,10 +457,11 @@ class Session:
             read += count
         return session
 
-    def _begun(self) -> "Session":
-        """One that has not begun."""
-        rows = self._rows
-        return Session(rows.model, rows.tokenizer, chunk=rows.chunk, store=rows.store, drafts=rows.drafts)
+    def _before_call(self) -> LMState:
+        """The state that the next call reads after, which it may use up."""
+        if self._state is not None:
+            return self._state
+        return self._rows.model.init_state(1) if self._start is None else self._start.fork()
 
     def _recent(self, window: int) -> list[int]:
         """The last tokens of the text, those that begin and end texts left out."""
@@ -382,20 +486,21 @@ class Session:
 
     def _cut(self, T: int, calls: int, state: LMState | None) -> "Session":
         """A session of the first T tokens, of which so many calls have made the state."""
-        own = self._begun()
+        own = self.begun()
         own._ids, own._drawn = self._ids.cut(T), self._drawn.cut(T)
         own._before, own.whole = self._before, self.whole
         own._calls, own._runs = self._calls[:calls], self._runs[:calls]
-        own._from_drawn = self._from_drawn
+        own._from_drawn, own._events = self._from_drawn, history.cut(self._events, T - self._before)
         own._state = None if state is None else state.fork()
         own._foreign = self._foreign and state is not None
+        own._start = self._start
         own._marks = self._marks.cut(calls)
         return own
 
     def _call(self, count: int) -> Tensor:
         """Read the next tokens: what the head reads after each [1,T,D]."""
         model, store, start = self._rows.model, self._rows.store, time.perf_counter()
-        state = model.init_state(1) if self._state is None else self._state
+        state = self._before_call()
         part = self._ids[self._read : self._read + count]
         reset = self._rows.tokenizer.specials.reset
         hidden_1TD, self._state = read_all(
@@ -427,7 +532,7 @@ class Session:
     def _beginning(self) -> Prefixes | None:
         """The text as the store knows it; None where there is none, or what was read so far is not all of a prompt."""
         store = self._rows.store
-        if store is None or not self.whole or (self._runs and self._runs[-1] > 0):
+        if store is None or not self.whole or self._start or (self._runs and self._runs[-1] > 0):
             return None
         if self._path is None or len(self._path.ids) != len(self._ids):
             self._path = store.path(self._ids[:], reset=self._rows.tokenizer.specials.reset)

@@ -49,7 +49,8 @@ ROWS = 8
 row has the same bits in batches of any size."""
 SMALL_BYTES, MOST_BYTES = 1 << 24, 1 << 30
 """Bytes of a state up to which each recording is checked with whole states, which takes three times as many for a
-moment; and up to which it is where a step does not write into the state's own memory."""
+moment; and, of the rows that take a step together, up to which it is where a step does not write into the state's own
+memory."""
 MOST_RECORDINGS = 16
 """Recordings of a model that are kept."""
 WITNESSED = 64, 32 << 10
@@ -292,7 +293,7 @@ class _Recording:
             self._check(model, fill(traced), overlaid(state, rows))
         else:
             bare = _bare(state)
-            if bare.nbytes > MOST_BYTES:
+            if bare.nbytes // state.batch_size * rows > MOST_BYTES:
                 raise Unrecordable("a state of too many bytes")
             # Other slots than those that were recorded, so that a tape that takes them for granted is refused.
             self._check(model, *(like(bare, rows, lambda _: 2 * LEAST_SLOTS) for _ in range(2)))

@@ -55,7 +55,7 @@ LEAST = 256 << 10
 MOST_APPENDED = 1024
 """Parts of a file, from which on it is written anew."""
 MOST_PARTS = 4096
-"""Parts that are read."""
+"""Parts of one file that are read; those before it, in files of their own, are as many as a text has."""
 FIELDS = ("grown", "from", "pages", "whole", "digest")
 """Of a header, beside what the state is."""
 END = "end"
@@ -427,7 +427,7 @@ def _readable(path: Path, before: Sequence[_Part] = ()) -> Iterator[tuple[Buffer
 def _parts(path: Path, file: Any, before: Sequence[_Part] = ()) -> tuple[list[_Part], int]:
     """(those before and the parts of a file, each with the pages that count; the bytes that count). ValueError:
     damaged, or no such file."""
-    parts, at, size = list(before), 0, os.fstat(file.fileno()).st_size
+    parts, at, count, size = list(before), 0, 0, os.fstat(file.fileno()).st_size
     end = size
     while at < end:
         file.seek(at)
@@ -440,7 +440,7 @@ def _parts(path: Path, file: Any, before: Sequence[_Part] = ()) -> tuple[list[_P
             end = _end_of(metadata, size)
         if at > end:
             raise ValueError(f"it ends early, after {end} of at least {at} bytes")
-        if len(parts) == MOST_PARTS:
+        if (count := count + 1) > MOST_PARTS:
             raise ValueError(f"more than {MOST_PARTS} parts")
         parts = _with(parts, path, metadata, places, data)
     if not end:

@@ -3,6 +3,7 @@
 Shapes: B batch, T time, D model width, N parts (mixer and network) that read the token before.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -23,6 +24,7 @@ from perspectron.model.ffn import FFNS, TiedConfig
 from perspectron.model.mixer import Mixer, build
 from perspectron.model.parts import Dropout, Shared, TokenShift, ValueResidual
 from perspectron.model.state import register
+from perspectron.model.tuned import Tuned, around
 from perspectron.ops.dispatch import check_consumed
 from perspectron.ops.fused import RMSNorm
 from perspectron.util.terms import Term
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 NORMS: dict[str, type[nn.Module]] = {"rms": RMSNorm, "layer": nn.LayerNorm}
 ROUTE_START = 2.2  # sigmoid: 0.9
 MIX_EXPONENTS = (0.7,)  # of the mix of a network
+ROWS = 8  # of a call, to a multiple of which products of matrices that are not packed are filled up
 
 
 @register
@@ -61,13 +64,15 @@ class BesideState:
 
 
 def of_mixer(state: Any) -> Any:
-    """The mixer's part of a block's state."""
-    return state.mixer if isinstance(state, ShiftedState | BesideState) else state
+    """The mixer's own part of a block's state."""
+    return of_mixer(state.mixer) if isinstance(state, ShiftedState | BesideState | Tuned) else state
 
 
 def with_mixer(state: Any, own: Any) -> Any:
     """A block's state with another part of the mixer."""
-    return replace(state, mixer=own) if isinstance(state, ShiftedState | BesideState) else own
+    if isinstance(state, ShiftedState | BesideState | Tuned):
+        return replace(state, mixer=with_mixer(state.mixer, own))
+    return own
 
 
 def states_of(state: Any) -> tuple[Any, ...]:
@@ -153,19 +158,34 @@ class Block(nn.Module):
         )
 
     @property
+    def networks(self) -> tuple[nn.Module, ...]:
+        """That of the layer, if it has one."""
+        return (self.ffn,) if hasattr(self, "ffn") else ()
+
+    @property
     def exact_cells(self) -> int:
-        """Those of its mixers; 0 where one of them, or its network, promises nothing of the kind."""
-        parts = [*self.mixers, *([self.ffn] if hasattr(self, "ffn") else [])]
-        promised = [int(getattr(part, "exact_cells", 0)) for part in parts]
-        return max(promised, default=1) if all(promised) else 0
+        """Those of its mixers, network and matrices, which are `ROWS` unless they are packed; 0 where one of its parts
+        promises nothing of the kind."""
+        promised = [int(getattr(part, "exact_cells", 0)) for part in (*self.mixers, *self.networks)]
+        matrices = ROWS if any(x.ndim > 1 for x in self.parameters()) else 1
+        return max([matrices, *promised]) if all(promised) else 0
 
     def init_state(
-        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
+        self,
+        batch_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        capacity: int = 0,
+        tuned: Sequence[str] = (),
     ) -> "DataclassInstance":
-        """The state before any token."""
+        """The state before any token. tuned: kinds of trained parts that matrix memories get zeros of."""
         state: DataclassInstance = NoState()
         if self.config.mixer is not None:
-            state, *others = (mixer.init_state(batch_size, device, dtype, capacity) for mixer in self.mixers)
+            state, *others = (
+                around(own, N, tuned) if tuned and (N := mixer.decays()) else own
+                for mixer in self.mixers
+                for own in [mixer.init_state(batch_size, device, dtype, capacity)]
+            )
             state = BesideState(state, *others) if others else state
         shifts = [part for part in (self.mixer_shift, self.ffn_shift) if part is not None]
         if not shifts:
@@ -209,7 +229,8 @@ class Block(nn.Module):
                 read_BTD, last_BD = self.mixer_shift(read_BTD, before_BND[:, 0], reset_BT, pad_BT)
                 lasts.append(last_BD)
             masks = {"reset_BT": reset_BT, "pad_BT": pad_BT, "consume_state": consume_state}
-            mixed_BTD, first_state, aux = self.mixer(read_BTD, of_mixer(own), **masks, **self.handed(shared))
+            handed = self.handed(shared)
+            mixed_BTD, first_state, aux = self.mixer(read_BTD, states_of(own)[0], **masks, **handed)
             if self.config.beside is None:
                 own = first_state
             else:

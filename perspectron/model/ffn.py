@@ -82,7 +82,7 @@ class Network(nn.Module):
     """A network that reports nothing and therefore ignores masks. `output` computes its output."""
 
     output: Callable[[Tensor, Any], Tensor]
-    exact_cells = 8
+    exact_cells = 1
     """As mixers have it."""
 
     def forward(

@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from perspectron.model.tuned import Tuned
 from perspectron.util.terms import Term
 
 Mask = Tensor | None
@@ -47,13 +48,21 @@ def masked(forward: Forward) -> Forward:
         inputs = (x_BTD,) if isinstance(x_BTD, Tensor) else x_BTD
         x = inputs[0]
         state = self.init_state(len(x), x.device, x.dtype) if state is None else state
-        lost_BT = None
+        lost_BT, tuned = None, state if isinstance(state, Tuned) else None
+        if tuned is not None:
+            state, shared = tuned.mixer, {**shared, "tuned": tuned}
+            if (
+                reset_BT is not None and tuned.first.shape[1]
+            ):  # at the first token alone, as the model cuts texts
+                empty = self.init_state(len(x), x.device, x.dtype)
+                state, reset_BT = tuned.restarted(empty, reset_BT[:, 0], self.kept_at_reset), None
         if pad_BT is not None:
             inputs = tuple(x.masked_fill(pad_BT[:, :, None], 0) for x in inputs)
         if reset_BT is not None and not x.is_meta and not _finite(inputs, state):
             inputs, state, lost_BT = _forgotten(inputs, state, reset_BT, self.kept_at_reset)
         x_BTD = inputs[0] if isinstance(x_BTD, Tensor) else inputs
         y_BTD, state, aux = forward(self, x_BTD, state, reset_BT, pad_BT, consume_state, **shared)
+        state = state if tuned is None else replace(tuned, mixer=state)
         return y_BTD if lost_BT is None else y_BTD.masked_fill(lost_BT[:, :, None], torch.nan), state, aux
 
     return run

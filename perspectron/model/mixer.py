@@ -49,7 +49,8 @@ class Mixer(nn.Module, abc.ABC):
     """True if ranks may share a text, each with a stretch of it: its terms of the loss are means over tokens."""
     exact_cells: int = 0
     """A number of tokens: where each call is filled up to a multiple of it, a prompt has the same bits wherever it is
-    cut into calls, on a CPU in float32 and bfloat16 (`decode.reading.whole`). 0: it may have others."""
+    cut into calls, on a CPU in float32 and bfloat16 (`decode.reading.whole`). 0: it may have others. What its matrices
+    want on top of that, where they are not packed, `Block.exact_cells` knows."""
     calls_linears: bool = True
     """False if it reads the weights of its linear layers past their `forward`, where no hook sees an input; quantising
     then gives them 8 bits."""
@@ -71,6 +72,11 @@ class Mixer(nn.Module, abc.ABC):
     def require_onnx(self, name: str) -> None:
         """Raise ConfigError, which calls the mixer `name`, if its step cannot be exported to ONNX: where control
         depends on data, or a text begins with a state that is not zero."""
+
+    def decays(self) -> int:
+        """Logits of decays of a token, of a matrix memory S that is read as Sᵀ q: `forward` then takes `tuned`
+        (`perspectron.model.tuned`), a field `memory_…` of the state has S. 0: there is none."""
+        return 0
 
     def decay_gate(self) -> nn.Module | None:
         """The module that gives the logits of decays for each row of its state [B,T,D], where there is one to draw."""

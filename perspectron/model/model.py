@@ -4,7 +4,9 @@ Shapes: B batch, T time, D model width, V vocabulary.
 """
 
 import copy
+import dataclasses
 import itertools
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,6 +24,7 @@ from perspectron.model.ffn import TiedConfig
 from perspectron.model.heads import TokenEmbedding, tied
 from perspectron.model.parts import Dropout, SameZeros, Shared, ValueResidual
 from perspectron.model.state import LMState, fingerprint
+from perspectron.model.tuned import carried, has_first
 from perspectron.ops import fused
 from perspectron.ops.attention import places
 from perspectron.ops.dispatch import captured, check_consumed, gradients_off, recorder
@@ -118,16 +121,33 @@ class LanguageModel(nn.Module):
         return cast(Tensor, self.norm.weight)
 
     def init_state(
-        self, batch_size: int, *, capacity: int = 0, device: torch.device | str | None = None
+        self,
+        batch_size: int,
+        *,
+        capacity: int = 0,
+        device: torch.device | str | None = None,
+        tuned: Sequence[str] = (),
     ) -> LMState:
         """The state before any token. capacity: allocate room for that many tokens at once (caches only). device:
-        "meta" for shapes only; None for the model's device."""
+        "meta" for shapes only; None for the model's device. tuned: kinds of trained parts (`model.tuned`) that matrix
+        memories get zeros of. ConfigError: the model has none."""
         blocks, place = cast("list[Block]", self.blocks), torch.device(device or self.device)
-        states = (b.init_state(batch_size, place, self.dtype, capacity) for b in blocks)
+        if tuned and not any(mixer.decays() for block in blocks for mixer in block.mixers):
+            kinds = ", ".join(sorted({mixer.config.kind for block in blocks for mixer in block.mixers}))
+            raise ConfigError(
+                f"{tuned[0]}: {self.config.name} has layers of {kinds or 'no mixer'}, must have a matrix memory"
+            )
+        states = (b.init_state(batch_size, place, self.dtype, capacity, tuned) for b in blocks)
         length_B = None
         if self.config.positions > 0:
             length_B = torch.zeros(batch_size, dtype=torch.int64, device=place)
         return LMState(tuple(states), length_B, self.number)
+
+    def begun(self, like: LMState) -> LMState:
+        """The state before any token of rows that have the trained parts of `like`."""
+        empty = self.init_state(like.batch_size)
+        layers = map(carried, empty.layers, like.layers)
+        return dataclasses.replace(empty, layers=tuple(layers))
 
     def set_step(self, step: int) -> None:
         """Set the number of completed updates in every module that follows a schedule."""
@@ -198,6 +218,9 @@ class LanguageModel(nn.Module):
         self.own(state)
         if state.batch_size != x_BTD.shape[0]:
             raise ConfigError(f"ids have {x_BTD.shape[0]} rows, the state has {state.batch_size}")
+        if reset_BT is not None and has_first(state) and reset_BT[:, 1:].any():
+            masks = {"inputs_embeds": x_BTD, "reset_BT": reset_BT, "pad_BT": pad_BT}
+            return self._by_documents(state, masks, consume_state=consume_state, views=views)
         x_BTD, length_B = self.placed(x_BTD, state.length_B, reset_BT, pad_BT)
         if self.dropout is not None:
             for drop in self._drops if self.training and torch.is_grad_enabled() else ():
@@ -223,6 +246,23 @@ class LanguageModel(nn.Module):
             for name, term in terms.items():
                 aux[name] = aux[name].plus(term) if name in aux else term
         return self.norm(x_BTD), LMState(tuple(layers), length_B, self.number), aux
+
+    def _by_documents(
+        self, state: LMState, texts: dict[str, Tensor | None], *, consume_state: bool, views: Views | None
+    ) -> tuple[Tensor, LMState, dict[str, Term]]:
+        """`hidden` of pieces, each up to where a document of some row begins: there the memory is the first one."""
+        reset_BT = cast(Tensor, texts["reset_BT"])
+        cuts = [0, *(1 + reset_BT[:, 1:].any(0).nonzero()[:, 0]).tolist(), reset_BT.shape[1]]
+        hidden, aux = list[Tensor](), dict[str, Term]()
+        for start, stop in itertools.pairwise(cuts):
+            piece = {name: None if x is None else x[:, start:stop] for name, x in texts.items()}
+            seen = views and dataclasses.replace(views, position_BT=views.position_BT[:, start:stop])
+            x_BTD, state, terms = self.hidden(None, state, consume_state=consume_state, views=seen, **piece)
+            hidden.append(x_BTD)
+            consume_state = gradients_off()
+            for name, term in terms.items():
+                aux[name] = aux[name].plus(term) if name in aux else term
+        return torch.cat(hidden, 1), state, aux
 
     def own(self, state: LMState) -> None:
         """Raise StateError for a state of another model."""

@@ -13,11 +13,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from perspectron.model import appended, narrow
+from perspectron.model import appended, narrow, tuned
 from perspectron.model.appended import Contents, Grown
 from perspectron.model.config import ModelConfig
 from perspectron.util.config import dump
-from perspectron.util.errors import StateError
+from perspectron.util.errors import ConfigError, StateError
 from perspectron.util.files import atomic, parse_json
 from perspectron.util.tensors import JSON_ROOM
 
@@ -28,6 +28,8 @@ T = TypeVar("T", bound=type[Any])
 FORMAT = "perspectron-state-3"
 FORMATS = (FORMAT, "perspectron-state-2")
 """Those that are read. The second is one part, whose digest is of all its tensors."""
+TUNED = "tuned"
+"""Field of a header: the kinds of trained parts that the state has (`model.tuned`), where it has any."""
 MOST_TOKENS = 1 << 62
 """Upper bound of a document's tokens: counts stay below it, so that adding to them cannot overflow."""
 
@@ -109,6 +111,11 @@ class LMState:
         if not states:
             raise StateError("stack: there are no states; give at least one")
         models = {state.model for state in states} - {None}
+        if any(map(tuned.parts, states)):
+            layers = zip(
+                *map(tuned.alike, zip(*(state.layers for state in states), strict=True)), strict=True
+            )
+            states = [dataclasses.replace(s, layers=own) for s, own in zip(states, layers, strict=True)]
         trees = [pytree.tree_flatten(state, is_leaf=_is_ragged) for state in states]
         if len(models) > 1 or any(spec != trees[0][1] for _, spec in trees):
             raise StateError(
@@ -129,7 +136,10 @@ class LMState:
         rows_N = rows_N.to(torch.int64)
         for row in rows_N.tolist():
             self._check(row)
-        return self._map(lambda part: _selected(part, rows_N), is_leaf=_is_ragged)
+        chosen = self._map(lambda part: _selected(part, rows_N), is_leaf=_is_ragged)
+        if tuned.parts(chosen):  # rows that have none leave a batch as they came
+            chosen = dataclasses.replace(chosen, layers=tuple(map(tuned.bare, chosen.layers)))
+        return chosen
 
     def take(self, row: int) -> "LMState":
         """Copy one row. StateError for a row that does not exist."""
@@ -147,9 +157,10 @@ class LMState:
         return LMState.stack([self, state]).select([B if other == row else other for other in range(B)])
 
     def fork(self, into: "LMState | None" = None) -> "LMState":
-        """An independent state: a copy but for caches, which share what both have read (`model.cache`). into: another
+        """An independent state: a copy but for caches, which share what both have read (`model.cache`), and for what
+        was trained (`model.tuned`), which nothing writes into. into: another
         state of the model, which is used up: its memory is taken where it has the shape."""
-        copied: LMState = pytree.tree_map(_forked, self, self if into is None else into, is_leaf=_is_ragged)
+        copied: LMState = pytree.tree_map(_forked, self, self if into is None else into, is_leaf=_forks)
         return dataclasses.replace(copied, model=self.model)
 
     def filled(self) -> "LMState":
@@ -159,8 +170,13 @@ class LMState:
     @property
     def document_length_B(self) -> Tensor | None:
         """Tokens of the document so far [B]; None where no part of the state counts them."""
-        leaves = pytree.tree_leaves_with_path(self)
-        return next((leaf for where, leaf in leaves if _name(where).endswith("length_B")), None)
+        parts = pytree.tree_leaves_with_path(self, is_leaf=_is_ragged)  # a cache has hundreds of pieces
+        counts = (
+            getattr(part, "length_B", None) if isinstance(part, Ragged) else part
+            for where, part in parts
+            if isinstance(part, Ragged) or _name(where).endswith("length_B")
+        )
+        return next((count for count in counts if count is not None), None)
 
     def detach(self) -> "LMState":
         """The same values, detached from the autograd graph (for truncated backpropagation through time)."""
@@ -210,7 +226,14 @@ def _is_ragged(part: object) -> bool:
     return isinstance(part, Ragged)
 
 
+def _forks(part: object) -> bool:
+    return isinstance(part, Ragged | tuned.Tuned)
+
+
 def _forked(part: Any, into: Any) -> Any:
+    if isinstance(part, tuned.Tuned):  # what was trained is never written into
+        own = pytree.tree_map(_forked, part.mixer, into.mixer, is_leaf=_forks)
+        return dataclasses.replace(part, mixer=own)
     if isinstance(part, Ragged):
         return part.fork(None if into is part else into)
     return _copied(part, into)
@@ -251,7 +274,9 @@ class Stateful(Protocol):
     config: ModelConfig
     number: int
 
-    def init_state(self, batch_size: int, *, capacity: int = 0, device: str | None = None) -> LMState: ...
+    def init_state(
+        self, batch_size: int, *, capacity: int = 0, device: str | None = None, tuned: Sequence[str] = ()
+    ) -> LMState: ...
     def fingerprint(self) -> str: ...
 
 
@@ -302,6 +327,8 @@ def packed(
     tensors = {name: leaf.detach().cpu() for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
     numbers = {name: leaf for name, leaf in leaves.items() if name not in tensors}
     header = {"format": FORMAT, "model": model.fingerprint(), "numbers": json.dumps(numbers)}
+    if kinds := tuned.kinds_of(state):
+        header[TUNED] = ",".join(kinds)
     try:
         header["extra"] = json.dumps({} if extra is None else extra)
         if not isinstance(parse_json(header["extra"], room=JSON_ROOM), dict):
@@ -342,8 +369,16 @@ def read_state(
             "load it with the config and the weights that it was saved with"
         )
     numbers = _json(path, header, "numbers")
-    start = model.init_state(1, device="meta")
-    rooms = (pytree.tree_leaves(model.init_state(1, capacity=room, device="meta")) for room in (2, 3))
+    kinds = tuple(header[TUNED].split(",")) if TUNED in header else ()
+    if set(kinds) - set(tuned.KINDS) or len(set(kinds)) < len(kinds):
+        raise StateError(f"{path}: {TUNED} is {header[TUNED][:40]!r}, must be of {', '.join(tuned.KINDS)}")
+    try:
+        start = model.init_state(1, device="meta", tuned=kinds)
+    except ConfigError as error:
+        raise StateError(f"{path}: {error}") from None
+    rooms = (
+        pytree.tree_leaves(model.init_state(1, capacity=room, device="meta", tuned=kinds)) for room in (2, 3)
+    )
     known = zip(pytree.tree_leaves_with_path(start), *rooms, strict=True)
     wanted = {_name(where): (leaf, *others) for (where, leaf), *others in known}
     if narrow.STORED in header:
@@ -368,6 +403,10 @@ def read_state(
         return value
 
     loaded: LMState = pytree.tree_map_with_path(leaf, start)
+    for part in tuned.parts(loaded):
+        for kind in tuned.KINDS:
+            if not getattr(part, kind).isfinite().all():
+                raise StateError(f"{path}: {kind} of a trained memory holds numbers that are not finite")
     try:
         _check_counts(loaded, model.config.positions)
     except StateError as error:

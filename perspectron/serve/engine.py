@@ -299,7 +299,8 @@ class Engine:
                 self.counters.failed += 1
             else:
                 self.counters.finished += 1
-                if self.store is not None and job.shares and len(job.ids) >= self._least:
+                plain = job.session.start is None
+                if self.store is not None and job.shares and plain and len(job.ids) >= self._least:
                     self._later.append(_Task(self._reread(job.session.tokens), 0))
         self.counters.drawn += piece.id is not None
         job.emit(event)

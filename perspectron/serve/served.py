@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 
 from perspectron.data import Tokenizer
 from perspectron.data.template import Template
+from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.serve.engine import Engine
 from perspectron.serve.states import States
 from perspectron.util.config import require
 
+OPENAI = SamplingConfig(temperature=1.0)
+"""The rules of drawing that a request leaves out, unless the model came with some."""
 SHORT = 1 << 13  # characters of a text that is encoded at once
 
 
@@ -28,6 +31,8 @@ class Served:
     longest: int = 1 << 20
     """Tokens that one prompt may have."""
     template: Template | None = None
+    sampling: SamplingConfig = OPENAI
+    """What requests leave out."""
     created: int = field(default_factory=lambda: int(time.time()))
     slots: dict[int, Session] = field(default_factory=dict)
     encoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))

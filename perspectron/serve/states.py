@@ -3,11 +3,15 @@
 import contextlib
 import os
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
+from perspectron.decode.history import History, history
+from perspectron.decode.kept import Account, Hold
 from perspectron.decode.session import Session
 from perspectron.model.appended import read_metadata
 from perspectron.util.config import require
@@ -17,6 +21,18 @@ from perspectron.util.tensors import JSON_ROOM
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ENDING = ".state"
+
+
+MOST = 256 << 20
+"""Bytes of the states of a folder that stay in memory, beside what stores, sessions and their marks have of them."""
+
+
+class _Held(NamedTuple):
+    """A state in memory. sign: by which its file is known to be the same."""
+
+    sign: tuple[int, ...]
+    session: Session
+    hold: Hold | None
 
 
 class Missing(PerspectronError):
@@ -35,10 +51,13 @@ class About:
 
 
 class States:
-    """States of one model in a folder, which is made when the first is saved."""
+    """States of one model in a folder, which is made when the first is saved. Those used last stay in memory, within
+    MOST bytes: whoever goes on with one shares its keys and values with it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._held, self._account = OrderedDict[Path, _Held](), Account(3)
+        self._lock = threading.Lock()
         sweep(folder)  # uploads and saves that a kill cut short
 
     @contextlib.contextmanager
@@ -78,16 +97,52 @@ class States:
             raise Missing(f"state {name!r}: its file is not one of a state")
         return about
 
+    def history(self, name: str) -> History:
+        """The past of a state, as its file claims it. Missing, StateError: it has none."""
+        with self._told():
+            return history(self.found(name))
+
     def save(self, name: str, session: Session, parent: str = "") -> About:
         """Write a state, whole or not at all. StorageError when it cannot be written."""
         with self._told():
-            session.save(self.path(name), extra={"parent": parent})
+            session.save(path := self.path(name), extra={"parent": parent})
+        with contextlib.suppress(PerspectronError, ValueError, KeyError):
+            sign, found = _sign(path), parse_json(read_metadata(path)["extra"], room=JSON_ROOM)
+            if found["session"] == session.fields():  # else another has written there meanwhile
+                self._hold(path, sign, session)
         return self.about(name)
 
-    def load(self, name: str, fresh: Session) -> Session:
-        """Read a state of the same model as `fresh`. Missing, StateError: it is none that can be gone on from."""
+    def load(self, name: str, fresh: Session, *, anew: bool = False) -> Session:
+        """A state of the same model as `fresh`, read from its file unless it is in memory; anew: in any case. Missing,
+        StateError: it is none that can be gone on from."""
+        path = self.found(name)
+        sign = _sign(path)
+        with self._lock:
+            held = self._held.get(path)
+            if held is not None and held.sign == sign and not anew and (own := held.session.opened(fresh)):
+                self._held.move_to_end(path)
+                return own
         with self._told():
-            return fresh.loaded(self.found(name))
+            session = fresh.loaded(path)
+        self._hold(path, sign, session)
+        return session
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of states in memory that no store, session or mark has."""
+        return self._account.bytes
+
+    def _hold(self, path: Path, sign: tuple[int, ...], session: Session) -> None:
+        """Keep a state in memory, and let those go that were not used for longest."""
+        own = session.fork()
+        with self._lock:
+            self._held.pop(path, None)
+            if sign:
+                self._held[path] = _Held(sign, own, own.hold(self._account))
+            while self._held and self._account.bytes > MOST:
+                _, (_, _, hold) = self._held.popitem(last=False)
+                if hold is not None:
+                    hold.let_go()
 
     def take(self, name: str, upload: Path, fresh: Session) -> About:
         """Check a file from elsewhere, which is used up, and keep it under a name. StateError: it is no state of this
@@ -106,7 +161,19 @@ class States:
 
     def delete(self, name: str) -> None:
         """Delete a state. Missing: it is not there."""
-        remove(self.found(name))
+        path = self.found(name)
+        remove(path)
+        with self._lock:
+            self._held.pop(path, None)
+
+
+def _sign(path: Path) -> tuple[int, ...]:
+    """By which a file is known to be the same; empty where there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return ()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def _about(path: Path) -> About | None:

@@ -11,6 +11,7 @@ from perspectron.data.loader import IGNORE, windows
 from perspectron.data.shards import Split
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
 from perspectron.util import ranks
 from perspectron.util.errors import DataError
 
@@ -36,12 +37,14 @@ def heldout(
     carry: bool = False,
     spread: bool = False,
     dtype: torch.dtype | None = None,
+    start: LMState | None = None,
 ) -> Heldout:
     """The loss over a split, over its first `limit_tokens`, or with `spread` over as many tokens from the whole split.
     Deterministic.
 
-    Every window of `seq_len` tokens starts from an empty state, so that designs are compared at the same context. With
-    `carry` the state continues from window to window (batch size 1) and is only reset at the start of a document.
+    Every window of `seq_len` tokens starts from an empty state, or from the row `start`, so that designs are compared
+    at the same context. With `carry` the state continues from window to window (batch size 1) and is only reset at the
+    start of a document.
     `dtype`: of autocast. Ranks share the batches, and each has the sum of all. Bytes are those of the text where all of
     a split is read; of a part they are those of its tokens, which a normaliser may have changed.
     """
@@ -60,6 +63,8 @@ def heldout(
             ids, targets = (ranks.columns(x).to(device) for x in (batch.ids_BT, batch.targets_BT))
             starts = batch.starts_BT if carry else batch.reset_BT
             reset = None if starts is None else ranks.columns(starts).to(device)
+            if state is None and start is not None:
+                state = start.select([0] * len(ids))
             output = model(ids, state, reset_BT=reset, consume_state=True)
             losses = F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
             read_N = targets[targets != IGNORE].cpu()

@@ -195,7 +195,7 @@ def test_an_answer_of_one_token_ends_also_where_its_prompt_ends_with_a_stop(tmp_
     KINDS["qwen2"]().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
     tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
-    ((ids, first),) = tokenizer.encode_items([("ab</s>", "5")], "uint16")
+    ((ids, first),) = tokenizer.encode_items([(tokenizer.marked("ab</s>"), "5")], "uint16")
     assert ids.tolist() == [*tokenizer.encode("ab"), 2, *tokenizer.encode("5"), 2] and first == len(ids) - 2
 
 

@@ -203,6 +203,32 @@ def test_ids_are_those_of_transformers(pair) -> None:
     assert same >= 20
 
 
+@pytest.mark.parametrize("place", ["list", "files"])
+def test_a_template_for_tools_is_taken_where_transformers_takes_it(place, tmp_path) -> None:
+    kind = KINDS["qwen2.5"]
+    texts = {name: (FOLDER / f"{name}.jinja").read_text() for name in ("smollm2", "qwen2.5")}
+    named = {"default": texts["smollm2"], "tool_use": texts["qwen2.5"], "rag": "{{ documents }}"}
+    if place == "list":
+        listed = [{"name": name, "template": text} for name, text in named.items()]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**kind.names, "chat_template": listed}))
+    else:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(kind.names))
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "chat_template.jinja").write_text(named["default"])
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
+    hf, tokenizer, template = theirs(kind), ours(kind), Template.of(tmp_path)
+    hf.chat_template = named
+    assert template is not None
+    for messages in (TALKS["system"], TALKS["answered call"]):
+        for tools in (None, [WEATHER]):
+            wanted = hf.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, return_dict=False
+            )
+            assert template.ids(messages, tokenizer, tools=tools) == wanted
+    assert template.ids(TALKS["one"], tokenizer, tools=[]) == template.ids(TALKS["one"], tokenizer)
+    assert template.for_tools([WEATHER]).uses("tools") and not template.uses("tools")
+
+
 def test_a_user_who_writes_special_tokens_gets_their_letters(pair) -> None:
     """No more special tokens than with a word in their place, and the same text."""
     name, hf, template, tokenizer = pair

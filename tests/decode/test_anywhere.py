@@ -1,6 +1,7 @@
 """Prompts that are cut anywhere: the same bits, and what texts share is read once."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -16,10 +17,13 @@ from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
+from perspectron.model.ffn import MLPConfig, SwiGLUConfig
 from perspectron.model.model import LanguageModel, build
 from perspectron.native import wanted
+from perspectron.quant.convert import convert
 from tests.decode.conftest import VOCAB
 from tests.decode.test_rows import equal, prompt_of
+from tests.refusals import names
 
 DESIGNS = [design for design in presets.DESIGNS if "[" not in design]
 GREEDY = SamplingConfig(temperature=0)
@@ -53,10 +57,14 @@ def said(rows: Rows, prompts: list[list[int]]) -> list[tuple]:
 
 @needs_native
 @pytest.mark.parametrize("design", DESIGNS)
-def test_a_design_keeps_its_promise(design: str) -> None:
-    """Anywhere in a long text, in float32 and bfloat16."""
+def test_a_design_keeps_its_promise(design: str, caplog) -> None:
+    """Anywhere in a long text, in float32 and bfloat16; one that gives none says so."""
     model = drawn(design, layers=4 if design == "perspective" else 2)
     assert (whole(model) > 0) == (design not in CUT)
+    if not whole(model):
+        assert not measured(model, CHUNK)
+        [line] = caplog.messages
+        assert names(line, model.config.name, CHUNK)
     for kind in (model, model.to(torch.bfloat16)) if whole(model) else ():
         assert measured(kind, CHUNK)
         ids, draw = prompt_of(300, 1), random.Random(design)
@@ -64,6 +72,31 @@ def test_a_design_keeps_its_promise(design: str) -> None:
         with torch.inference_mode():
             first, other = [read(kind, ids, cut) for cut in cuts]
         assert torch.equal(first, other)
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("hidden", [64, 99])
+@pytest.mark.parametrize("network", ["swiglu", "mlp"])
+@pytest.mark.parametrize("format", ["2bit", "int8", "4bit32", "8bit32"])
+def test_packed_matrices_need_no_padding(format: str, network: str, hidden: int, threads: int) -> None:
+    """But a single token, which mixers would take for a step."""
+    model = drawn("transformer")
+    ffn = SwiGLUConfig(hidden) if network == "swiglu" else MLPConfig(hidden)
+    blocks = tuple(replace(block, ffn=ffn) for block in model.config.blocks)
+    model = build(replace(model.config, blocks=blocks), seed=1).eval()
+    assert whole(model) == 8
+    convert(model, format)
+    assert whole(model) == 1
+    ids, draw = prompt_of(150, 1), random.Random(hidden)
+    cuts = [[0, 128, 150], [0, *range(100, 131), 150], sorted({0, 128, *draw.sample(range(1, 150), 9), 150})]
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            first, *others = [read(model, ids, cut) for cut in cuts]
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(first, other) for other in others)
 
 
 def read(model: LanguageModel, ids: list[int], cuts: list[int]) -> torch.Tensor:

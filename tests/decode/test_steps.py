@@ -313,6 +313,16 @@ def test_one_recording_takes_caches_of_all_lengths(monkeypatch):
     assert len(steps._made) == 1
 
 
+def test_the_bound_on_bytes_is_one_of_the_rows_that_step_together(monkeypatch):
+    """The state of all rows of a batch may be larger."""
+    size, ids_B1 = small("gla").init_state(16).nbytes, torch.full((16, 1), 3)
+    for bytes, taken in ((size // 2 + 1, True), (size // 4, False)):
+        monkeypatch.setattr(steps_module, "MOST_BYTES", bytes)
+        model = copy.deepcopy(small("gla"))
+        with torch.inference_mode():
+            assert (recorded(model).step(ids_B1, model.init_state(16)) is not None) == taken
+
+
 def test_a_cache_grows_and_the_state_says_so():
     model = small("transformer")
     before = read(model, 1)

@@ -181,7 +181,8 @@ def counted_in(folder) -> tuple[set[str], int]:
     return names, sum(size for _, size in (*entries, *pages))
 
 
-def test_branches_of_a_prompt_have_its_pages_once(tokenizer, tmp_path) -> None:
+def test_branches_of_a_prompt_have_its_pages_once(tokenizer, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("perspectron.model.appended.MOST_PARTS", 1)  # of one file: a text has any number
     model, prompt = small("gpt2"), prompt_of(31, 1)
     store = PrefixStore(model, chunk=CHUNK, folder=tmp_path, memory_bytes=0)
     answered(model, tokenizer, prompt, store, count=1)

@@ -14,6 +14,7 @@ import perspectron
 from perspectron.cli import chat
 from perspectron.cli.main import main
 from perspectron.cli.serve import Serve
+from perspectron.data import encode, open_corpus
 from perspectron.data.template import FILE, Template
 from perspectron.data.tokenizer import END_OF_TEXT
 from perspectron.decode.generate import generate
@@ -23,7 +24,7 @@ from perspectron.opening import open_model
 from perspectron.serve.web.app import create
 from perspectron.util.errors import DataError
 from tests.foreign_models import SMALL, TEXT, saved
-from tests.refusals import refused
+from tests.refusals import in_a_line, refused
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -166,12 +167,25 @@ def test_a_template_is_found_where_transformers_keeps_it(hf, place):
     assert template.prompt(HELLO) == "<|begin|>hi<|eot|>"
 
 
-def test_a_training_reads_a_template_as_a_chat_does(hf):
-    opened = open_model(imported(hf))
+@pytest.mark.parametrize("asked", ["hi", "<|eot|> hi<|end", "a <|begin|><|/head|> b", "<"])
+def test_a_training_reads_records_as_a_chat_does(asked, hf, tmp_path):
+    run = imported(hf)
+    records = [{"prompt": asked + " " * (i % 2), "completion": "yes<|eot|>"} for i in range(4)]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    opened = open_model(run)
     template = opened.template()
     assert template is not None
-    [(ids, first)] = opened.tokenizer.encode_items([(template.prompt(HELLO), "yes")], "uint16")
-    assert ids[:first].tolist() == template.ids(HELLO, opened.tokenizer)
+    corpus = open_corpus(str(tmp_path / "asked.jsonl"), heldout=0.3, template=template)
+    split = encode(corpus, opened.tokenizer, tmp_path / "shards").split("train")
+    ids, special = split.document(0).tolist(), {*opened.tokenizer.special.values()}
+    for text in (asked, asked + " "):
+        wanted = template.ids([{"role": "user", "content": text}], opened.tokenizer)
+        if ids[: len(wanted)] == wanted:
+            break
+    else:
+        pytest.fail(f"{ids} does not begin as a chat's")
+    assert [id for id in ids if id in special] == [*(id for id in wanted if id in special), ids[-1]]
+    assert len([id for id in wanted if id in special]) == 6, "of the template alone"
 
 
 def test_a_model_that_learned_with_a_template_goes_on_with_it(hf):
@@ -217,3 +231,31 @@ def test_ends_that_are_no_tokens_are_refused(hf, bpe):
             foreign.read(hf)
     (hf / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|head|>"}}))
     assert bpe.token_to_id("<|head|>") in foreign.read(hf)[1].specials.stops
+
+
+def test_texts_are_drawn_as_the_model_suggests_unless_told_otherwise(hf, tmp_path, capsys):
+    values = json.loads((hf / "generation_config.json").read_text())
+    suggested = {"do_sample": True, "temperature": 4.0, "top_k": 3, "no_repeat_ngram_size": 2}
+    (hf / "generation_config.json").write_text(json.dumps(values | suggested))
+    run = imported(hf)
+    capsys.readouterr()
+
+    def drawn(*options: str) -> tuple[str, str]:
+        assert main(["generate", str(run), "the cat", "--max-tokens", "12", "--seed", "7", *options]) == 0
+        return capsys.readouterr()
+
+    text, said = drawn()
+    assert text == drawn("--temperature", "4", "--top-k", "3")[0]
+    assert len({text, drawn("--temperature", "0")[0], drawn("--top-k", "0")[0]}) == 3
+    in_a_line(said, "generation_config.json", "temperature", 4, "top_k", 3, "no_repeat_ngram_size")
+    served = Serve((run,))._served(run, open_model(run), tmp_path)
+    in_a_line(capsys.readouterr().err, "run", "generation_config.json", "top_k", "no_repeat_ngram_size")
+    with TestClient(create([served]), base_url="http://localhost") as client:
+
+        def answered(**asked: float) -> str:
+            body = {"prompt": "the cat", "max_tokens": 12, "seed": 7, **asked}
+            return client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+
+        assert client.get("/v1/models").json()["data"][0]["sampling"]["top_k"] == 3
+        assert answered() == answered(temperature=4, top_k=3) == text.removesuffix("\n")
+        assert len({answered(), answered(temperature=0), answered(top_k=0), answered(top_k=-1)}) == 3

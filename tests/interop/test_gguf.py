@@ -11,10 +11,12 @@ from safetensors.torch import load_file, save_file
 
 gguf = pytest.importorskip("gguf", reason="pip install 'perspectron[gguf]'")
 
+from perspectron.decode.sampling import SamplingConfig  # noqa: E402
+from perspectron.decode.suggested import suggested  # noqa: E402
 from perspectron.interop import foreign  # noqa: E402
 from perspectron.util.errors import CheckpointError, DataError  # noqa: E402
 from tests.gguf_models import ARCHES, KINDS, arch_of, folder_of, rounded, stacked, write  # noqa: E402
-from tests.refusals import refused  # noqa: E402
+from tests.refusals import names, refused  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -85,6 +87,17 @@ def test_matrices_of_16_bits_stay_so(tmp_path):
     assert {name.split(".")[-2] for name, weight in weights.items() if weight.dtype == torch.bfloat16} == {
         "embedding", "lm_head", "qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     }  # fmt: skip
+
+
+def test_how_its_authors_suggest_to_draw_is_kept(tmp_path):
+    folder = folder_of("llama", tmp_path / "hf")
+    drawn = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.1, "mirostat": 2}
+    values = {f"general__sampling__{name}": value for name, value in drawn.items()}
+    write(tmp_path / "model.gguf", folder, "llama", **values)
+    with foreign.gguf.unpacked(tmp_path / "model.gguf") as source:
+        config, line = suggested(source.folder, {})
+    assert config == SamplingConfig(0.6, 20, repetition_penalty=1.1)
+    assert names(line, "temperature", "0.6", "mirostat")
 
 
 KNOWN = [name for name, (kind, _) in ARCHES.items() if kind in foreign.KINDS]

@@ -11,6 +11,7 @@ from collections import Counter
 import hypothesis
 import pytest
 import schemathesis
+import torch
 from fastapi.testclient import TestClient
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
@@ -20,6 +21,7 @@ from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.designs.perspective.views import PerspectivesConfig
+from perspectron.model.tuned import parts
 from perspectron.serve.states import States
 from perspectron.serve.web.app import create
 from perspectron.serve.web.likely import shown
@@ -197,6 +199,36 @@ def test_states_are_saved_gone_on_from_forked_moved_and_deleted(client, tiny, tm
     assert sorted(listed) == ["back", "copy", "one", "root", "two"]
     assert client.delete("/v1/states/copy").json()["deleted"]
     assert client.get("/v1/states/copy").json()["error"]["code"] == "state_not_found"
+
+
+def test_states_share_their_memory_with_each_other_and_with_stored_prefixes(
+    tmp_path, tokenizer, monkeypatch
+) -> None:
+    tiny = served(tmp_path, tokenizer, design="transformer")
+    model, states = tiny.engine.model, tiny.states
+    whole = tiny.engine.session().read("The cat sat on the mat. " * 60)
+    before = tiny.engine.store.used_bytes
+    for name in ("a", "b", "c"):
+        states.save(name, whole)
+    assert states.memory_bytes < 300 and tiny.engine.store.used_bytes == before, (
+        "keys and values are the store's"
+    )
+    reads = []
+    monkeypatch.setattr(
+        Session, "loaded", lambda self, path, load=Session.loaded: reads.append(path) or load(self, path)
+    )
+    said = [states.load(name, tiny.engine.session()).say(9) for name in ("a", "b", "a")]
+    assert said == [whole.fork().say(9)] * 3 and reads == []
+    assert states.load("a", tiny.engine.session(), anew=True).say(9) == said[0] and len(reads) == 1
+    states.save("a", whole.fork().read(" on"))
+    assert states.load("a", tiny.engine.session()).text.endswith(" on"), "what is there now"
+    other = Session(model, tokenizer).read("Row 7")
+    other.save(states.path("b"))
+    assert states.load("b", tiny.engine.session()).text == "Row 7" and len(reads) == 2, "of another's hand"
+    monkeypatch.setattr("perspectron.serve.states.MOST", 0)
+    states.load("b", Session(model, tokenizer))
+    assert states.memory_bytes == 0 and states.load("b", tiny.engine.session()).text == "Row 7"
+    tiny.engine.close()
 
 
 def test_slots_as_llama_cpp_has_them(client, tiny, tmp_path, tokenizer) -> None:
@@ -378,6 +410,31 @@ def test_with_a_key_every_route_but_health_needs_it(tiny) -> None:
 def test_without_a_key_another_name_for_this_machine_is_refused(client) -> None:
     assert client.get("/v1/models", headers={"host": "evil.example:8000"}).status_code == 403
     assert client.get("/v1/models", headers={"host": "127.0.0.1:8000"}).status_code == 200
+
+
+def test_a_conversation_begins_with_a_trained_memory(tmp_path, tokenizer) -> None:
+    """Uploaded, and named by requests that share a batch with others; nothing of it gets into the store."""
+    one = served(tmp_path, tokenizer, together=True)
+    model = one.engine.model
+    start = model.init_state(1, tuned=("offset", "first"))
+    for part in parts(start):
+        part.offset.normal_(0, 0.5, generator=torch.Generator().manual_seed(1))
+        part.first.normal_(0, 0.5, generator=torch.Generator().manual_seed(2))
+    begun = Session(model, tokenizer, start=model.begun(start))
+    begun.save(tmp_path / "legal.state")
+    sampling = SamplingConfig(temperature=1.0, seed=5)
+    expected = begun.fork().read("The cat sat").say(12, sampling=sampling)
+    with TestClient(create([one]), base_url="http://localhost") as client:
+        content = (tmp_path / "legal.state").read_bytes()
+        assert client.put("/v1/states/legal", content=content).status_code == 201
+        bare = complete(client)["choices"][0]["text"]
+        for _ in range(2):
+            answer = complete(client, state="legal", save="talk", id_slot=0)
+            assert answer["choices"][0]["text"] == expected != bare
+            assert complete(client, id_slot=0)["choices"][0]["text"] == bare
+        on = complete(client, prompt=" and", state="talk", max_tokens=5)["choices"][0]["text"]
+    begun.read("The cat sat").say(12, sampling=sampling)
+    assert on == begun.read(" and").say(5, sampling=sampling)
 
 
 def test_foreign_states_are_refused_and_leave_nothing(client, tiny, tmp_path, tokenizer) -> None:

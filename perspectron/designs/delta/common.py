@@ -15,6 +15,7 @@ from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ShortConv, ValueFunction, softplus, softplus_of_steps, unit
 from perspectron.model.state import register
+from perspectron.model.tuned import Tuned
 from perspectron.ops import delta
 from perspectron.ops.fused import RMSNorm
 from perspectron.util.terms import Term
@@ -75,6 +76,9 @@ class Delta(Mixer):
         self.A_log.uniform_(*self.rates, generator=generator).clamp_min_(SLOWEST).log_()
         softplus_of_steps(self.dt_bias, generator)
 
+    def decays(self) -> int:
+        return len(self.dt_bias)
+
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> DeltaState:
@@ -92,6 +96,7 @@ class Delta(Mixer):
         pad_BT: Mask,
         consume_state: bool,
         value_residual: ValueFunction | None = None,
+        tuned: Tuned | None = None,
     ) -> tuple[Tensor, DeltaState, dict[str, Term]]:
         u_BTC, window_BZC = self.conv1d(self.qkv_proj(x_BTD), state.window_BZC, reset_BT, pad_BT)
         (H, K, V), G = self.shape, self.key_heads
@@ -99,6 +104,8 @@ class Delta(Mixer):
         v = v if value_residual is None else value_residual(v, x_BTD)
         q, k, v = (x.unflatten(-1, (heads, -1)) for x, heads in ((q, G), (k, G), (v, H)))
         f, beta, write, gate_BTV = self.gates(x_BTD)
+        if tuned is not None:
+            f = tuned.decays(f)
         full = torch.promote_types(f.dtype, torch.float32)
         step = softplus(f.to(full) + self.dt_bias.unflatten(0, (H, -1)))
         if pad_BT is not None:
@@ -111,5 +118,7 @@ class Delta(Mixer):
         o_BHTV, memory_BHKV = delta.scan(
             q, k, e, v, alpha, state.memory_BHKV, scale=K**-0.5, consume_state=consume_state, checked=False
         )
+        if tuned is not None:
+            o_BHTV = tuned.read(o_BHTV, q, K**-0.5)
         o_BTV = self.norm(o_BHTV.transpose(1, 2).to(x_BTD.dtype)).flatten(2)
         return self.o_proj(o_BTV * gate_BTV), DeltaState(memory_BHKV, window_BZC), {}

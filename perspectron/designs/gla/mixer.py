@@ -14,6 +14,7 @@ from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction, split_inputs
 from perspectron.model.state import register
+from perspectron.model.tuned import Tuned
 from perspectron.ops import gla
 from perspectron.ops.fused import RMSNorm, batch_invariant
 from perspectron.util.config import MixerConfig, at_least, divides, positive
@@ -72,6 +73,9 @@ class GLA(Mixer):
         self.norm = RMSNorm(d_model // config.heads, norm_eps)
         self.o_proj = nn.Linear(d_model, d_model, bias=False)
 
+    def decays(self) -> int:
+        return self.q_proj.out_features
+
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> GLAState:
@@ -89,9 +93,12 @@ class GLA(Mixer):
         pad_BT: Mask,
         consume_state: bool,
         value_residual: ValueFunction | None = None,
+        tuned: Tuned | None = None,
     ) -> tuple[Tensor, GLAState, dict[str, Term]]:
         x_q, x_k, x_v, x_g = split_inputs(x_BTD, len(self.mix_exponents))
         gate_BTK = self.gk_proj(x_g)
+        if tuned is not None:
+            gate_BTK = tuned.decays(gate_BTK)
         gate_BTK = gate_BTK.to(torch.promote_types(gate_BTK.dtype, torch.float32))
         # not a power of the sigmoid, whose gradient is not finite where the sigmoid rounds to 0
         by = self.config.gate_temperature
@@ -106,6 +113,8 @@ class GLA(Mixer):
         o_BHTV, memory_BHKV = gla.scan(
             q, k, v, gate, state.memory_BHKV, consume_state=consume_state, checked=False
         )
+        if tuned is not None:
+            o_BHTV = tuned.read(o_BHTV, q, q.shape[-1] ** -0.5)
         o_BTD = self.norm(o_BHTV.transpose(1, 2).to(x_q.dtype)).flatten(2)
         y_BTD = self.o_proj(o_BTD * batch_invariant(F.silu, self.g_proj(x_g)))
         return y_BTD, GLAState(memory_BHKV), {}

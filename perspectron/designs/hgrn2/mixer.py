@@ -14,6 +14,7 @@ from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import Shared, ValueFunction
 from perspectron.model.state import register
+from perspectron.model.tuned import Tuned
 from perspectron.ops import gla
 from perspectron.ops.fused import RMSNorm, batch_invariant
 from perspectron.util.config import MixerConfig, at_least, divides, require
@@ -81,6 +82,9 @@ class HGRN2(Mixer):
         if hasattr(self, "gamma_ND"):
             self.gamma_ND.zero_()
 
+    def decays(self) -> int:
+        return self.f_proj.out_features
+
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> HGRN2State:
@@ -99,8 +103,11 @@ class HGRN2(Mixer):
         consume_state: bool,
         shared: Shared | None = None,
         value_residual: ValueFunction | None = None,
+        tuned: Tuned | None = None,
     ) -> tuple[Tensor, HGRN2State, dict[str, Term]]:
         f_BTD = self.f_proj(x_BTD)
+        if tuned is not None:
+            f_BTD = tuned.decays(f_BTD)
         f_BTD = f_BTD.to(torch.promote_types(f_BTD.dtype, torch.float32))
         k_BTD = batch_invariant(torch.sigmoid, -f_BTD)
         if shared is not None and self.config.layers > 1:
@@ -126,5 +133,7 @@ class HGRN2(Mixer):
         o_BHTK, memory_BHKK = gla.scan(
             q, k, v, gate, state.memory_BHKK, consume_state=consume_state, checked=False
         )
+        if tuned is not None:
+            o_BHTK = tuned.read(o_BHTK, q, q.shape[-1] ** -0.5)
         o_BTD = o_BHTK.transpose(1, 2).flatten(2).to(x_BTD.dtype)
         return self.o_proj(self.norm(o_BTD)), HGRN2State(memory_BHKK), {}

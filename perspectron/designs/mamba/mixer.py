@@ -17,6 +17,7 @@ from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ShortConv, softplus, softplus_of_steps
 from perspectron.model.state import register
+from perspectron.model.tuned import Tuned
 from perspectron.ops import gla
 from perspectron.ops.fused import batch_invariant
 from perspectron.util.config import MixerConfig, at_least, positive, require
@@ -92,6 +93,9 @@ class Mamba(Mixer):
         self.A_log.copy_(torch.arange(1, self.config.state + 1, dtype=torch.float64).log())
         self.D.fill_(1)
 
+    def decays(self) -> int:
+        return len(self.A_log)
+
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> MambaState:
@@ -101,7 +105,13 @@ class Mamba(Mixer):
 
     @masked
     def forward(
-        self, x_BTD: Tensor, state: MambaState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
+        self,
+        x_BTD: Tensor,
+        state: MambaState,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        tuned: Tuned | None = None,
     ) -> tuple[Tensor, MambaState, dict[str, Term]]:
         u_BTI, z_BTI = self.in_proj(x_BTD).chunk(2, -1)
         u_BTI, window_BZI = self.conv1d(u_BTI, state.window_BZI, reset_BT, pad_BT)
@@ -113,7 +123,8 @@ class Mamba(Mixer):
             delta_BTR, b_BTN, c_BTN = (
                 F.rms_norm(x, x.shape[-1:], eps=self.config.norm_eps) for x in (delta_BTR, b_BTN, c_BTN)
             )
-        delta_BTI = softplus(self.dt_proj(delta_BTR.to(x_BTD.dtype)).to(full))
+        delta_BTI = self.dt_proj(delta_BTR.to(x_BTD.dtype)).to(full)
+        delta_BTI = softplus(delta_BTI if tuned is None else tuned.decays(delta_BTI))
         if pad_BT is not None:
             delta_BTI = delta_BTI.masked_fill(pad_BT[:, :, None], 0)  # gate 1, nothing written
         rate_IN = torch.exp(self.A_log.to(full))
@@ -130,5 +141,8 @@ class Mamba(Mixer):
             consume_state=consume_state,
             checked=False,
         )
-        y_BTI = torch.addcmul(o_BIT1[..., 0].mT, u_BTI, self.D) * batch_invariant(F.silu, z_BTI)
+        o_BTI = o_BIT1[..., 0].mT
+        if tuned is not None:
+            o_BTI = tuned.read(o_BTI, c_BTN)
+        y_BTI = torch.addcmul(o_BTI, u_BTI, self.D) * batch_invariant(F.silu, z_BTI)
         return self.o_proj(y_BTI.to(x_BTD.dtype)), MambaState(memory_BIN1[..., 0], window_BZI), {}

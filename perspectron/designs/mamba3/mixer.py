@@ -15,6 +15,7 @@ from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction, sigmoid, softplus, softplus_of_steps
 from perspectron.model.state import register
+from perspectron.model.tuned import Tuned
 from perspectron.ops import gla
 from perspectron.ops.dispatch import gradients_off
 from perspectron.ops.fused import RMSNorm, batch_invariant
@@ -90,6 +91,9 @@ class Mamba3(Mixer):
         for parameter in (self.b_bias, self.c_bias, self.D):
             parameter.fill_(1)
 
+    def decays(self) -> int:
+        return len(self.dt_bias)
+
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> Mamba3State:
@@ -108,11 +112,14 @@ class Mamba3(Mixer):
         pad_BT: Mask,
         consume_state: bool,
         value_residual: ValueFunction | None = None,
+        tuned: Tuned | None = None,
     ) -> tuple[Tensor, Mamba3State, dict[str, Term]]:
         projected = self.in_proj(x_BTD).to(x_BTD.dtype).split(self.split, -1)
         (z_BTI, v_BTI, b_BTN, c_BTN), steps = projected[:4], projected[4:]
         full = torch.promote_types(x_BTD.dtype, torch.float32)
         delta_BTH, rate_BTH, mix_BTH, theta_BTF = (step.to(full) for step in steps)
+        if tuned is not None:
+            delta_BTH = tuned.decays(delta_BTH)
         delta_BTH = softplus(delta_BTH + self.dt_bias)
         if pad_BT is not None:
             delta_BTH = delta_BTH.masked_fill(pad_BT[:, :, None], 0)  # gate 1, nothing written or turned
@@ -140,6 +147,8 @@ class Mamba3(Mixer):
         o_BHTP, memory_BHNP = gla.scan(
             q, k, v, gate, ahead_BHNP, scale=1.0, consume_state=gradients_off(), checked=False
         )
+        if tuned is not None:
+            o_BHTP = tuned.read(o_BHTP, q)
         skip_BTH = self.D - (q_BTHN * k_BTHN).sum(-1) * late_BTH
         y_BTHP = torch.addcmul(o_BHTP.transpose(1, 2), v_BTHP, skip_BTH[..., None])
         y_BTD = self.o_proj((y_BTHP.flatten(2) * batch_invariant(F.silu, z_BTI)).to(x_BTD.dtype))

@@ -14,6 +14,7 @@ from perspectron.designs.perspective import eligibility
 from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.state import register
+from perspectron.model.tuned import Tuned
 from perspectron.ops import pdr
 from perspectron.ops.attention import Places, places
 from perspectron.ops.dispatch import captured, full_precision, gradients_off
@@ -141,6 +142,9 @@ class PDR(Mixer):
     def decay_gate(self) -> nn.Module:
         return self.p_proj
 
+    def decays(self) -> int:
+        return self.v_proj.out_features
+
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> PDRState:
@@ -151,12 +155,20 @@ class PDR(Mixer):
 
     @masked
     def forward(
-        self, x_BTD: Tensor, state: PDRState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
+        self,
+        x_BTD: Tensor,
+        state: PDRState,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        tuned: Tuned | None = None,
     ) -> tuple[Tensor, PDRState, dict[str, Term]]:
         read_BTD = self.p_down(x_BTD)
         p_BTD, v_BTD = self.p_proj(read_BTD), self.v_proj(x_BTD)
         if isinstance(state, Adapted):
             p_BTD, u_BTr = state.gates(p_BTD, read_BTD)
+        if tuned is not None:
+            p_BTD = tuned.decays(p_BTD)
         gamma_BTD = batch_invariant(torch.sigmoid, p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
         if pad_BT is not None:
             gamma_BTD = gamma_BTD.masked_fill(pad_BT[:, :, None], 1)  # v is 0 there: it has no bias
@@ -170,6 +182,9 @@ class PDR(Mixer):
             more["trace_BrDR"] = eligibility.carried(k, v, gamma, u_BTr, memory_BDR, state.trace_BrDR)
             memory_BDR = state.learned(memory_BDR)
         o_BTD, memory_BDR = self._scan(inputs, memory_BDR, at, consume_state)
+        if tuned is not None:
+            scale = self.config.rank**-0.5 if self.config.scale is None else self.config.scale
+            o_BTD = tuned.read(o_BTD, inputs[0], scale)
         y_BTD = self.o_proj(self.norm(o_BTD.to(x_BTD.dtype)))
         return y_BTD, replace(state, memory_BDR=memory_BDR, length_B=at.length_B, **more), {}
 

@@ -17,6 +17,7 @@ from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction, logits_of_halflives, split_inputs
 from perspectron.model.state import register
+from perspectron.model.tuned import Tuned
 from perspectron.ops import pdr
 from perspectron.ops.fused import RMSNorm, batch_invariant, decayed
 from perspectron.util.config import MixerConfig, at_least, require
@@ -97,6 +98,9 @@ class PDR2(Mixer):
     def decay_gate(self) -> nn.Module:
         return self.p_proj
 
+    def decays(self) -> int:
+        return self.value_channels
+
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> PDR2State:
@@ -113,6 +117,7 @@ class PDR2(Mixer):
         pad_BT: Mask,
         consume_state: bool,
         value_residual: ValueFunction | None = None,
+        tuned: Tuned | None = None,
     ) -> tuple[Tensor, PDR2State, dict[str, Term]]:
         x_q, x_k, x_v, x_p = split_inputs(x_BTD, len(self.mix_exponents))
         q, k, v_BTD = self.q_proj(x_q), self.k_proj(x_k), self.v_proj(x_v)
@@ -120,6 +125,8 @@ class PDR2(Mixer):
         p_BTD = self.p_proj(x_p)
         if isinstance(state, Adapted):
             p_BTD, u_BTr = state.gates(p_BTD, x_p)
+        if tuned is not None:
+            p_BTD = tuned.decays(p_BTD)
         if self.config.unit_input:
             gamma_BTD, v_BTD = decayed(p_BTD, v_BTD)
         else:
@@ -146,6 +153,8 @@ class PDR2(Mixer):
             memory_BDR = state.learned(memory_BDR)
         memory = memory_BDR.reshape(len(v), -1, self.config.rank)
         o, memory = pdr.scan(q, k, v, gamma, memory, consume_state=consume_state, checked=False)
+        if tuned is not None:
+            o = tuned.read(o, q, self.config.rank**-0.5)
         o_BTD = o.unflatten(0, (len(x_q), -1)).transpose(1, 2).flatten(2)
         if self.config.gated:
             o_BTD = self.norm((o_BTD * batch_invariant(F.silu, self.z_proj(x_q))).to(x_q.dtype))

@@ -26,6 +26,7 @@ from perspectron.model.parts import (
     value_residual_gate,
 )
 from perspectron.model.state import register
+from perspectron.model.tuned import Tuned
 from perspectron.ops import delta
 from perspectron.ops.fused import batch_invariant
 from perspectron.util.config import MixerConfig, at_least, positive, require
@@ -129,6 +130,9 @@ class RWKV7(Mixer):
         self.norm_bias.zero_()
         self.o_proj.weight.zero_()
 
+    def decays(self) -> int:
+        return len(self.k_k)
+
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> RWKV7State:
@@ -146,15 +150,17 @@ class RWKV7(Mixer):
         pad_BT: Mask,
         consume_state: bool,
         shared: Shared | None = None,
+        tuned: Tuned | None = None,
     ) -> tuple[Tensor, RWKV7State, dict[str, Term]]:
         """shared: "v_first", the first layer's values of these tokens [B,T,D]."""
         inputs, last_BD = between(x_BTD, state.last_BD, self.mix_6D, reset_BT, pad_BT)
         (x_r, x_w, x_k, x_v, x_a, x_g), full = inputs, last_BD.dtype
         v_BTD = self._with_first(self.v_proj(x_v), x_v, shared)
         eta_BTD = batch_invariant(torch.sigmoid, self.a_low(x_a).to(full))
-        alpha_BTD = batch_invariant(
-            lambda w: torch.exp(-math.exp(-0.5) * torch.sigmoid(w)), self.w_low(x_w).to(full)
-        )
+        w_BTD = self.w_low(x_w).to(full)
+        if tuned is not None:
+            w_BTD = tuned.decays(w_BTD)
+        alpha_BTD = batch_invariant(lambda w: torch.exp(-math.exp(-0.5) * torch.sigmoid(w)), w_BTD)
         k_BTD = self.k_proj(x_k).to(full)
         key_BTD = k_BTD * (1 + (eta_BTD - 1) * self.k_a)
         inputs = (self.r_proj(x_r), key_BTD, v_BTD, eta_BTD, alpha_BTD, k_BTD * self.k_k)
@@ -172,6 +178,8 @@ class RWKV7(Mixer):
         o_BHTK, memory_BHKK = delta.scan_rwkv7(
             q, k, v, a, b, alpha, state.memory_BHKK, consume_state=consume_state, checked=False
         )
+        if tuned is not None:
+            o_BHTK = tuned.read(o_BHTK, q)
         o_BTD = F.layer_norm(o_BHTK.transpose(1, 2), o_BHTK.shape[-1:], eps=self.config.group_eps).flatten(2)
         o_BTD = (o_BTD * self.norm_weight + self.norm_bias + own_BTD).to(x_BTD.dtype)
         return self.o_proj(o_BTD * self.g_low(x_g)), RWKV7State(memory_BHKK, last_BD), {}

@@ -17,6 +17,7 @@ from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ShortConv, ValueFunction, softplus, softplus_of_steps
 from perspectron.model.state import register
+from perspectron.model.tuned import Tuned
 from perspectron.ops import gla
 from perspectron.ops.fused import GroupedRMSNorm, RMSNorm, batch_invariant
 from perspectron.util.config import MixerConfig, at_least, one_of, require
@@ -110,6 +111,9 @@ class SSD(Mixer):
         softplus_of_steps(self.dt_bias, generator)
         self.D.fill_(1)
 
+    def decays(self) -> int:
+        return len(self.dt_bias)
+
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> SSDState:
@@ -128,10 +132,13 @@ class SSD(Mixer):
         pad_BT: Mask,
         consume_state: bool,
         value_residual: ValueFunction | None = None,
+        tuned: Tuned | None = None,
     ) -> tuple[Tensor, SSDState, dict[str, Term]]:
         z_BTI, u_BTC, delta_BTH = self.in_proj(x_BTD).split(self.split, -1)
         u_BTC, window_BZC = self.conv1d(u_BTC, state.window_BZC, reset_BT, pad_BT)
         full = torch.promote_types(delta_BTH.dtype, torch.float32)
+        if tuned is not None:
+            delta_BTH = tuned.decays(delta_BTH)
         delta_BTH = softplus(delta_BTH.to(full) + self.dt_bias)
         if self.config.dt_min > 0 or self.config.dt_max is not None:
             delta_BTH = delta_BTH.clamp(self.config.dt_min, self.config.dt_max)
@@ -155,6 +162,8 @@ class SSD(Mixer):
             consume_state=consume_state,
             checked=False,
         )
+        if tuned is not None:
+            o_BHTP = tuned.read(o_BHTP, q)
         y_BTHP = torch.addcmul(o_BHTP.transpose(1, 2), v_BTHP, self.D[:, None])
         y_BTI, gate_BTI = y_BTHP.flatten(2), batch_invariant(F.silu, z_BTI)
         if self.config.norm == "before":

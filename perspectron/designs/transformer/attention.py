@@ -107,7 +107,7 @@ class Attention(Mixer):
         cut = config.cache != "bfloat16" and (
             config.window is None or config.window >= attention.LEAST_WINDOW
         )
-        self.exact_cells = 8 if cut else 0  # in a call, keys are not rounded to the cache's precision
+        self.exact_cells = 1 if cut else 0  # in a call, keys are not rounded to the cache's precision
         self.value_channels = G * K
         self._project(d_model)
         out_bias = config.bias if config.out_bias is None else config.out_bias

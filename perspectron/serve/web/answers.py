@@ -152,7 +152,7 @@ class Answers:
         )
         if isinstance(body, schema.Completion) and body.echo and logprobs is not None:
             run.echoed = await self._echoed(asked, body.n, logprobs, begun, request)
-        sampling = sampling_of(body)
+        sampling = sampling_of(body, served.sampling)
         for ids in read:
             held = slot if body.cache_prompt else None
             session = self._begun(ids, held, whole) if begun is None else begun.fork()

@@ -4,6 +4,7 @@ cannot be."""
 import asyncio
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from perspectron.data import Tokenizer
@@ -22,7 +23,7 @@ def prompt_of(body: schema.Chat, template: Template, tokenizer: Tokenizer) -> st
     named = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     tools = body.tools if body.tool_choice == "auto" else []
-    seen = {"tools": tools} if tools else {}
+    seen, template = {"tools": tools} if tools else {}, template.for_tools(tools)
     seen |= given
     for name, value in body.chat_template_kwargs.items():
         if name in RESERVED:
@@ -50,11 +51,16 @@ def tokens_of(body: schema.Chat, otherwise: int) -> int:
     return given.pop() if given else otherwise
 
 
-def sampling_of(body: schema.Sampled) -> SamplingConfig:
-    """The settings of the draws; without a seed, one of nobody's choice."""
+def sampling_of(body: schema.Sampled, otherwise: SamplingConfig) -> SamplingConfig:
+    """The settings of the draws, those of `otherwise` where there are none; without a seed, one of nobody's choice."""
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
-    top_k, top_p = max(0, body.top_k), body.top_p or 1e-9  # 0 of the probability is the most likely token
-    return SamplingConfig(body.temperature, top_k, top_p, body.min_p, body.repetition_penalty, seed=seed)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    asked = {name: value for name in names if (value := getattr(body, name)) is not None}
+    if asked.get("top_k") == -1:
+        asked["top_k"] = 0
+    if asked.get("top_p") == 0:  # of the probability: the most likely token
+        asked["top_p"] = 1e-9
+    return replace(otherwise, **asked, seed=seed)
 
 
 def check(body: schema.Sampled, prompts: Sequence[str | list[int]], tokens: int, served: Served) -> None:

@@ -168,17 +168,18 @@ Json = Annotated[Object, BeforeValidator(_parsed, json_schema_input_type=Object 
 class Sampled(Body):
     """The fields that completions and chats share. state: go on from this one; save: keep the conversation under this
     name; id_slot: the slot that holds it. cache_prompt: begin at a prefix that was read before. json_schema,
-    guided_json: as llama.cpp and vLLM call a schema to keep to."""
+    guided_json: as llama.cpp and vLLM call a schema to keep to. temperature to repetition_penalty: where they are left
+    out as the model came with them, or else 1 and off."""
 
     ignored = IGNORED
     neutral = NEUTRAL
     max_tokens: int | None = Field(None, ge=0)
     min_tokens: int = Field(0, ge=0)
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, ge=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=2**31)
-    min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1, le=CHOICES)
     stop: Stops = []
@@ -321,11 +322,49 @@ class Fork(Body):
     token: int | None = Field(None, ge=0)
 
 
+class Diff(Body):
+    """What a state is compared with: another, and on a probe text."""
+
+    other: Name
+    on: Prompt = ""
+
+
+class Bisect(Body):
+    """A question, and a condition on its answer of `max_tokens`: a text that it contains, or "p(TEXT) > NUMBER"."""
+
+    ask: Prompt
+    until: Annotated[str, Field(min_length=1, max_length=4096)]
+    max_tokens: int = Field(16, ge=1)
+
+
+class Rebase(Body):
+    """A new state: the text of one from its token `after` on, replayed after the text of another or a prompt, by the
+    model `reader`, or by the same one."""
+
+    id: Name
+    onto: Name | None = None
+    prompt: Prompt | None = None
+    after: int = Field(0, ge=0)
+    reader: Name | None = None
+
+
+class Merge(Body):
+    """A new state of one and another that comes after it. on: a probe text on which it is judged."""
+
+    id: Name
+    other: Name
+    on: Prompt = ""
+
+
 class Slot(Body):
     filename: Name = ""
 
 
-FIELDS = {name for body in (Completion, Chat, NewState, Fork, Slot) for name in body.model_fields}
+FIELDS = {
+    name
+    for body in (Completion, Chat, NewState, Fork, Diff, Bisect, Rebase, Merge, Slot)
+    for name in body.model_fields
+}
 
 
 def described(problem: Mapping[str, Any]) -> tuple[str, str | None]:

@@ -20,6 +20,7 @@ from perspectron.interop.foreign.source import Source
 from perspectron.util.errors import CheckpointError, ConfigError, DataError
 
 SUFFIX = ".gguf"
+_DRAWN = "general.sampling."
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
@@ -45,7 +46,8 @@ def unpacked(path: Path) -> Iterator[Source]:
     config = {"model_type": family.kind} | config | family.config(fields, config)
     fields.done()
     files = tokenizer.files(whole)
-    config |= files["generation_config.json"]
+    config |= {name: files["generation_config.json"][name] for name in tokenizer.ROLES}
+    files["generation_config.json"] |= _sampling(whole)
     with tempfile.TemporaryDirectory() as folder:
         for name, values in {"config.json": config, **files}.items():
             (Path(folder) / name).write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
@@ -58,6 +60,17 @@ def unpacked(path: Path) -> Iterator[Source]:
         except (CheckpointError, ConfigError, DataError) as error:
             text = str(error).replace(f"{folder}{os.sep}", f"{path}: ").replace(folder, str(path))
             raise type(error)(text) from None
+
+
+def _sampling(whole: Container) -> dict[str, Any]:
+    """How its authors suggest to draw, by the names of transformers; numbers of 32 bits as they were written."""
+    names = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+    found = dict[str, Any]()
+    for key, value in whole.metadata.items():
+        if key.startswith(_DRAWN):
+            name = key.removeprefix(_DRAWN)
+            found[names.get(name, name)] = float(f"{value:.7g}") if isinstance(value, float) else value
+    return {"do_sample": True, **found} if found else {}
 
 
 class _Unpacked(Source):

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from perspectron.data import world
+from perspectron.data.template import TOOLS
 from perspectron.interop.foreign.gguf.container import Container
 from perspectron.util.errors import DataError
 
@@ -121,6 +122,9 @@ def files(container: Container) -> dict[str, dict[str, Any]]:
         for name, id in zip(("bos", "eos", "unk", "pad"), roles.values(), strict=True)
     }
     template = {"chat_template": text} if (text := container.metadata.get("tokenizer.chat_template")) else {}
+    if template and (tools := container.metadata.get(f"tokenizer.chat_template.{TOOLS}")):
+        several = {"default": text, TOOLS: tools}
+        template = {"chat_template": [{"name": name, "template": one} for name, one in several.items()]}
     whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **made}
     return {
         "tokenizer.json": whole | {"post_processor": _begins(roles["bos"], data) if first else None},

@@ -62,6 +62,11 @@ function render() {
   remember();
 }
 
+function suggest() {
+  const { temperature } = models.find((one) => one.id === at("model").value).sampling;
+  if (temperature !== 1) at("temperature").value = temperature;
+}
+
 function remember() {
   const model = models.find((one) => one.id === at("model").value);
   if (!model) return;
@@ -270,6 +275,7 @@ at("text").addEventListener("keydown", (event) => {
 act(async () => {
   models = (await (await ask("/v1/models")).json()).data;
   at("model").replaceChildren(...models.map((model) => new Option(model.id, model.id)));
+  suggest();
   clear();
   await list();
   at("more").focus();

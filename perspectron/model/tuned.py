@@ -1,0 +1,172 @@
+"""What was trained of a memory while the weights were frozen, as a part of the state: each row of a batch has its own
+(docs/guides/memories.md).
+
+A matrix memory S is read as S + C, of an offset C. In designs that add what they write, this is a memory that decays
+toward C instead of toward 0; in those that correct what they read (delta rules), what is written does not see C. It is
+no part of what was read: a document that begins leaves it.
+
+Shapes: B batch, T time, H heads, G heads of queries, K key width, V value width, N logits of decays.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from perspectron.ops.dispatch import full_precision
+
+KINDS = ("offset", "gates", "first")
+"""Parts that can be trained, fields of `Tuned`."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A mixer's state under what was trained. mixer: its own state. offset: C, of the memory's shape. gates: added to
+    the logits of its decays [B,N]. first: S0, the memory with which a document begins. A part that no row has is [B,0];
+    zeros are the same as none."""
+
+    mixer: Any
+    offset: Tensor
+    gates: Tensor
+    first: Tensor
+
+    def decays(self, logits: Tensor) -> Tensor:
+        """Logits of decays [B,T,…], of N numbers a token, with the biases."""
+        if self.gates.shape[1] == 0:
+            return logits
+        return logits + self.gates.view(len(logits), 1, *logits.shape[2:]).to(logits.dtype)
+
+    def read(self, o_BHTV: Tensor, q_BGTK: Tensor, scale: float = 1.0) -> Tensor:
+        """What was read of S, with what is read of C [B,H,K,V]: o + scale · q C. H / G heads in a row share q. Without
+        heads: o [B,T,V], q [B,T,K], C [B,V,K]."""
+        if self.offset.shape[1] == 0:
+            return o_BHTV
+        with full_precision(o_BHTV):
+            C, q = self.offset.to(o_BHTV.dtype), q_BGTK.to(o_BHTV.dtype) * scale
+            if C.ndim == 4:
+                q = q if q.shape[1] in (1, C.shape[1]) else q.repeat_interleave(C.shape[1] // q.shape[1], 1)
+                return o_BHTV + q @ C
+            C = C.reshape(len(q), -1, C.shape[-1])  # PDR's groups of rows stand in the batch
+            return o_BHTV + q @ C.mT
+
+    def begun(self, empty: Any) -> Any:
+        """A mixer's empty state as a document begins here."""
+        if self.first.shape[1] == 0:
+            return empty
+        return replace(empty, **{memory_field(empty): self.first})
+
+    def restarted(self, empty: Any, reset_B: Tensor, kept: Sequence[str]) -> Any:
+        """The mixer's state where rows begin a document. kept: fields that a reset keeps."""
+        begun = self.begun(empty)
+
+        def chosen(start: Tensor, own: Tensor) -> Tensor:
+            return torch.where(reset_B.view(-1, *[1] * (own.ndim - 1)), start.to(own.dtype), own)
+
+        values = {
+            field.name: own if field.name in kept else chosen(getattr(begun, field.name, own), own)
+            for field in fields(self.mixer)
+            if isinstance(own := getattr(self.mixer, field.name), Tensor)
+        }
+        return replace(self.mixer, **values)
+
+
+pytree.register_dataclass(Tuned)
+
+
+def memory_field(state: Any) -> str:
+    """The field of a mixer's state that holds its matrix memory."""
+    return next(field.name for field in fields(state) if field.name.startswith("memory_"))
+
+
+def around(state: Any, decays: int, kinds: Sequence[str]) -> Tuned:
+    """A mixer's empty state with zeros for the parts of these kinds. decays: N."""
+    memory = getattr(state, memory_field(state))
+    B = len(memory)
+    sizes = {"offset": memory.shape[1:], "gates": (decays,), "first": memory.shape[1:]}
+    parts = {kind: memory.new_zeros(B, *(sizes[kind] if kind in kinds else (0,))) for kind in KINDS}
+    return Tuned(state, **parts)
+
+
+def parts(state: Any) -> list[Tuned]:
+    """Those of a state, in the order of its layers."""
+    leaves = pytree.tree_leaves(state, is_leaf=lambda part: isinstance(part, Tuned))
+    return [part for part in leaves if isinstance(part, Tuned)]
+
+
+def with_parts(state: Any, change: Callable[[Tuned], Tuned]) -> Any:
+    """The state with other ones, in the order of `parts`."""
+    is_tuned = lambda part: isinstance(part, Tuned)  # noqa: E731
+    changed = pytree.tree_map(lambda part: change(part) if is_tuned(part) else part, state, is_leaf=is_tuned)
+    return replace(changed, model=state.model)
+
+
+def kinds_of(state: Any) -> tuple[str, ...]:
+    """The kinds of parts that a state has."""
+    found = parts(state)
+    return tuple(kind for kind in KINDS if any(getattr(part, kind).shape[1] for part in found))
+
+
+def has_first(state: Any) -> bool:
+    """True if documents begin with a memory."""
+    return any(part.first.shape[1] for part in parts(state))
+
+
+def carried(state: Any, like: Any) -> Any:
+    """A layer's empty state, with what another one of as many rows has of trained parts."""
+    if isinstance(like, Tuned):
+        return replace(like, mixer=like.begun(state))
+    return _descend(state, lambda name: carried(getattr(state, name), getattr(like, name)))
+
+
+def alike(layers: Sequence[Any]) -> list[Any]:
+    """A layer's states, of several batches, with parts of the same kinds: zeros where others have some."""
+    tuned = [layer for layer in layers if isinstance(layer, Tuned)]
+    if tuned:
+        whole = {
+            kind: max((getattr(part, kind) for part in tuned), key=Tensor.numel).shape[1:] for kind in KINDS
+        }
+        return [_padded(layer, tuned[0], whole) for layer in layers]
+    names = [name for name in ("mixer", "beside") if all(hasattr(layer, name) for layer in layers)]
+    if not names or not all(map(is_dataclass, layers)):
+        return list(layers)
+    columns = {name: alike([getattr(layer, name) for layer in layers]) for name in names}
+    return [
+        replace(layer, **{name: column[i] for name, column in columns.items()})
+        for i, layer in enumerate(layers)
+    ]
+
+
+def _padded(layer: Any, like: Tuned, whole: dict[str, torch.Size]) -> Tuned:
+    own = layer if isinstance(layer, Tuned) else None
+    B = len(getattr(layer if own is None else own.mixer, memory_field(layer if own is None else own.mixer)))
+
+    def part(kind: str) -> Tensor:
+        x = None if own is None else getattr(own, kind)
+        if x is not None and x.shape[1:] == whole[kind]:
+            return x
+        if x is not None and x.shape[1] > 0:
+            return x  # of another model: stacking says so
+        return getattr(like, kind).new_zeros(B, *whole[kind])
+
+    return Tuned(layer if own is None else own.mixer, *(part(kind) for kind in KINDS))
+
+
+def bare(layer: Any) -> Any:
+    """A layer's state without parts that are zeros in all rows."""
+    if isinstance(layer, Tuned):
+        kept = {
+            kind: x if bool(x.any()) else x.new_zeros(len(x), 0)
+            for kind in KINDS
+            for x in [getattr(layer, kind)]
+        }
+        return replace(layer, **kept) if any(x.shape[1] for x in kept.values()) else layer.mixer
+    return _descend(layer, lambda name: bare(getattr(layer, name)))
+
+
+def _descend(layer: Any, change: Any) -> Any:
+    """A block's state with other ones of its mixers."""
+    names = [name for name in ("mixer", "beside") if hasattr(layer, name)]
+    return replace(layer, **{name: change(name) for name in names}) if names else layer
