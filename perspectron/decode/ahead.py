@@ -14,7 +14,7 @@ from perspectron.native import tape
 from perspectron.native.ahead import Program, Template
 from perspectron.native.tape import Tape, Unrecordable, places_of
 
-MOST_PROGRAMS = 16
+MOST_PROGRAMS = 48
 """Programs of a recording that are kept, by the tokens that each row reads."""
 
 
@@ -55,6 +55,8 @@ class Reading:
         like: tuple[Tensor, Tensor],
         kept: Callable[[], None],
     ) -> None:
+        order = sorted(range(len(rows)), key=lambda n: -len(tokens[n]))  # for few kinds of programs
+        rows, tokens = [rows[n] for n in order], [tokens[n] for n in order]
         program = of.take([len(own) for own in tokens])
         self._of, self._program, self._left = of, program, set(rows)
         self.lengths = {row: len(own) for row, own in zip(rows, tokens, strict=True)}

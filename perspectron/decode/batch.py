@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from perspectron.decode.ahead import Reading
-from perspectron.decode.drafts import Draft, Drafter, Pace
+from perspectron.decode.drafts import LENGTHS, Draft, Drafter, Pace
 from perspectron.decode.graphs import Graphs
 from perspectron.decode.row import Row
 from perspectron.decode.steps import Steps, stepped, steps_of
@@ -155,6 +155,8 @@ class Batch:
             draft.waits = None
         wants = [at for at, there in enumerate(hand) if not there]
         drafts = [self._draft(rows[at], len(wants)) for at in wants]
+        if len(wants) > 1:
+            drafts = [draft[: next((n for n in LENGTHS if n <= len(draft)), 0)] for draft in drafts]
         seconds = time.perf_counter() - start
         state = self.state if self.state is not None else rows[0].state
         assert isinstance(self.steps, Steps)

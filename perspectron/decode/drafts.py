@@ -25,6 +25,8 @@ LONGEST = 15
 """Tokens of a draft, unless another number is asked for."""
 SHORTEST_NGRAM, LONGEST_NGRAM = 2, 4
 """Last tokens of a text that are looked for in it."""
+LENGTHS = 15, 7, 3, 1
+"""Tokens that drafts of several rows have, so that their runs have few shapes."""
 FEW = 16
 """A draft model reads fewer tokens step by step."""
 MEMORY = 0.15
