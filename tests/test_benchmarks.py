@@ -60,6 +60,7 @@ SCRIPTS = {
     "saves": [],
     "fair": [],
     "determinism": [],
+    "drafts": [],
     "step": ["--rows", "4"],
     "in_transformers": [],
     "in_onnx": [],
@@ -316,6 +317,14 @@ def test_constrained(results):
     for name, model in found["models"].items():
         assert model["fit"] == model["draws"] == 4 and model["differ"] == 0 and model["cost"]["median"] > 0
         assert found["met"][name].keys() == found["bars"].keys()
+
+
+def test_drafts(results):
+    found = results("drafts")
+    assert found["texts"]["all"]["differ"] == 0 < found["texts"]["all"]["accepted"]
+    assert all(
+        one["times as fast"]["median"] > 0 for texts in found["times"].values() for one in texts.values()
+    )
 
 
 def test_step(results):
