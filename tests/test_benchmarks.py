@@ -54,12 +54,14 @@ SCRIPTS = {
     "quantised": [],
     "ternary_gemv": [],
     "recall": ["--only", "transformer", "PDR, R = 1", "needle: window 4", "parity: gdn[negative=true]"],
+    "long_memory": ["--designs", "transformer", "gpt2", "--tasks", "mqar", "mano"],
     "layer_times": [],
     "sessions": [],
     "memories": [],
     "saves": [],
     "fair": [],
     "determinism": [],
+    "drafts": [],
     "step": ["--rows", "4"],
     "in_transformers": [],
     "in_onnx": [],
@@ -237,6 +239,14 @@ def test_import_gpt2(results):
     assert all(0 < its["largest_difference"] <= 1e-5 for its in found.values())
 
 
+def test_long_memory(results):
+    found = results("long_memory")
+    assert found["cells"].keys() == {"transformer", "gpt2"} == found["recalled"].keys()
+    for cells in found["cells"].values():
+        assert cells.keys() == {"mqar", "mano"} and cells["mqar"]["state_bytes"] > 0
+        assert all(each is not None for each in cells["mqar"]["also"]["length 128, pairs 8"])
+
+
 def test_saves(results):
     found = results("saves")
     assert 0 < found["saves"]["second_bytes"] < found["saves"]["first_bytes"] / 2
@@ -317,6 +327,14 @@ def test_constrained(results):
     for name, model in found["models"].items():
         assert model["fit"] == model["draws"] == 4 and model["differ"] == 0 and model["cost"]["median"] > 0
         assert found["met"][name].keys() == found["bars"].keys()
+
+
+def test_drafts(results):
+    found = results("drafts")
+    assert found["texts"]["all"]["differ"] == 0 < found["texts"]["all"]["accepted"]
+    assert all(
+        one["times as fast"]["median"] > 0 for texts in found["times"].values() for one in texts.values()
+    )
 
 
 def test_step(results):

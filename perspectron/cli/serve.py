@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from perspectron.cli.options import needs, open_model, perspectives_of, say, size
+from perspectron.cli.options import drafts_of, needs, open_model, perspectives_of, say, size
 from perspectron.ops.experts import FEW
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
@@ -77,6 +77,11 @@ class Serve:
     each token. Prompt prefixes are not shared."""
     calibration: Path | None = None
     """File that `perspective views` wrote for the model (default: fixed thresholds)."""
+    draft: str | None = None
+    """Read tokens ahead that may follow, where that pays: "ngram" takes those that followed the last ones before, a
+    folder of a smaller model with the same tokenizer those that it draws. The text is the same."""
+    draft_tokens: int | None = None
+    """With --draft: tokens of a draft, at most (default: 15)."""
     cache: str | None = None
     """Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."""
 
@@ -179,6 +184,7 @@ class Serve:
         engine = Engine(
             opened.model, opened.tokenizer, store=store, rows=self.rows, queue=self.queue,
             together=False if self.deterministic else None, hooks=looks,
+            drafts=drafts_of(self.draft, self.draft_tokens, opened),
         )  # fmt: skip
         leases, places = Leases(objects or Folder(folder)), (f"{kind}/{name}" for kind in ("states", "slots"))
         kept, slots = (
