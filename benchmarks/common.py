@@ -150,6 +150,17 @@ class Report:
             self.say("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
         self.say("")
 
+    def before(self, key: str) -> dict[str, Any]:
+        """What results a file of the same shapes has under a key; each part keeps the commit it was measured at."""
+        if self.json in (None, "-") or not Path(self.json).is_file():
+            return {}
+        whole = json.loads(Path(self.json).read_text(encoding="utf-8"))
+        if whole["conditions"]["shapes"] != self.conditions["shapes"]:
+            raise SystemExit(
+                f"{self.json} has other settings: {whole['conditions']['shapes']}; name another file"
+            )
+        return whole["results"].get(key, {})
+
     def finish(self, results: dict[str, Any], headline: dict[str, Any] | None = None) -> None:
         """The JSON; with a headline it is one line, with the headline's keys at its top."""
         whole = {"benchmark": self.name, "conditions": self.conditions, "results": results} | (headline or {})
