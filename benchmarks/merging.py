@@ -29,6 +29,7 @@ from perspectron.decode.merge import carrying
 from perspectron.decode.session import Session
 from perspectron.model.model import LanguageModel, build
 from perspectron.model.state import LMState, Ragged
+from perspectron.util.errors import PerspectronError
 
 TESTS = ("tests/decode/test_past.py",)
 V, A, PROBE = 257, 512, 64
@@ -74,7 +75,7 @@ def trained(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(float(output.loss))
+        losses.append(output.loss.item())
     return model.eval(), statistics.mean(losses[-max(1, steps // 10) :])
 
 
@@ -100,10 +101,8 @@ def measured(
         true = a.fork().read(second[:length])
         state = exhausted(carrying(a, b))
         contenders = {"merged": a.remembered(state.fork(), last), "alone": b}
-        has_windows = any(
-            isinstance(p, Ragged) for p in pytree.tree_leaves(state, is_leaf=lambda p: isinstance(p, Ragged))
-        )
-        if has_windows and state.length_B is None:
+        parts = pytree.tree_leaves(state, is_leaf=lambda part: isinstance(part, Ragged))
+        if any(isinstance(part, Ragged) for part in parts) and state.length_B is None:
             own = exhausted(b.at(length - 1).remembering())
             contenders["B's window"] = a.remembered(with_windows(state, own), last)
         for name, session in contenders.items():
@@ -114,11 +113,11 @@ def measured(
 
 def main() -> None:
     parser = common.parser(__doc__, threads=1, repeats=6)
-    parser.add_argument("--steps", type=int, default=150, help="updates of each model (%(default)s)")
+    parser.add_argument("--steps", type=int, default=120, help="updates of each model (%(default)s)")
     parser.add_argument("--designs", nargs="*", help="some of them alone")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    steps, d_model, seq = (2, 32, 64) if args.quick else (args.steps, 64, 256)
+    steps, d_model, seq = (2, 32, 64) if args.quick else (args.steps, 48, 128)
     designs = args.designs or [name for name in presets.DESIGNS if "[" not in name]
     designs = designs[:2] if args.quick else designs
     lengths = (16,) if args.quick else LENGTHS
@@ -135,7 +134,7 @@ def main() -> None:
             model, loss = trained(design, learnt, steps, seq, d_model)
             with torch.inference_mode():
                 found = {str(n): measured(model, held, n, 1 if args.quick else args.repeats) for n in lengths}
-        except Exception as error:
+        except PerspectronError as error:
             report.say(f"{design}: {type(error).__name__}: {error}")
             results[design] = {"failed": f"{type(error).__name__}: {error}"}
             continue
