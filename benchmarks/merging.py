@@ -112,8 +112,8 @@ def measured(
 
 
 def main() -> None:
-    parser = common.parser(__doc__, threads=1, repeats=6)
-    parser.add_argument("--steps", type=int, default=120, help="updates of each model (%(default)s)")
+    parser = common.parser(__doc__, threads=1, repeats=4)
+    parser.add_argument("--steps", type=int, default=60, help="updates of each model (%(default)s)")
     parser.add_argument("--designs", nargs="*", help="some of them alone")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
