@@ -38,6 +38,12 @@ class _Memory:
         self._size, self._holds = size, Counter[Account]()
         self._payer: Account | None = None
 
+    def resize(self, size: int) -> None:
+        """What was here is gone, perhaps before it was let go of, and other memory has its place."""
+        if self._payer is not None:
+            self._payer.charged += size - self._size
+        self._size = size
+
     def hold(self, account: Account, times: int) -> bool:
         """Count an account so many times more, or less; False where nobody is left."""
         self._holds[account] += times
@@ -78,6 +84,7 @@ class Hold:
             for number, size in storages.items():
                 if number not in _memories:
                     _memories[number] = _Memory(size)
+                _memories[number].resize(size)
                 _memories[number].hold(account, 1)
 
     def let_go(self) -> None:

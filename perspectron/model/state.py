@@ -170,8 +170,13 @@ class LMState:
     @property
     def document_length_B(self) -> Tensor | None:
         """Tokens of the document so far [B]; None where no part of the state counts them."""
-        leaves = pytree.tree_leaves_with_path(self)
-        return next((leaf for where, leaf in leaves if _name(where).endswith("length_B")), None)
+        parts = pytree.tree_leaves_with_path(self, is_leaf=_is_ragged)  # a cache has hundreds of pieces
+        counts = (
+            getattr(part, "length_B", None) if isinstance(part, Ragged) else part
+            for where, part in parts
+            if isinstance(part, Ragged) or _name(where).endswith("length_B")
+        )
+        return next((count for count in counts if count is not None), None)
 
     def detach(self) -> "LMState":
         """The same values, detached from the autograd graph (for truncated backpropagation through time)."""

@@ -405,6 +405,8 @@ def product(
 
 def moved(tape: Tape, code: str, out: Tensor, x: Tensor, index: Tensor, dim: int) -> None:
     """gather: out = x at the index along a dimension; scatter: out there = x. The index has the shape of the places."""
+    if out.numel() == 0:
+        return
     base, other = (x, out) if code == "gather" else (out, x)
     strides = [list(other.stride()), list(index.stride()), list(base.stride())]
     most, apart = base.shape[dim], base.stride(dim)

@@ -71,7 +71,7 @@ class ShardCache(AbstractContextManager["ShardCache"]):
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # readers without work wait here
         self._calm = threading.Condition(self._lock)  # and here those whose work can wait
-        self._schedule = Schedule(self.slots)
+        self._schedule = Schedule(self.slots, several=least > 1)
         self._idle, self._closed = 0, False
         self._moved = time.monotonic()  # when anything did last
         names = [f"expert-reader-{i}" for i in range(readers)]

@@ -11,7 +11,9 @@ from perspectron.stream.reader import Cancelled, ShardFile
 from perspectron.stream.tensors import Bytes
 
 HINTS = 256  # that wait at most; older ones are forgotten
-TRUST = 0.6  # of hints of late that came true, below which none is read: wrong ones displace what is used
+TRUST = {False: 0.6, True: 0.75}
+"""Of hints of late that came true, below which none is read: wrong ones displace what is used; and where a token asks
+for several experts in a layer, the disk has little time to spare for guesses."""
 MEMORY = 1 / 64  # weight of the latest in it
 
 Key = tuple[int, int]
@@ -71,11 +73,11 @@ class Schedule:
 
     A turn is as long as requests are for one layer. A hint is for the two turns after it: until the second begins it
     keeps its slot from other hints, then it is stale. trust: share of the hints of late for what was not in memory that
-    came true, read or not.
+    came true, read or not. several: a token asks for several experts in a layer.
     """
 
-    def __init__(self, slots: int) -> None:
-        self.slots, self.allocated = slots, 0
+    def __init__(self, slots: int, *, several: bool = False) -> None:
+        self.slots, self.allocated, self._enough = slots, 0, TRUST[several]
         self.entries: OrderedDict[Key, Entry] = OrderedDict()
         self.asked: deque[Entry] = deque()
         self.hinted: deque[Entry] = deque()
@@ -110,7 +112,7 @@ class Schedule:
         """Take note of a hint; whether to act on it."""
         if key not in self.entries:
             self._guessed.setdefault(key, self._turn)
-        return self.trust >= TRUST
+        return self.trust >= self._enough
 
     def hint(self, entry: Entry) -> None:
         """Have it read when nothing else is to be read."""

@@ -5,6 +5,7 @@ import random
 import torch
 import torch.utils._pytree as pytree
 
+from perspectron.decode import kept
 from perspectron.decode.kept import LIVE, Account, Hold, bytes_of
 from perspectron.model.cache import Cache
 from perspectron.model.state import LMState
@@ -49,6 +50,21 @@ def test_memory_counts_once_whoever_holds_it() -> None:
             )
     held.clear()
     assert [account.bytes for account in accounts] == [0, 0, 0]
+
+
+def test_memory_in_the_place_of_what_is_gone_counts_as_it_is(monkeypatch) -> None:
+    """A session may have dropped what it is still said to hold, and other memory may have got its number."""
+    monkeypatch.setattr(kept, "storage_of", lambda _: (1 << 64, size))
+    before, store = LIVE.bytes, Account(0)
+    size = 100
+    stale = Hold(LIVE, state_of(1))
+    assert LIVE.bytes - before == 100
+    size = 300
+    hold = Hold(store, state_of(3))
+    assert store.bytes == 300 and LIVE.bytes == before
+    hold.let_go()
+    stale.let_go()
+    assert store.bytes == 0 and LIVE.bytes == before
 
 
 def test_a_live_session_holds_its_caches_alone() -> None:

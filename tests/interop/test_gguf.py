@@ -40,13 +40,14 @@ def made(folder: Path, name: str, quantised=KINDS.F32) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("name", "quantised"),
     [
-        *((name, KINDS.Q8_0) for name in ARCHES),
+        *((name, KINDS.Q8_0) for name in ARCHES if name != "kimi-linear"),  # it has others; as a model, below
         *(("llama", kind) for kind in KINDS if kind.name in QUANTISED),
     ],
 )
 def test_a_gguf_has_the_tensors_of_its_folder_by_their_names(name, quantised, tmp_path):
     folder, file = made(tmp_path, name, quantised)
-    theirs = stacked(load_file(folder / "model.safetensors"), "model.layers.{}.mlp.experts.{}_proj.weight")
+    layer = "backbone.layers.{}.mixer" if name == "nemotron_h_moe" else "model.layers.{}.mlp"
+    theirs = stacked(load_file(folder / "model.safetensors"), f"{layer}.experts.{{}}_proj.weight")
     with foreign.gguf.unpacked(file) as source:
         source.open_weights()
         ours = {key: tensor.float() for key, tensor in source.all().items()}
@@ -77,6 +78,10 @@ def test_a_gguf_has_the_config_of_its_folder(name, tmp_path):
     passed = {"architectures", "dtype", "transformers_version", "model_type", "_name_or_path"}
     if name in ("granite", "granitemoe"):  # without such layers
         passed |= {key for key in theirs if key.startswith("mamba_")}
+    if name == "nemotron_h_moe":  # without a layer of that width
+        passed.add("intermediate_size")
+    if name == "kimi-linear":  # says nothing of the model
+        passed.add("head_dim")
     kept = theirs.keys() - passed
     assert {key: ours.get(key) for key in kept} == {key: theirs[key] for key in kept}
 
@@ -179,7 +184,7 @@ def test_what_is_no_gguf_of_a_known_kind_is_named(llama, tmp_path):
         ({"attention__causal": False}, ["llama.attention.causal"]),
         ({"attention__value_length": 12}, ["llama.attention.value_length", 12]),
         ({"rope__scaling__type": "longrope"}, ["llama.rope.scaling.type", "longrope"]),
-        ({"tokenizer__ggml__pre": "tekken"}, ["tokenizer.ggml.pre", "tekken"]),
+        ({"tokenizer__ggml__pre": "viking"}, ["tokenizer.ggml.pre", "viking"]),
         ({"tokenizer__ggml__model": "bert"}, ["tokenizer.ggml.model", "bert"]),
         ({"tokenizer__ggml__eos_token_id": 300}, ["tokenizer.ggml.eos_token_id", 300]),
         ({"tokenizer__ggml__add_eos_token": True}, ["tokenizer.ggml.add_eos_token", "true"]),

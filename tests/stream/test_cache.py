@@ -149,9 +149,11 @@ def test_a_hint_is_read_ahead_and_not_again(plain, lab) -> None:
         assert (counters.prefetched, counters.useful, counters.wasted) == (1, 1, 0)
 
 
-def test_hints_are_heeded_as_long_as_most_come_true() -> None:
-    """A cache of few slots is worse off with guesses that displace what is used."""
-    schedule = Schedule(4)
+@pytest.mark.parametrize("several", [False, True])
+def test_hints_are_heeded_as_long_as_most_come_true(several: bool) -> None:
+    """A cache of few slots is worse off with guesses that displace what is used, and the more so where the disk is busy
+    with several experts of a layer."""
+    schedule = Schedule(4, several=several)
 
     def tokens(count: int, right: float) -> bool:
         """Whether a hint counts, after those for two layers ahead were right that often."""
@@ -171,6 +173,7 @@ def test_hints_are_heeded_as_long_as_most_come_true() -> None:
     assert not tokens(40, 0.1)
     assert not tokens(40, 0.1)
     assert tokens(40, 0.9)
+    assert tokens(40, 0.75) == (not several)
 
 
 def test_a_hint_makes_way(plain, lab, monkeypatch: pytest.MonkeyPatch) -> None:
