@@ -113,11 +113,11 @@ def measured(
 
 def main() -> None:
     parser = common.parser(__doc__, threads=1, repeats=4)
-    parser.add_argument("--steps", type=int, default=60, help="updates of each model (%(default)s)")
+    parser.add_argument("--steps", type=int, default=160, help="updates of each model (%(default)s)")
     parser.add_argument("--designs", nargs="*", help="some of them alone")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    steps, d_model, seq = (2, 32, 64) if args.quick else (args.steps, 48, 128)
+    steps, d_model, seq = (2, 32, 64) if args.quick else (args.steps, 64, 128)
     designs = args.designs or [name for name in presets.DESIGNS if "[" not in name]
     designs = designs[:2] if args.quick else designs
     lengths = (16,) if args.quick else LENGTHS

@@ -56,6 +56,7 @@ SCRIPTS = {
     "layer_times": [],
     "sessions": [],
     "merging": ["--designs", "ssd"],
+    "memories": [],
     "saves": [],
     "fair": [],
     "determinism": [],
