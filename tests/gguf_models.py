@@ -98,10 +98,23 @@ ARCHES: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 5, "conv_kernel": 3, "time_step_min": 1e-9,
         "layer_norm_epsilon": 3e-5,
     }),
+    "nemotron_h_moe": ("nemotron_h", {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "mamba_num_heads": 4,
+        "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 5, "conv_kernel": 3, "time_step_min": 1e-9,
+        "layer_norm_epsilon": 3e-5, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5, "n_shared_experts": 1,
+    }),
     "qwen3next": ("qwen3_next", {
         **DELTA, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "num_experts": 6,
         "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
         "rope_parameters": ROPE | {"partial_rotary_factor": 0.4},
+    }),
+    "kimi-linear": ("kimi_linear", {
+        "num_key_value_heads": H, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "kv_lora_rank": 12,
+        "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8, "linear_num_heads": H, "linear_head_dim": 10,
+        "linear_conv_kernel_dim": 3, "num_experts": 6, "num_experts_per_token": 3, "moe_intermediate_size": 24,
+        "num_expert_group": 1, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6,
     }),
     "lfm2": ("lfm2", {
         "head_dim": 8, "layer_types": ["conv", "full_attention"] * 2, "norm_eps": 3e-5, "conv_L_cache": 3,
@@ -122,6 +135,9 @@ def redrawn(kind: str, options: dict[str, Any]) -> Any:
             weight.copy_(noise * weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.3 * noise + 0.5)
             if name.endswith("A_log"):
                 weight.abs_()
+        for name, weight in model.named_buffers():
+            if name.endswith("correction_bias"):
+                weight.copy_(0.3 * torch.randn_like(weight))
     return model
 
 
@@ -141,6 +157,8 @@ RENAMED = {"mistral": "llama", "llama3": "llama"}
 
 def arch_of(name: str) -> str:
     """The architecture in a GGUF."""
+    if name in ("falcon-h1", "kimi-linear"):
+        return name
     return "falcon-h1" if name.startswith("falcon") else RENAMED.get(name, name.split("-")[0])
 
 
@@ -204,7 +222,9 @@ def write(path: Path, folder: Path, arch: str, kind: Any = KINDS.F32, **more: An
     _tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
     writer.values(**more)
     names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), LAYERS)
-    for name, x in stacked(load_file(folder / "model.safetensors"), "blk.{}.ffn_{}_exps.weight").items():
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {_plain_name(arch, name): x for name, x in tensors.items()}
+    for name, x in stacked(tensors, "blk.{}.ffn_{}_exps.weight").items():
         for there, part in _converted(arch, name, x, config):
             there = there.replace(".dt_bias", ".dt_proj.bias")
             found = names.get_name(there, try_suffixes=(".weight", ".bias"))
@@ -215,12 +235,26 @@ def write(path: Path, folder: Path, arch: str, kind: Any = KINDS.F32, **more: An
     writer.done()
 
 
+def _plain_name(arch: str, name: str) -> str:
+    """The name that a tensor of Kimi Linear would have in most families."""
+    if arch != "kimi-linear":
+        return name
+    for there, here in (
+        ("w1", "gate_proj"),
+        ("w2", "down_proj"),
+        ("w3", "up_proj"),
+        ("block_sparse_moe", "mlp"),
+    ):
+        name = name.replace(f".{there}.", f".{here}.")
+    return name.replace("correction_bias", "correction.bias")
+
+
 def stacked(tensors: dict[str, Tensor], there: str) -> dict[str, Tensor]:
     """The experts of a layer in one tensor, under a name made of the layer and the matrix."""
     found, each = dict[str, Tensor](), dict[str, dict[int, Tensor]]()
     for name, x in tensors.items():
         if (
-            of := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight", name)
+            of := re.fullmatch(r"\w+\.layers\.(\d+)\.(?:mlp|mixer)\.experts\.(\d+)\.(\w+)_proj\.weight", name)
         ) is not None:
             each.setdefault(there.format(of[1], of[3]), {})[int(of[2])] = x
         else:
@@ -234,11 +268,12 @@ def _values(writer: Writer, config: dict[str, Any]) -> None:
     types = config.get("layers_block_type") or config.get("layer_types") or []
     heads = config["num_key_value_heads"]
     writer.values(
-        block_count=LAYERS, context_length=config["max_position_embeddings"], embedding_length=D,
+        block_count=LAYERS, context_length=config.get("max_position_embeddings", 512), embedding_length=D,
         vocab_size=config["vocab_size"], attention__head_count=H,
         attention__head_count_kv=[heads if kind in ("attention", "full_attention") else 0 for kind in types]
-        if writer.arch in ("granitehybrid", "lfm2", "nemotron_h") else heads,
-        feed_forward_length=[64 if kind == "mlp" else 0 for kind in types] if writer.arch == "nemotron_h" else 64,
+        if writer.arch in ("granitehybrid", "lfm2", "nemotron_h", "nemotron_h_moe") else heads,
+        feed_forward_length=[{"mlp": 64, "moe": 24}.get(kind, 0) for kind in types]
+        if writer.arch.startswith("nemotron_h") else 64,
         attention__layer_norm_rms_epsilon=next(
             config[name] for name in ("layer_norm_epsilon", "norm_eps", "rms_norm_eps") if name in config
         ),
@@ -269,7 +304,14 @@ def _values(writer: Writer, config: dict[str, Any]) -> None:
             expert_used_count=config["num_experts_per_tok"], attention__clamp_kqv=config.get("clip_qkv"),
             expert_feed_forward_length=config.get("moe_intermediate_size"),
         )  # fmt: skip
-    if writer.arch in ("granitehybrid", "falcon-h1", "nemotron_h"):
+    if writer.arch == "nemotron_h_moe":
+        writer.values(
+            expert_count=config["n_routed_experts"], expert_shared_count=config["n_shared_experts"],
+            expert_shared_feed_forward_length=config["moe_shared_expert_intermediate_size"],
+            expert_weights_norm=config["norm_topk_prob"], expert_weights_scale=config["routed_scaling_factor"],
+            expert_group_count=config["n_group"],
+        )  # fmt: skip
+    if writer.arch in ("granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe"):
         writer.values(
             ssm__conv_kernel=3,
             ssm__state_size=5,
@@ -285,6 +327,17 @@ def _values(writer: Writer, config: dict[str, Any]) -> None:
             rope__dimension_count=int(K * full["partial_rotary_factor"]),
             expert_shared_feed_forward_length=config.get("shared_expert_intermediate_size"),
         )  # fmt: skip
+    if writer.arch == "kimi-linear":
+        latent, shared = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        writer.values(
+            attention__head_count_kv=[int(kind == "full_attention") for kind in types], kda__head_dim=10,
+            attention__key_length=latent + shared, attention__value_length=None, attention__kv_lora_rank=latent,
+            attention__key_length_mla=config["qk_nope_head_dim"] + shared, rope__dimension_count=shared,
+            attention__value_length_mla=config["v_head_dim"], ssm__conv_kernel=3, expert_gating_func=2,
+            expert_count=config["num_experts"], expert_used_count=config["num_experts_per_token"],
+            expert_feed_forward_length=24, expert_shared_count=config["num_shared_experts"],
+            leading_dense_block_count=1, expert_weights_scale=config["routed_scaling_factor"],
+        )  # fmt: skip
     if writer.arch == "qwen35":
         linear = [kind == "linear_attention" for kind in types]
         writer.values(attention__recurrent_layers=linear, rope__dimension_sections=[1, 1, 0, 0])
@@ -292,7 +345,15 @@ def _values(writer: Writer, config: dict[str, Any]) -> None:
 
 def _converted(arch: str, name: str, x: Tensor, config: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """A tensor as the converter stores it, under names that gguf knows."""
-    permutes = arch in ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "nemotron_h")
+    permutes = arch in (
+        "llama",
+        "smollm3",
+        "granite",
+        "granitemoe",
+        "granitehybrid",
+        "nemotron_h",
+        "nemotron_h_moe",
+    )
     if permutes and (".q_proj." in name or ".k_proj." in name):
         heads = H if ".q_proj." in name else G
         x = x.reshape(heads, 2, len(x) // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
@@ -302,6 +363,10 @@ def _converted(arch: str, name: str, x: Tensor, config: dict[str, Any]) -> list[
         and "linear_attn.norm" not in name
     ):
         x = x + 1
+    if name.endswith("kv_b_proj.weight"):
+        wide = config["qk_nope_head_dim"]
+        key, value = x.unflatten(0, (H, -1)).split([wide, len(x) // H - wide], 1)
+        return [(name.replace("kv_b", "k_b"), key.mT), (name.replace("kv_b", "v_b"), value)]
     if arch == "falcon-h1":
         x = _multiplied(name, x, config)
     if arch == "qwen35" and "linear_attn." in name:
@@ -309,7 +374,7 @@ def _converted(arch: str, name: str, x: Tensor, config: dict[str, Any]) -> list[
     if name.endswith(".A_log"):
         x = -x.exp()
     if "conv1d.weight" in name or "conv.conv.weight" in name:
-        x = x.squeeze(1)
+        x = x[None] if arch == "kimi-linear" else x.squeeze(1)
     if ("mamba." in name or "mixer." in name) and name.endswith((".A_log", ".D")):
         x = x[:, None]
     if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
@@ -321,6 +386,8 @@ def _converted(arch: str, name: str, x: Tensor, config: dict[str, Any]) -> list[
                 for part, half in zip(("gate", "up"), x.chunk(2, -2), strict=True)]  # fmt: skip
     if experts and name.endswith("output_linear.weight"):
         return [(f"blk.{layer[0]}.ffn_down_{'shexp' if 'shared_mlp' in name else 'exps'}.weight", x)]
+    if name.endswith("e_score_correction_bias"):
+        return [(f"blk.{layer[0]}.exp_probs_b.bias", x)]
     if name.endswith(("mlp.gate.weight", "router.layer.weight")):
         return [(f"blk.{layer[0]}.ffn_gate_inp.weight", x)]
     if name.endswith("shared_mlp.input_linear.weight"):

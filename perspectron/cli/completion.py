@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Union
 
 import tyro
 
-from perspectron.cli.main import GROUPS, about, command_of, of_design
+from perspectron.cli.main import ABOUT, GROUPS, about, command_of, within
 from perspectron.util.registry import designs
 
 
@@ -24,14 +24,14 @@ class Completion:
     """The shell to complete in."""
 
     def __call__(self) -> int:
-        classes = {name: _class(name) for group in GROUPS.values() for name in group}
-        for design in designs():
-            if names := of_design(design):
+        classes = {name: _class(name) for group in GROUPS.values() for name in group if " " not in name}
+        for first in (*ABOUT, *designs()):
+            if names := within(first):
                 kinds: list[Any] = [
-                    Annotated[_class(f"{design} {name}"), tyro.conf.subcommand(name)] for name in names
+                    Annotated[_class(f"{first} {name}"), tyro.conf.subcommand(name)] for name in names
                 ]
                 padded = [*kinds, Annotated[None, tyro.conf.Suppress]]  # a Union needs two
-                classes[design] = make_dataclass(design, [("command", Union[tuple(padded)])])  # noqa: UP007
+                classes[first] = make_dataclass(first, [("command", Union[tuple(padded)])])  # noqa: UP007
         try:
             tyro.extras.subcommand_cli_from_dict(
                 classes,

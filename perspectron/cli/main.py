@@ -35,6 +35,14 @@ GROUPS: dict[str, dict[str, str]] = {
         "chat": "chat:Chat",
         "serve": "serve:Serve",
     },
+    "Work with a memory": {
+        "state read": "state:Read",
+        "state log": "state:Log",
+        "state diff": "state:Diff",
+        "state bisect": "state:Bisect",
+        "state rebase": "state:Rebase",
+        "state merge": "state:Merge",
+    },
     "Train and compare": {
         "train": "train:Train",
         "compare": "compare:Compare",
@@ -59,6 +67,8 @@ GROUPS: dict[str, dict[str, str]] = {
 """The commands by what they are for, and where in `perspectron.cli` each is defined. A class is parsed from the
 arguments, and its instance called for the exit code; a function takes the arguments as they are."""
 CORE = {name: f"perspectron.cli.{place}" for group in GROUPS.values() for name, place in group.items()}
+ABOUT = {"state": "Files of memories: their past, what parts two of them, on another beginning, two as one."}
+"""What the commands of a group do whose name they share."""
 RENAMED = {"perspectives": "views"}
 """Commands of designs that had another name while they stood beside the others."""
 
@@ -147,11 +157,11 @@ def _run(arguments: list[str], prepare: Callable[[], object]) -> int:
     if arguments == ["--version"]:
         print(__version__)
         return 0
-    design = arguments[0] if arguments and of_design(arguments[0]) else ""
-    rest = arguments[1:] if design else arguments
+    group = arguments[0] if arguments and within(arguments[0]) else ""
+    rest = arguments[1:] if group else arguments
     if rest in ([], ["-h"], ["--help"]):
         with contextlib.nullcontext() if rest else contextlib.redirect_stdout(sys.stderr):
-            _overview(design)
+            _overview(group)
         return 0 if rest else ConfigError.exit_code
     command = _parse(arguments, time.monotonic())
     prepare()
@@ -181,14 +191,14 @@ def _warn(message: Warning | str, *_: object, **__: object) -> None:
 def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
     """The command that the arguments ask for, ready to be called. began: when, by the monotonic clock, it was asked."""
     name, *rest = arguments
-    if of_design(name):
+    if within(name):
         name, rest = f"{name} {rest[0]}", rest[1:]
     known = CORE if name in CORE else commands()
     if name not in known:
         asked = RENAMED.get(name, name)
         if moved := [full for full in known if full.endswith(f" {asked}")]:
             raise ConfigError(f"command = {name!r}, is now: perspectron {moved[0]}")
-        names = list(of_design(arguments[0]) or known)
+        names = list(within(arguments[0]) or known)
         from perspectron.util.config import listed
 
         raise ConfigError(f"command = {name!r}, must be {listed(name, names)} (see perspectron --help)")
@@ -241,8 +251,10 @@ def _one_source(arguments: list[str]) -> list[str]:
     return ["--data", joined(sources), *rest]
 
 
-def of_design(name: str) -> Table:
-    """The commands of a design; none for what is not the name of one."""
+def within(name: str) -> Table:
+    """The commands that begin with a name, of a group or of a design; none for what is not the name of one."""
+    if name in ABOUT:
+        return {full.split()[1]: place for full, place in CORE.items() if full.startswith(f"{name} ")}
     design = None if name in CORE else designs().get(name)
     return {} if design is None else design.commands
 
@@ -261,21 +273,22 @@ def command_of(name: str) -> Any:
     return at(commands()[name])
 
 
-def _overview(design: str = "") -> None:
-    """All commands, or those of a design, each with a line."""
-    start = f"perspectron {design}".rstrip()
-    if design:
-        print(f"usage: {start} COMMAND [OPTIONS]\n\n{sys.modules[designs()[design].package].__doc__}")
-        groups = {"Commands": [f"{design} {name}" for name in of_design(design)]}
+def _overview(group: str = "") -> None:
+    """All commands, or those of a group or of a design, each with a line."""
+    start = f"perspectron {group}".rstrip()
+    if group:
+        what = ABOUT[group] if group in ABOUT else sys.modules[designs()[group].package].__doc__
+        print(f"usage: {start} COMMAND [OPTIONS]\n\n{what}")
+        groups = {"Commands": [f"{group} {name}" for name in within(group)]}
     else:
         print(f"usage: perspectron COMMAND [OPTIONS]\n\n{perspectron.__doc__}")
         groups = {title: list(group) for title, group in GROUPS.items()}
-        groups["Of one design"] = [name for name in commands() if " " in name]
+        groups["Of one design"] = [name for name in commands() if name not in CORE]
     for title, names in groups.items():
         print(f"\n{title}")
         for name in names:
             print(f"  {name:<20} {about(name)}")
-    example = "" if design else "Example: perspectron quickstart\n"
+    example = "" if group else "Example: perspectron quickstart\n"
     print(f"\n{example}Each command explains itself: {start} COMMAND --help")
 
 

@@ -98,6 +98,11 @@ class Marks:
             own._kept = {made: mark for made, mark in self._kept.items() if made <= calls and made in alive}
         return own
 
+    def learn(self, other: "Marks") -> None:
+        """See those of a fork that came by here too."""
+        with _LOCK:
+            self._kept = {**other._kept, **self._kept}
+
     def _alive(self) -> dict[int, LMState]:
         return {made: mark.state for made, mark in list(self._kept.items()) if mark.state is not None}
 

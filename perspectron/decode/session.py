@@ -5,12 +5,14 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from perspectron.decode import history
 from perspectron.decode.conversation import Conversation
+from perspectron.decode.history import exhausted
 from perspectron.decode.kept import Account, Hold
 from perspectron.decode.log import Log
 from perspectron.decode.marks import Marks
@@ -72,6 +74,7 @@ class Session:
         """Of a text whose beginning is not known: its first token was drawn."""
         self._before = len(prefix)
         """Tokens at the start that are none of the text's."""
+        self._events = list[history.Event]()
         self.whole = True
         """The text is known from its beginning; else a state remembers what was before it."""
         self.extra: dict[str, Any] = {}  # of its file, as `save` has it
@@ -176,8 +179,9 @@ class Session:
         self._check_positions(ids)
         self._ids.extend(ids)
         self._drawn.extend([False] * len(ids))
+        if ids:
+            self.note()
 
-    @torch.inference_mode()
     def say(
         self,
         max_tokens: int = 200,
@@ -194,10 +198,18 @@ class Session:
         ConfigError: a number out of bounds, more tokens than a table of learned positions has left. NonFiniteError: the
         model gave logits that are not finite, or none of those that hooks leave. PerspectronError: a hook failed.
         """
+        return exhausted(self.saying(max_tokens, sampling=sampling, stop=stop, on_text=on_text, **limits))
+
+    @torch.inference_mode()
+    def saying(
+        self, max_tokens: int, *, on_text: Callable[[str], None] | None = None, **settings: Any
+    ) -> Generator[int, None, str]:
+        """Draw as `say` does, with a pause before each step, that gives the tokens that may still come."""
         rows, pieces, ids, marks = self._rows, list[str](), list[int](), dict[int, LMState]()
-        handle = self.enter(rows, max_tokens=max_tokens, sampling=sampling, stop=stop, stream=0, **limits)
+        handle = self.enter(rows, max_tokens=max_tokens, stream=0, **settings)
         try:
             while rows.active:
+                yield max_tokens - len(ids)
                 for piece in rows.step():
                     if piece.error is not None:
                         raise piece.error
@@ -239,6 +251,7 @@ class Session:
         talk, end = rows.remove(row), len(self._ids)
         self._ids.extend(ids)
         self._drawn.extend([True] * len(ids))
+        self.note()
         while self._read < end:
             self._count(min(self._cell(self._read) + rows.chunk, end) - self._read)
         for _ in range(len(ids) - len(talk.pending[0])):
@@ -248,6 +261,66 @@ class Session:
         if not talk.pending[0]:  # a hook stopped the text when its last token was read, which is read again
             vars(self).update(vars(self.at(len(self.tokens))))
 
+    @torch.inference_mode()
+    def predicting(self, ids: Sequence[int]) -> Generator[int, None, Tensor]:
+        """Go on with ids: the logits [T,V] for each of them, before it, with pauses as `reading` has them. A first one
+        that nothing stands before has none. Errors as `append`."""
+        first, V, found = len(self._ids), self._rows.tokenizer.vocab_size, list[Tensor]()
+        self.append(ids)
+        while self._read < len(self._ids) - 1:
+            yield len(self._ids) - self._read
+            start = self._read
+            hidden_1TD = self._call(min(self._cell(start) + self.chunk, len(self._ids) - 1) - start)
+            kept_1TD = hidden_1TD[:, max(0, first - 1 - start) :]
+            if kept_1TD.shape[1]:
+                found.append(self._rows.model.head(kept_1TD)[0, :, :V].cpu())
+        return torch.cat(found) if found else torch.zeros(0, V)
+
+    @torch.inference_mode()
+    def remembering(self) -> Generator[int, None, LMState]:
+        """The state after all of the text, a copy, with pauses as `reading` has them."""
+        own = self.fork()
+        yield from own.finishing()
+        return own._before_call()
+
+    @property
+    def digest(self) -> str:
+        """Of the text, its ids and which of them were drawn (`history.digest`)."""
+        return history.digest(self._ids[:], self._drawn[:])
+
+    @property
+    def model(self) -> LanguageModel:
+        """Whose memory it is."""
+        return self._rows.model
+
+    @property
+    def tokenizer(self) -> Vocabulary:
+        """Whose ids the text has."""
+        return self._rows.tokenizer
+
+    def note(self, how: str = "text", parent: str = "") -> None:
+        """Add an event of now to the log (`history.Event`)."""
+        history.noted(self._events, len(self._ids) - self._before, how, parent)
+
+    def begun(self) -> "Session":
+        """A text of the same model that has not begun."""
+        return Session(self._rows.model, self._rows.tokenizer, chunk=self.chunk, store=self._rows.store)
+
+    def remembered(self, state: LMState, ids: Sequence[int]) -> "Session":
+        """A text of the same model that begins with a state, which is used up, and these ids: what was before is
+        remembered but not known."""
+        own = self.begun()
+        own._ids, own._drawn, own._before, own.whole = Log([*ids]), Log([False] * len(ids)), 0, False
+        own._state, own._foreign = state, True
+        own._marks.put(0, state.fork(), fixed=True)
+        return own
+
+    @property
+    def log(self) -> tuple[history.Entry, ...]:
+        """What was read and drawn, when, and from which texts it came."""
+        drawn = [int(drawn) for drawn in self._drawn[:]]
+        return tuple(history.entries(self._ids[:], drawn, self._before, self._events))
+
     def fork(self) -> "Session":
         """An independent session that has read and said the same."""
         return self._cut(len(self._ids), len(self._calls), self._state)
@@ -255,12 +328,7 @@ class Session:
     def at(self, token: int) -> "Session":
         """The session as it was after so many tokens of the text, to go on from there: what is not at hand of the way
         is read again. ConfigError: more tokens than there are, or fewer than what a loaded one begins with."""
-        steps = self.back_to(token)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                return cast("Session", end.value)
+        return exhausted(self.back_to(token))
 
     @torch.inference_mode()
     def back_to(self, token: int) -> Generator[int, None, "Session"]:
@@ -288,6 +356,7 @@ class Session:
         while len(earlier._calls) < calls:
             yield T - earlier._read
             earlier._call(self._calls[len(earlier._calls)])
+        self._marks.learn(earlier._marks)
         return earlier
 
     def shared(self, ids: Sequence[int], *, whole: bool = False) -> int:
@@ -304,7 +373,7 @@ class Session:
         read again or a token of it was drawn, and so was not read as a prompt is."""
         T = self.shared(ids, whole=whole) + self._before
         if not self.whole or self._read >= T or any(self._drawn[:T]) or self._start is not None:
-            return Session(self._rows.model, self._rows.tokenizer, chunk=self.chunk, store=self._rows.store)
+            return self.begun()
         return self._cut(T, len(self._calls), self._state)
 
     def save(self, path: Path | str, *, extra: dict[str, Any] | None = None) -> None:
@@ -313,8 +382,8 @@ class Session:
         state = self._before_call()
         recent = self._recent(SamplingConfig.repetition_window)
         talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [sum(self._drawn[:])]}
-        own = self.fields()
-        save_state(path, state, self._kin, extra={**(extra or {}), "conversation": talk, "session": own})
+        extra = {**(extra or {}), "log": self._events, "conversation": talk, "session": self.fields()}
+        save_state(path, state, self._kin, extra=extra)
 
     def fields(self) -> dict[str, Any]:
         """Its text in a file, and the calls that read it: where they are the same, so is the state."""
@@ -324,7 +393,11 @@ class Session:
     def opened(self, fresh: "Session") -> "Session | None":
         """A fork, as one that `fresh` has loaded; None where that is of another model or store."""
         same = self._rows.model is fresh._rows.model and self._rows.store is fresh._rows.store
-        return self.fork() if same and self.chunk == fresh.chunk else None
+        if not same or self.chunk != fresh.chunk:
+            return None
+        own = self.fork()
+        own.note("from", own.digest)
+        return own
 
     @classmethod
     def load(
@@ -360,6 +433,8 @@ class Session:
         session._calls, before = fields[2:]
         session.whole, session._before = before >= 0, max(0, before)
         session.extra = extra
+        session._events = history.checked(extra.get("log", []), len(session._ids) - session._before, path)
+        session.note("from", session.digest)
         longest, most = max(session._calls, default=0), max(CHUNK, self.chunk)
         if longest > most:
             raise StateError(
@@ -411,7 +486,7 @@ class Session:
         own._ids, own._drawn = self._ids.cut(T), self._drawn.cut(T)
         own._before, own.whole = self._before, self.whole
         own._calls, own._runs = self._calls[:calls], self._runs[:calls]
-        own._from_drawn = self._from_drawn
+        own._from_drawn, own._events = self._from_drawn, history.cut(self._events, T - self._before)
         own._state = None if state is None else state.fork()
         own._foreign = self._foreign and state is not None
         own._start = self._start

@@ -48,7 +48,7 @@ class Piece:
     @cached_property
     def place(self) -> bytes:
         """Where it stands, for a recorded step."""
-        return piece_of(self.k_1HNK, self.v_1HNV)
+        return piece_of(self.k_1HNK, self.v_1HNV if self.v_1HNV.shape[3] else self.k_1HNK)
 
     @cached_property
     def storages(self) -> tuple[tuple[int, int], ...]:
@@ -69,7 +69,9 @@ class Cache(Ragged):
     [B]; used: no row fills more slots than this. Steps count it up without asking the device; a document that
     starts, padding in a chunk and `select` bring it down to the longest row.
 
-    shared: nothing, or for each row the pieces of its first tokens; the slots then hold those after them."""
+    shared: nothing, or for each row the pieces of its first tokens; the slots then hold those after them.
+
+    Where V is 0, the first numbers of the keys are the values, too."""
 
     k_BHSK: Tensor
     v_BHSV: Tensor
@@ -348,7 +350,7 @@ def attend(
     drop: attention.Drop = None,
 ) -> tuple[Tensor, Cache]:
     """softmax(scale · q kᵀ) v over the cache and the chunk (outputs [B,H,T,V], the cache after it); k and v may have
-    fewer heads than q.
+    fewer heads than q. A cache of keys alone is for values that are the first numbers of them.
 
     `at`: `attention.places` of the chunk after `cache.length_B`. cap: of scores, as `attention.attend`. The cache
     grows when it is full. consume_state: tokens are written into the cache handed in.
@@ -369,16 +371,24 @@ def attend(
     if fresh:
         return attention.attend(q, k, v, causal=True, scale=scale, cap=cap, drop=drop), after
     if q.shape[2] == 1:
-        return attention.stepped(q, after.ring(), at, scale=scale, cap=cap), after
-    before, before_B = cache.parts(), cache.length_B
+        keys, values = after.ring()
+        return attention.stepped(q, (keys, _of(keys, values, v)), at, scale=scale, cap=cap), after
+    keys_parts, value_parts = cache.parts()
+    before = keys_parts, [_of(keys, values, v) for keys, values in zip(keys_parts, value_parts, strict=True)]
+    before_B = cache.length_B
     o = attention.cached(q, k, v, before, before_B, at, fresh=nothing, scale=scale, cap=cap, drop=drop)
     return o, after
+
+
+def _of(k: Tensor, v: Tensor, like: Tensor) -> Tensor:
+    """Values as wide as `like`, of keys and values of a cache."""
+    return v if v.shape[3] else k[..., : like.shape[3]]
 
 
 def _remember(
     k: Tensor, v: Tensor, cache: Cache, at: attention.Places, fresh: bool, counted: bool, consume_state: bool
 ) -> Cache:
-    S, T = cache.slots, k.shape[2]
+    S, T, v = cache.slots, k.shape[2], v[..., : cache.v_BHSV.shape[3]]
     length_B, inner = _inner(cache, at)
     used = max(1, int(inner.length_B.max())) if counted else cache.used + T
     if fresh and used >= S:

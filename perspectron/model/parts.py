@@ -202,6 +202,12 @@ class Shared:
     def get(self, name: str) -> Tensor | None:
         return self._kept.get(name)
 
+    def copy(self) -> "Shared":
+        """Another with the same tensors."""
+        copied = Shared()
+        copied._kept.update(self._kept)
+        return copied
+
 
 class ValueResidual(nn.Module):
     """A mixer's values, which lie between its own and those of the first mixer with as many channels, by

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from perspectron.decode.history import History, history
 from perspectron.decode.kept import Account, Hold
 from perspectron.decode.session import Session
 from perspectron.model.appended import read_metadata
@@ -95,6 +96,11 @@ class States:
         if about is None:
             raise Missing(f"state {name!r}: its file is not one of a state")
         return about
+
+    def history(self, name: str) -> History:
+        """The past of a state, as its file claims it. Missing, StateError: it has none."""
+        with self._told():
+            return history(self.found(name))
 
     def save(self, name: str, session: Session, parent: str = "") -> About:
         """Write a state, whole or not at all. StorageError when it cannot be written."""

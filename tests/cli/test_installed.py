@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from perspectron.cli.main import about, command_of, of_design
+from perspectron.cli.main import about, command_of, within
 from perspectron.cli.main import commands as commands_there
 
 SILENT = (
@@ -113,10 +113,17 @@ def test_every_command_from_an_empty_folder(tmp_path, environment):
         ("perspective", "gate", "routed"),
         ("lm-eval", "--help"),
         ("chat", "routed"),
+        ("state", "read", "text/0.txt", "--run", "routed", "--out", "a.state"),
+        ("state", "read", "text/1.txt", "--run", "routed", "--out", "b.state"),
+        ("state", "log", "a.state", "--run", "routed"),
+        ("state", "diff", "a.state", "b.state", "--run", "routed", "--on", "the cat"),
+        ("state", "bisect", "--help"),
+        ("state", "rebase", "a.state", "--run", "routed", "--onto", "b.state", "--out", "c.state"),
+        ("state", "merge", "--help"),
         ("completion", "bash"),
     ]  # fmt: skip
     said = run(environment, tmp_path, commands)
-    asked = {f"{name} {more[0]}" if of_design(name) else name for name, *more in commands}
+    asked = {f"{name} {more[0]}" if within(name) else name for name, *more in commands}
     assert asked == set(commands_there())
     assert all(text for text, (name, *_) in zip(said, commands, strict=True) if name not in SILENT)
 

@@ -37,6 +37,7 @@ from tests.refusals import refused
 D = 16
 LENGTHS = [1, 63, 64, 65, 150]
 MODES = {"train": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+pytestmark = pytest.mark.few(3, each="name")
 HYPOTHESIS = settings(max_examples=15, deadline=None, derandomize=True, database=None)
 
 OPTIONS = {
@@ -75,6 +76,7 @@ OPTIONS = {
     "mamba, norm": MambaConfig(3, conv=3, rank=2, bias=True, conv_bias=False, norm=True),
     "rglru, wide": RGLRUConfig(4, inner=24, conv=3),
     "kda, negative": KDAConfig(2, negative=True),
+    "kda, of Kimi Linear": KDAConfig(3, head_dim=6, gate_bias=False),
     "gdn2, negative": GDN2Config(2, negative=True),
 }
 MIXERS = mixers()
@@ -484,7 +486,7 @@ def spoil(state, rows: slice, fill: float):
     """A copy whose floating-point tensors hold `fill` in the last place of each of these rows."""
     state = fork(state)
     for leaf in leaves(state):
-        if leaf.is_floating_point():
+        if leaf.is_floating_point() and leaf.numel():
             leaf[rows].select(-1, -1).fill_(fill)
     return state
 
@@ -638,7 +640,7 @@ def gradients(module: nn.Module, x: Tensor, state, cuts=()) -> dict[str, Tensor]
     that a learned start takes part): by input, parameters and initial state."""
     leaves_in, tree = pytree.tree_flatten(fork(state))
     for leaf in leaves_in:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
             leaf.requires_grad_()
     x = x.clone().requires_grad_()
     y, end = read(module, x, pytree.tree_unflatten(leaves_in, tree), cuts)

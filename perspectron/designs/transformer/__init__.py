@@ -5,7 +5,11 @@ from perspectron.util.registry import Design, register
 register(
     Design(
         __name__,
-        mixers={"attention": "attention:Attention", "window_gqa": "window_gqa:WindowGQA"},
+        mixers={
+            "attention": "attention:Attention",
+            "window_gqa": "window_gqa:WindowGQA",
+            "mla": "mla:MLA",
+        },
         presets="presets",
         titles={"gpt2": "GPT-2", "transformer": "Transformer"},
     )

@@ -24,6 +24,7 @@ from perspectron.interop.foreign import (
     gguf,
     gpt2,
     granite,
+    kimi_linear,
     lfm2,
     llama,
     mamba,
@@ -91,6 +92,7 @@ KINDS: dict[str, Kind] = {
     "olmo_hybrid": Kind(olmo_hybrid.config, olmo_hybrid.weights, olmo_hybrid.HARMLESS),
     "nemotron_h": Kind(nemotron_h.config, nemotron_h.weights, nemotron_h.HARMLESS),
     "qwen3_next": Kind(qwen3_next.config, qwen3_next.weights, qwen3_next.HARMLESS),
+    "kimi_linear": Kind(kimi_linear.config, kimi_linear.weights, kimi_linear.HARMLESS),
 }
 """The kinds of models that can be read, by the `model_type` of config.json."""
 

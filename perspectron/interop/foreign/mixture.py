@@ -3,7 +3,7 @@
 Shapes: D model width, F hidden width, E experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from perspectron.util.config import FFNConfig
 
 HARMLESS = ("output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "moe_shared_expert_overlap")
 """Keys that say something about training alone."""
+MATRICES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 # ---------------------------------------------------------------- configs
@@ -75,11 +76,11 @@ def nemotron(source: Source) -> MixtureConfig:
 
 
 def weights(
-    source: Source, there: str, here: str, D: int, ffn: MixtureConfig, *, shared: str = "shared_expert"
-) -> dict[str, Tensor]:
-    """Those of a mixture from its name there, where each expert has matrices of its own, or, from
-    a GGUF, all of them one tensor. shared: the name of the shared
-    network."""
+    source: Source, there: str, here: str, D: int, ffn: MixtureConfig, *, shared: str = "shared_expert",
+    matrices: Mapping[str, str] = MATRICES,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Those of a mixture from its name there, where each expert has matrices of its own, or, from a GGUF, all of them
+    one tensor. shared: the name of the shared network. matrices: names of an expert's."""
     E = ffn.experts
     taken = {f"{here}.route_proj.weight": source.take(f"{there}.gate.weight", E, D)}
     if ffn.corrected:
@@ -89,7 +90,7 @@ def weights(
         if source.has(whole := f"{there}.experts.{name}_proj.weight"):
             taken[f"{here}.{ours}"] = source.take(whole, E, *shape)
         else:
-            each = [source.take(f"{there}.experts.{e}.{name}_proj.weight", *shape) for e in range(E)]
+            each = [source.take(f"{there}.experts.{e}.{matrices[name]}.weight", *shape) for e in range(E)]
             taken[f"{here}.{ours}"] = torch.stack(each)
         if ffn.shared:
             shape = (D, ffn.shared) if name == "down" else (ffn.shared, D)

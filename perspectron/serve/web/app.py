@@ -18,6 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from perspectron.data import Tokenizer
+from perspectron.decode.apart import diffing
+from perspectron.decode.merge import merging
+from perspectron.decode.past import Rebased, bisecting, ids_for, rebasing, until_of
 from perspectron.decode.session import Session
 from perspectron.decode.suggested import USED
 from perspectron.serve.engine import Closed, Engine, Full
@@ -138,10 +141,77 @@ class App:
         """Keep a copy of a state, or of what it was at an earlier token, under another name."""
         served = self.served(body.model)
         served.states.path(body.id)
-        session = await asyncio.to_thread(served.states.load, id, served.engine.session())
+        session = await self._loaded(served, id)
         session = await _result(request, served.engine.run(_back(session, body.token)))
         about = await asyncio.to_thread(served.states.save, body.id, session, id)
         return JSONResponse(asdict(about), 201)
+
+    async def log(self, id: schema.Name, model: schema.Name = "") -> Response:
+        """The past of a state: what was read and drawn, when, and from which states it came."""
+        served = self.served(model)
+
+        def told() -> Response:
+            history = served.states.history(id)
+            fields = {name: value for name, value in asdict(history).items() if name != "ids"}
+            return JSONResponse({"id": id, "object": "state.log", **fields})
+
+        return await asyncio.to_thread(told)
+
+    async def diff(self, id: schema.Name, body: schema.Diff, request: Request) -> JSONResponse:
+        """How far two states are apart, and what each expects, of a probe text too."""
+        served = self.served(body.model)
+        on = await served.ids(body.on)
+        a, b = [await self._loaded(served, name) for name in (id, body.other)]
+        found = await _result(request, served.engine.run(_later(diffing(a, b, on))))
+        told = asdict(found) | {"mean": found.mean if found.kl else None}
+        return JSONResponse({"id": id, "object": "state.diff", **told})
+
+    async def bisect(self, id: schema.Name, body: schema.Bisect, request: Request) -> JSONResponse:
+        """The first token of a state's past after which a question is answered so."""
+        served = self.served(body.model)
+        bound = f"≤ {served.largest}, what this server draws at most"
+        require(body.max_tokens <= served.largest, "max_tokens", body.max_tokens, bound)
+        until = until_of(body.until, expressions=False)
+        ask = await served.ids(body.ask)
+        session = await self._loaded(served, id)
+        steps = bisecting(session, ask, until, max_tokens=body.max_tokens, named=body.until)
+        found = await _result(request, served.engine.run(_later(steps)))
+        return JSONResponse({"id": id, "object": "state.bisect", **asdict(found)})
+
+    async def rebase(self, id: schema.Name, body: schema.Rebase, request: Request) -> JSONResponse:
+        """Replay the text of a state on another one, on a prompt, or with another model, and keep the new state."""
+        served = self.served(body.model)
+        reader = served if body.reader is None else self.served(body.reader)
+        reader.states.path(body.id)
+        require(body.onto is None or body.prompt is None, "prompt", "a text", "left out with onto")
+        ids = [] if body.prompt is None else await reader.ids(body.prompt)
+        session = await self._loaded(served, id)
+        begun = reader.engine.session() if body.onto is None else await self._loaded(reader, body.onto)
+        replayed = await asyncio.to_thread(ids_for, session, reader.tokenizer, after=body.after)
+        reader.readable(replayed.ids)
+
+        def steps() -> Generator[int, None, Rebased]:
+            yield from begun.reading(ids)
+            return (yield from rebasing(session, begun, replayed))
+
+        found = await _result(request, reader.engine.run(_later(steps())))
+        about = await asyncio.to_thread(reader.states.save, body.id, found.session, id)
+        told = {"replayed": found.tokens, "after": found.prefix, "encoded": found.encoded}
+        return JSONResponse(asdict(about) | told, 201)
+
+    async def merge(self, id: schema.Name, body: schema.Merge, request: Request) -> JSONResponse:
+        """Keep one state of two, if it is nearer to both texts read in turn than the second is alone."""
+        served = self.served(body.model)
+        served.states.path(body.id)
+        on = await served.ids(body.on)
+        a, b = [await self._loaded(served, name) for name in (id, body.other)]
+        found = await _result(request, served.engine.run(_later(merging(a, b, on))))
+        about = await asyncio.to_thread(served.states.save, body.id, found.session, id)
+        return JSONResponse(asdict(about) | {"kl": found.kl, "alone": found.alone}, 201)
+
+    async def _loaded(self, served: Served, id: str) -> Session:
+        """A state that is kept. Missing, StateError as `States.load`."""
+        return await asyncio.to_thread(served.states.load, id, served.engine.session())
 
     async def restore(self, id: schema.Name, body: schema.Body) -> Response:
         """Load a state to see that it is whole: what it holds, token by token."""
@@ -226,6 +296,11 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
     api.put("/v1/states/{id}", status_code=201)(app.upload)
     api.post("/v1/states/{id}/fork", status_code=201)(app.fork)
     api.post("/v1/states/{id}/restore")(app.restore)
+    api.get("/v1/states/{id}/log")(app.log)
+    api.post("/v1/states/{id}/diff")(app.diff)
+    api.post("/v1/states/{id}/bisect")(app.bisect)
+    api.post("/v1/states/{id}/rebase", status_code=201)(app.rebase)
+    api.post("/v1/states/{id}/merge", status_code=201)(app.merge)
     api.delete("/v1/states/{id}")(app.delete)
     api.get("/slots")(app.slots)
     api.post("/slots/{id}")(app.slot)
@@ -316,6 +391,12 @@ def _reading(engine: Engine, ids: Sequence[int]) -> Generator[int, None, Session
     session = engine.session()
     yield from session.reading(ids)
     return session
+
+
+def _later(steps: Generator[int, None, T]) -> Generator[int, None, T]:
+    """The same, which does nothing before its first pause."""
+    yield 0
+    return (yield from steps)
 
 
 def _back(session: Session, token: int | None) -> Generator[int, None, Session]:

@@ -322,11 +322,49 @@ class Fork(Body):
     token: int | None = Field(None, ge=0)
 
 
+class Diff(Body):
+    """What a state is compared with: another, and on a probe text."""
+
+    other: Name
+    on: Prompt = ""
+
+
+class Bisect(Body):
+    """A question, and a condition on its answer of `max_tokens`: a text that it contains, or "p(TEXT) > NUMBER"."""
+
+    ask: Prompt
+    until: Annotated[str, Field(min_length=1, max_length=4096)]
+    max_tokens: int = Field(16, ge=1)
+
+
+class Rebase(Body):
+    """A new state: the text of one from its token `after` on, replayed after the text of another or a prompt, by the
+    model `reader`, or by the same one."""
+
+    id: Name
+    onto: Name | None = None
+    prompt: Prompt | None = None
+    after: int = Field(0, ge=0)
+    reader: Name | None = None
+
+
+class Merge(Body):
+    """A new state of one and another that comes after it. on: a probe text on which it is judged."""
+
+    id: Name
+    other: Name
+    on: Prompt = ""
+
+
 class Slot(Body):
     filename: Name = ""
 
 
-FIELDS = {name for body in (Completion, Chat, NewState, Fork, Slot) for name in body.model_fields}
+FIELDS = {
+    name
+    for body in (Completion, Chat, NewState, Fork, Diff, Bisect, Rebase, Merge, Slot)
+    for name in body.model_fields
+}
 
 
 def described(problem: Mapping[str, Any]) -> tuple[str, str | None]:

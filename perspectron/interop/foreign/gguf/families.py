@@ -118,7 +118,7 @@ class Family(NamedTuple):
     layers: str = "model.layers"
     """What the names of a layer's tensors begin with there."""
     attends: bool = True
-    """False of a family without attention, whose values are `unattended`, not `shared`."""
+    """False of a family without attention, or with one of its own, whose values are `unattended`, not `shared`."""
 
 
 # ---------------------------------------------------------------- configs
@@ -155,7 +155,7 @@ def shared(fields: Fields, *, experts: bool = False) -> Values:
 
 
 def unattended(fields: Fields) -> Values:
-    """The values that families without attention have."""
+    """The values that families have without those of attention."""
     for name in ("attention.head_count", "context_length", "vocab_size"):
         fields.get(name)
     return {
@@ -367,15 +367,37 @@ def _nemotron_h(fields: Fields, values: Values) -> Values:
     fields.get("attention.layer_norm_epsilon")
     attends = fields.flags("attention.head_count_kv", count, lambda i: True)
     widens = fields.flags("feed_forward_length", count, lambda i: True)
+    tensors = fields.container.tensors
     kinds = [
-        "full_attention" if attends[i] else "mlp" if widens[i] else "linear_attention" for i in range(count)
-    ]
-    return {
+        "full_attention" if attends[i] else "linear_attention" if not widens[i]
+        else "moe" if f"blk.{i}.ffn_gate_inp.weight" in tensors else "mlp" for i in range(count)
+    ]  # fmt: skip
+    experts = _nemotron_experts(fields) if "moe" in kinds else {}
+    return experts | {
         "layers_block_type": kinds, "layer_norm_epsilon": values["rms_norm_eps"], "rms_norm_eps": None,
         "rope_parameters": None, "mamba_num_heads": sizes["heads"], "mamba_head_dim": sizes["width"],
         "n_groups": sizes["groups"], "ssm_state_size": sizes["state"], "conv_kernel": sizes["taps"],
         "use_conv_bias": fields.has("ssm_conv1d.bias"), "use_bias": fields.has("ssm_in.bias"),
         "mlp_bias": fields.has("ffn_up.bias"), "time_step_min": 0.0,
+    }  # fmt: skip
+
+
+def _nemotron_experts(fields: Fields) -> Values:
+    """In llama.cpp scores are sigmoids, and of one group."""
+    for name, known in (
+        ("expert_gating_func", (0, 2)),
+        ("expert_group_count", (0, 1)),
+        ("expert_group_used_count", (0, 1)),
+    ):
+        if (value := fields.get(name, 0)) not in known:
+            raise fields.error(name, value, f"{known[1]}")
+    return {
+        "n_routed_experts": fields.number("expert_count"), "num_experts_per_tok": fields.number("expert_used_count"),
+        "moe_intermediate_size": fields.number("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": fields.number("expert_shared_feed_forward_length"),
+        "n_shared_experts": fields.number("expert_shared_count", 1), "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": bool(fields.get("expert_weights_norm", False)),
+        "routed_scaling_factor": fields.real("expert_weights_scale", 0.0) or 1.0,
     }  # fmt: skip
 
 
@@ -404,6 +426,37 @@ def _lfm2(fields: Fields, values: Values) -> Values:
         "layer_types": ["full_attention" if flag else "conv" for flag in attends],
         "block_auto_adjust_ff_dim": False, "norm_eps": values["rms_norm_eps"],
         "conv_L_cache": fields.number("shortconv.l_cache"), "conv_bias": fields.has("shortconv.conv.bias"),
+    }  # fmt: skip
+
+
+def _kimi_linear(fields: Fields, values: Values) -> Values:
+    """llama.cpp has one epsilon for all norms, and as many heads in all layers."""
+    count, heads = values["num_hidden_layers"], fields.number("attention.head_count")
+    attends = fields.flags("attention.head_count_kv", count, lambda i: True)
+    for name in ("attention.key_length", "attention.value_length", "rope.freq_base"):
+        fields.get(name)  # of what is kept of a token, and of positions that there are none of
+    if (gating := fields.get("expert_gating_func", 2)) != 2:
+        raise fields.error("expert_gating_func", gating, "2")
+    if not fields.get("expert_weights_norm", True):
+        raise fields.error("expert_weights_norm", False, "true")
+    eps, shared = fields.real("attention.layer_norm_rms_epsilon", 1e-5), fields.number("rope.dimension_count")
+    return {
+        "layer_types": ["full_attention" if flag else "linear_attention" for flag in attends],
+        "num_attention_heads": heads, "num_key_value_heads": heads, "linear_num_heads": heads,
+        "linear_head_dim": fields.number("kda.head_dim"), "linear_conv_kernel_dim": fields.number("ssm.conv_kernel"),
+        "kv_lora_rank": fields.number("attention.kv_lora_rank"), "qk_rope_head_dim": shared,
+        "q_lora_rank": fields.get("attention.q_lora_rank") or None,
+        "qk_nope_head_dim": fields.number("attention.key_length_mla") - shared,
+        "v_head_dim": fields.number("attention.value_length_mla"), "rms_norm_eps": eps, "kv_norm_eps": eps,
+        "intermediate_size": fields.number("feed_forward_length"),
+        "first_k_dense_replace": fields.get("leading_dense_block_count", 0),
+        "num_experts": fields.number("expert_count"), "num_experts_per_token": fields.number("expert_used_count"),
+        "moe_intermediate_size": fields.number("expert_feed_forward_length"),
+        "num_shared_experts": fields.number("expert_shared_count"),
+        "routed_scaling_factor": fields.real("expert_weights_scale", 0.0) or 1.0,
+        "num_expert_group": fields.get("expert_group_count") or 1,
+        "topk_group": fields.get("expert_group_used_count") or 1,
+        "model_max_length": fields.number("context_length", 1 << 20),
     }  # fmt: skip
 
 
@@ -498,6 +551,11 @@ def _next(values: Values) -> dict[str, Fix]:
     }  # fmt: skip
 
 
+def _kimi_linear_fixes(values: Values) -> dict[str, Fix]:
+    taps = {f"ssm_conv1d_{x}": lambda x: x.reshape(-1, 1, x.shape[-1]) for x in "qkv"}
+    return taps | {"ssm_a": lambda x: _logarithm(x).reshape(1, 1, -1, 1)}
+
+
 def _rwkv7_fixes(values: Values) -> dict[str, Fix]:
     D, K = values["hidden_size"], values["head_dim"]
     return {
@@ -524,10 +582,25 @@ _EXPERTS = {
 """Of mixtures, all experts in one tensor, as `foreign.mixture` takes them, too."""
 _PARTS = {name: f"mixer.{there.split('.')[1]}" for name, there in (_ATTENTION | _MAMBA | _MLP).items()}
 """Of layers with one part."""
+_NEMOTRON_EXPERTS = {
+    "ffn_gate_inp": "mixer.gate", "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "ffn_up_exps": "mixer.experts.up_proj", "ffn_down_exps": "mixer.experts.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj", "ffn_down_shexp": "mixer.shared_experts.down_proj",
+}  # fmt: skip
 _NEXT_NAMES = _NORMS | _ATTENTION | _POST | _DELTA | _EXPERTS | {
     "ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+_KIMI_NAMES = _NORMS | _ATTENTION | _MLP | {
+    **{f"ssm_conv1d_{x}": f"self_attn.{x}_conv1d" for x in "qkv"},
+    **{f"ssm_{x}_{part}": f"self_attn.{x}_{part}_proj" for x in "fg" for part in "ab"},
+    "ssm_beta": "self_attn.b_proj", "ssm_a": "self_attn.A_log", "ssm_dt.bias": "self_attn.dt_bias",
+    "ssm_norm": "self_attn.o_norm", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm", "exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias",
+    **{f"attn_{x}_b": f"self_attn.{x}_b_proj" for x in ("k", "v", "kv")},
+    **{name: there.replace("mlp", "block_sparse_moe") for name, there in _EXPERTS.items()},
+    **{f"ffn_{x}_shexp": f"block_sparse_moe.shared_experts.{x}_proj" for x in ("gate", "up", "down")},
 }  # fmt: skip
 FAMILIES = {
     "llama": Family("llama", _llama, _NORMS | _ATTENTION | _MLP, _permuted),
@@ -560,7 +633,13 @@ FAMILIES = {
         {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
         layers="backbone.layers",
     ),
+    "nemotron_h_moe": Family(
+        "nemotron_h", _nemotron_h, _PARTS | _NEMOTRON_EXPERTS | {"attn_norm": "norm"}, _mamba_permuted,
+        {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+        experts=True, layers="backbone.layers",
+    ),
     "qwen3next": Family("qwen3_next", _qwen3next, _NEXT_NAMES, _next, experts=True),
+    "kimi-linear": Family("kimi_linear", _kimi_linear, _KIMI_NAMES, _kimi_linear_fixes, attends=False),
     "mamba": Family(
         "mamba", _mamba1,
         {

@@ -1,0 +1,133 @@
+"""How far two texts of a model are apart: where they part, what each expects, and how their states differ."""
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from perspectron.decode.history import exhausted
+from perspectron.decode.saved import alike
+from perspectron.decode.session import Session
+from perspectron.model.cache import Cache
+from perspectron.model.state import LMState
+from perspectron.model.tuned import Tuned
+from perspectron.util.config import require
+from perspectron.util.errors import NonFiniteError, StateError
+
+PIECE = 64
+"""Tokens of a probe whose logits are there at once."""
+MOST = 1 << 16
+"""Tokens of a probe or a question."""
+
+
+@dataclass(frozen=True)
+class Apart:
+    """shared: tokens that both texts begin with; None where one's beginning is not known. tokens: of each. layers: for
+    each layer ‖a − b‖ over the larger of ‖a‖ and ‖b‖ of its state, of a cache over the tokens that both have. next:
+    what comes next after each, the most likely tokens first, with their probabilities. kl: for each token of the probe
+    KL(a ‖ b) in nats of what is expected in its place, given the text, the probe up to it and nothing else."""
+
+    shared: int | None
+    tokens: tuple[int, int]
+    layers: tuple[float, ...]
+    next: tuple[tuple[tuple[int, float], ...], ...]
+    kl: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Of `kl`; NaN without a probe."""
+        return math.nan if not self.kl else sum(self.kl) / len(self.kl)
+
+
+def diff(a: Session, b: Session, on: Sequence[int] | str = (), *, count: int = 5) -> Apart:
+    """Compare two texts. on: a probe that is read after each. count: of the tokens that may come next. Both stay as
+    they are. StateError: they are of different models. ConfigError, NonFiniteError: as `Session.likely`."""
+    return exhausted(diffing(a, b, on, count=count))
+
+
+def diffing(
+    a: Session, b: Session, on: Sequence[int] | str = (), *, count: int = 5
+) -> Generator[int, None, Apart]:
+    """`diff`, with pauses."""
+    if a.model is not b.model:
+        raise StateError("the texts are of different models; compare texts of one")
+    ids = ids_of(a, on)
+    shared = alike(a.tokens, b.tokens) if a.whole and b.whole else None
+    states = (yield from a.remembering()), (yield from b.remembering())
+    layers = tuple(distances(*states))
+    expected = list[tuple[tuple[int, float], ...]]()
+    for session in (a, b):
+        own = session.fork()
+        logits_TV = yield from own.predicting([0])
+        found = list[tuple[int, float]]()
+        if len(logits_TV):
+            _require_finite(logits_TV[-1])
+            p_V = logits_TV[-1].double().softmax(0)
+            values, tokens = p_V.topk(min(count, len(p_V)))
+            found = list(zip(tokens.tolist(), values.tolist(), strict=True))
+        expected.append(tuple(found))
+    kl = yield from diverging(a.fork(), b.fork(), ids)
+    return Apart(shared, (len(a.tokens), len(b.tokens)), layers, tuple(expected), tuple(kl))
+
+
+def ids_of(session: Session, text: Sequence[int] | str, field: str = "on") -> list[int]:
+    """The ids of a text. ConfigError, which names the field: too many, or outside the vocabulary."""
+    ids = session.tokenizer.encode(text) if isinstance(text, str) else list(text)
+    require(len(ids) <= MOST, f"{field}: tokens", len(ids), f"≤ {MOST}")
+    V = session.tokenizer.vocab_size
+    for id in (min(ids, default=0), max(ids, default=0)):
+        require(0 <= id < V, f"{field}: token id", id, f"≥ 0 and < {V}")
+    return ids
+
+
+def diverging(a: Session, b: Session, ids: Sequence[int]) -> Generator[int, None, list[float]]:
+    """KL(a ‖ b) in nats for each of these ids, of what both, which are used up, expect in its place."""
+    found = list[float]()
+    for start in range(0, len(ids), PIECE):
+        some = ids[start : start + PIECE]
+        p_TV, q_TV = (yield from a.predicting(some)), (yield from b.predicting(some))
+        rows = min(len(p_TV), len(q_TV))  # nothing may stand before the first
+        if rows:
+            found += kl(p_TV[-rows:], q_TV[-rows:])
+    return found
+
+
+def kl(p_TV: Tensor, q_TV: Tensor) -> list[float]:
+    """KL(p ‖ q) of logits in nats, row by row. NonFiniteError: logits that are not."""
+    _require_finite(p_TV)
+    _require_finite(q_TV)
+    p_TV, q_TV = p_TV.double().log_softmax(1), q_TV.double().log_softmax(1)
+    return (p_TV.exp() * (p_TV - q_TV)).sum(1).clamp_min(0).tolist()
+
+
+def _require_finite(logits: Tensor) -> None:
+    if not bool(logits.isfinite().all()):
+        raise NonFiniteError("logits after a text: must be finite")
+
+
+def distances(a: LMState, b: LMState) -> Iterator[float]:
+    """For each layer ‖a − b‖ over the larger of ‖a‖ and ‖b‖; 0 where both are zero, or the layer has no state.
+    NonFiniteError: a state is not finite."""
+    for layer, (one, other) in enumerate(zip(a.layers, b.layers, strict=True)):
+        apart = norm_a = norm_b = 0.0
+        for x, y in zip(_tensors(one), _tensors(other), strict=True):
+            slots = min(x.shape[2], y.shape[2]) if x.ndim == 4 and x.shape != y.shape else None
+            x, y = (x, y) if slots is None else (x[:, :, :slots], y[:, :, :slots])
+            apart += float((x - y).square().sum())
+            norm_a, norm_b = norm_a + float(x.square().sum()), norm_b + float(y.square().sum())
+        if not math.isfinite(apart):
+            raise NonFiniteError(f"state of layer {layer}: must be finite")
+        yield math.sqrt(apart / max(norm_a, norm_b)) if apart else 0.0
+
+
+def _tensors(layer: object) -> Iterator[Tensor]:
+    """The numbers of a layer's state in float64; those of caches and windows as far as both may have them."""
+    for part in pytree.tree_leaves(layer, is_leaf=lambda part: isinstance(part, Cache | Tuned)):
+        if isinstance(part, Tuned):
+            yield from _tensors(part.mixer)  # what was trained is no part of what was read
+            continue
+        for x in part.span(0, part.spanned()) if isinstance(part, Cache) else (part,):
+            if isinstance(x, Tensor) and x.is_floating_point():
+                yield x.double()

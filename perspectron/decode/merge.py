@@ -1,0 +1,132 @@
+"""Two memories as one: S_AB = Γ_B S_A + S_B, A's state carried through what B's layers did while B was read alone.
+
+A layer's update is affine in its state for given inputs: a decay Γ_B of each number, or, in delta rules, a matrix for
+each head. Neither is kept while reading: B is read once more from its log, and beside B's own states each layer updates
+A's with the inputs that B alone gave it. That is Γ_B S_A + S_B but for rounding, in every design; caches and windows
+get B's keys and values behind A's. What is not exact are inputs of layers above the first, which depend on A, too.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from perspectron.decode.apart import diverging, ids_of
+from perspectron.decode.history import exhausted
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.session import Session
+from perspectron.model.block import Block, ShiftedState
+from perspectron.model.model import LanguageModel
+from perspectron.model.parts import Shared
+from perspectron.model.state import LMState
+from perspectron.model.tuned import has_first
+from perspectron.util.config import require
+from perspectron.util.errors import ConfigError, StateError
+
+SAME = 1e-9
+"""KL in nats a token up to which memories are the same but for rounding."""
+DRAWN = 64
+"""Tokens on which a merge is judged, where no probe is given."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A memory of two texts. kl, alone: KL in nats a token of what is expected after A and then B, to what is with this
+    memory, and with B alone, over the probe."""
+
+    session: Session
+    kl: float
+    alone: float
+    probe: tuple[int, ...]
+
+
+def merge(a: Session, b: Session, on: Sequence[int] | str = ()) -> Merged:
+    """Join the memories of two texts of a model. on: a probe on which it is judged; without one, the most likely tokens
+    after A and then B. The result remembers both but knows only B's last token, as what a bare state begins with. Both
+    stay as they are.
+
+    StateError: texts of different models, or of one that ends B's memory of A. ConfigError: B is empty, or the merge is
+    no better than B alone."""
+    return exhausted(merging(a, b, on))
+
+
+def merging(a: Session, b: Session, on: Sequence[int] | str = ()) -> Generator[int, None, Merged]:
+    """`merge`, with pauses."""
+    if a.model is not b.model:
+        raise StateError("the texts are of different models; merge texts of one")
+    if not b.whole:
+        raise StateError(
+            "the beginning of the second text is remembered but not known: it cannot be read again"
+        )
+    ids, given = b.tokens, ids_of(a, on)
+    require(
+        len(ids) > 0 and len(a.tokens) > 0, "tokens of the texts", [len(a.tokens), len(ids)], "≥ 1 of each"
+    )
+    state = yield from carrying(a, b)
+    merged = a.remembered(state, ids[-1:])
+    merged.note("merged", a.digest)
+    merged.note("merged", b.digest)
+    true = a.fork()
+    yield from true.reading(ids)
+    if not given:
+        told, start = true.fork(), len(true.tokens)
+        yield from told.saying(DRAWN, sampling=SamplingConfig(temperature=0.0))
+        given = told.tokens[start:]
+    apart = yield from diverging(true.fork(), merged.fork(), given)
+    alone = yield from diverging(true, b.fork(), given)
+    kl, without = (sum(found) / max(1, len(found)) for found in (apart, alone))
+    if not (kl < without and without > SAME):
+        name, bound = a.model.config.name, f"< {without:.4g}, that of B alone, and that > {SAME}"
+        raise ConfigError(f"merge: KL of a merged memory of {name} = {kl:.4g}, must be {bound}")
+    return Merged(merged, kl, without, tuple(given))
+
+
+@torch.inference_mode()
+def carrying(a: Session, b: Session) -> Generator[int, None, LMState]:
+    """A's state carried through all but the last token of B, with pauses as `Session.reading` has them."""
+    model, reset = a.model, a.tokenizer.specials.reset
+    carried = yield from a.remembering()
+    own = yield from b.at(0).remembering()  # what stands before every text is A's already
+    begins = reset is not None and reset in b.tokens and has_first(own)
+    require(not begins, "the second text", "several documents", "one, where they begin with a trained memory")
+    ids, at = b.tokens[:-1], 0
+    _require_positions(model, len(a.tokens) + len(ids) + 1)
+    while at < len(ids):
+        yield len(ids) - at
+        part = ids[at : at + a.chunk]
+        ids_1T = torch.tensor([part], device=model.device)
+        reset_1T = ids_1T == (-1 if reset is None else reset)
+        own, carried = read_beside(model, ids_1T, own, carried, reset_1T if reset_1T.any() else None)
+        at += len(part)
+    return carried
+
+
+def read_beside(
+    model: LanguageModel, ids_BT: Tensor, own: LMState, carried: LMState, reset_BT: Tensor | None = None
+) -> tuple[LMState, LMState]:
+    """Read tokens after `own`, and beside it update `carried` by the inputs that its layers get; both are used up."""
+    x_BTD, length_B = model.placed(model.embedding(ids_BT), own.length_B, reset_BT)
+    shared, states, others = Shared(), list[Any](), list[Any]()
+    for block, mine, other in zip(cast("list[Block]", model.blocks), own.layers, carried.layers, strict=True):
+        # What a layer reads of the token before is of B's last, not a memory.
+        before = (
+            replace(mine, mixer=cast(ShiftedState, other).mixer) if isinstance(mine, ShiftedState) else other
+        )
+        seen = shared.copy()
+        _, after, _ = block(x_BTD, before, None, reset_BT, None, False, seen)
+        x_BTD, mine, _ = block(x_BTD, mine, model.ffn_of(block), reset_BT, None, False, shared)
+        states.append(mine)
+        others.append(replace(mine, mixer=after.mixer if isinstance(after, ShiftedState) else after)
+                      if isinstance(mine, ShiftedState) else after)  # fmt: skip
+    far_B = None
+    if carried.length_B is not None:
+        assert length_B is not None
+        far_B = carried.length_B + ids_BT.shape[1] if reset_BT is None else length_B
+    return LMState(tuple(states), length_B, model.number), LMState(tuple(others), far_B, model.number)
+
+
+def _require_positions(model: LanguageModel, tokens: int) -> None:
+    if positions := model.config.positions or model.config.longest:
+        require(tokens <= positions, "tokens of both texts", tokens, f"≤ positions = {positions}")

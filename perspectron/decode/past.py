@@ -1,0 +1,221 @@
+"""The past of a text: since which of its tokens an answer is so, and the text replayed on another beginning or model.
+
+Each function has a twin that is a generator, which pauses before each call of the model and gives the tokens that are
+left, as `Session.reading` does: the server's engine runs those between the steps of others.
+"""
+
+import math
+import re
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from perspectron.decode.apart import ids_of
+from perspectron.decode.history import exhausted
+from perspectron.decode.row import Vocabulary
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.session import Session
+from perspectron.util.config import require
+from perspectron.util.errors import ConfigError, StateError
+
+AROUND = 12
+"""Tokens of a text that are shown before and after one."""
+PROBABILITY = re.compile(r"p\((.+)\)\s*>\s*([0-9.]+(?:e-?[0-9]+)?)", re.DOTALL)
+
+
+class Until(Protocol):
+    """A condition on what comes after a question."""
+
+    def asked(self, session: Session, tokens: int) -> Generator[int, None, tuple[bool, str]]:
+        """Whether it holds after a text, which is used up, and the answer, of at most so many tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Contains:
+    """The most likely answer has a text in it."""
+
+    text: str
+
+    def asked(self, session: Session, tokens: int) -> Generator[int, None, tuple[bool, str]]:
+        said = yield from session.saying(tokens, sampling=SamplingConfig(temperature=0.0))
+        return self.text in said, said
+
+
+@dataclass(frozen=True)
+class Matches:
+    """A regular expression is found in the most likely answer."""
+
+    pattern: re.Pattern[str]
+
+    def asked(self, session: Session, tokens: int) -> Generator[int, None, tuple[bool, str]]:
+        said = yield from session.saying(tokens, sampling=SamplingConfig(temperature=0.0))
+        return self.pattern.search(said) is not None, said
+
+
+@dataclass(frozen=True)
+class Likely:
+    """The probability that a text comes next is above `above`."""
+
+    text: str
+    above: float
+
+    def asked(self, session: Session, tokens: int) -> Generator[int, None, tuple[bool, str]]:
+        found = yield from session.likely(session.tokenizer.encode(self.text), 1)
+        p = math.exp(sum(logprob for logprob, _ in found))
+        return p > self.above, f"p = {p:.6g}"
+
+
+def until_of(text: str, *, expressions: bool = True) -> Until:
+    """The condition that a text stands for: `/EXPRESSION/` is found in the answer, `p(TEXT) > 0.5`, or else the text is
+    in the answer. ConfigError: an expression that is none, or where there are to be none; a probability out of
+    bounds; nothing."""
+    require(text != "", "until", text, "a text, /an expression/ or p(TEXT) > 0.5")
+    if match := PROBABILITY.fullmatch(text.strip()):
+        require(0 <= float(match[2]) < 1, "until", text, "a probability ≥ 0 and < 1")
+        return Likely(match[1], float(match[2]))
+    if len(text) > 2 and text[0] == text[-1] == "/":
+        require(expressions, "until", text, "a text or p(TEXT) > 0.5: this server runs no expressions")
+        try:
+            return Matches(re.compile(text[1:-1], re.DOTALL))
+        except re.error as error:
+            raise ConfigError(
+                f"until = {text!r}, must be a regular expression between / and / ({error})"
+            ) from None
+    return Contains(text)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The first token of a text after which an answer is so. token: its number, from 1; id: of the vocabulary; spelled:
+    it as text; around: the text about it; before, after: the answers without it and with it; readings: how many
+    answers were asked for."""
+
+    token: int
+    id: int
+    spelled: str
+    around: str
+    before: str
+    after: str
+    readings: int
+
+
+def bisect(session: Session, ask: str | Sequence[int], until: Until | str, *, max_tokens: int = 16) -> Found:
+    """Find the first token of a text after which a question's answer meets a condition, by halves: of a text of N
+    tokens about log₂ N + 3 answers are asked for, each of the session as it was after a token. The session stays as it
+    is. Where the condition changes more than once, one of the changes from no to yes is found.
+
+    ConfigError: the condition holds from the start or not at the end, no question, no tokens. Errors as `Session.read`.
+    """
+    return exhausted(bisecting(session, ask, until, max_tokens=max_tokens))
+
+
+def bisecting(
+    session: Session, ask: str | Sequence[int], until: Until | str, *, max_tokens: int = 16, named: str = ""
+) -> Generator[int, None, Found]:
+    """`bisect`, with pauses. named: the condition as it was asked for."""
+    named, until = named or str(until), until_of(until) if isinstance(until, str) else until
+    tokens, readings, question = session.tokens, 0, ids_of(session, ask, "ask")
+    require(len(question) > 0, "ask", ask, "a question")
+    require(max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
+    low, high = 0 if session.whole else 1, len(tokens)
+    require(high > low, "tokens of the text", high, f"> {low}: there is no past to look into")
+
+    def answered(token: int) -> Generator[int, None, tuple[bool, str]]:
+        nonlocal readings
+        readings += 1
+        then = yield from session.back_to(token)
+        then.append(question)
+        return (yield from until.asked(then, max_tokens))
+
+    holds, after = yield from answered(high)
+    begun, before = yield from answered(low)
+    if begun or not holds:
+        why = "always holds" if begun and holds else "held at the start alone" if begun else "never holds"
+        ends = f"after {low} tokens the answer is {before[:80]!r}, after {high:,} {after[:80]!r}"
+        raise ConfigError(f"until = {named!r}, {why}: {ends}")
+    while high - low > 1:
+        middle = (low + high) // 2
+        holds, said = yield from answered(middle)
+        if holds:
+            high, after = middle, said
+        else:
+            low, before = middle, said
+    spelled = session.tokenizer.decode(tokens[high - 1 : high])
+    around = session.tokenizer.decode(tokens[max(0, high - AROUND) : high + AROUND])
+    return Found(high, tokens[high - 1], spelled, around, before, after, readings)
+
+
+@dataclass(frozen=True)
+class Rebased:
+    """A text that was replayed. tokens: how many of it were, on how many of `prefix`. encoded: it was encoded again, as
+    the vocabulary is another, into so many; None where its ids are the same."""
+
+    session: Session
+    tokens: int
+    prefix: int
+    encoded: int | None
+
+
+def rebase(session: Session, onto: Session, *, after: int = 0) -> Rebased:
+    """Replay a text on another, of the same model or not: `onto` and then the tokens after the first `after`, read as a
+    prompt. Where the vocabularies differ the text is encoded anew. Both stay as they are.
+
+    StateError: the beginning of the text is not known. ConfigError: no tokens are left, ones that the other model lacks
+    the room for."""
+    return exhausted(rebasing(session, onto, ids_for(session, onto.tokenizer, after=after)))
+
+
+def rebasing(session: Session, onto: Session, replayed: "Replayed") -> Generator[int, None, Rebased]:
+    """`rebase`, with pauses; replayed: what `ids_for` gave."""
+    result, prefix = onto.fork(), len(onto.tokens)
+    yield from result.reading(replayed.ids)
+    result.note("rebased", session.digest)
+    return Rebased(result, replayed.tokens, prefix, len(replayed.ids) if replayed.encoded else None)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The ids of a text as another vocabulary has them. tokens: how many there were; encoded: they are others."""
+
+    ids: list[int]
+    tokens: int
+    encoded: bool
+
+
+def ids_for(session: Session, tokenizer: Vocabulary, *, after: int = 0) -> Replayed:
+    """What `rebase` reads of a text, but for its first tokens. Errors as `rebase`."""
+    if not session.whole:
+        raise StateError("the beginning of this text is remembered but not known: it cannot be replayed")
+    require(0 <= after <= len(session.tokens), "after", after, f"≥ 0 and ≤ {len(session.tokens)}")
+    ids = session.tokens[after:]
+    require(len(ids) > 0, "tokens of the text", 0, "≥ 1: there is nothing to replay")
+    if _alike(session.tokenizer, tokenizer):
+        return Replayed(ids, len(ids), False)
+    return Replayed(_encoded(session.tokenizer, tokenizer, ids), len(ids), True)
+
+
+def _alike(one: Vocabulary, other: Vocabulary) -> bool:
+    """True where ids stand for the same."""
+    marks = [getattr(tokenizer, "fingerprint", None) for tokenizer in (one, other)]
+    return one is other or (marks[0] is not None and marks[0] == marks[1])
+
+
+def _encoded(one: Vocabulary, other: Vocabulary, ids: Sequence[int]) -> list[int]:
+    """The ids of a text in another vocabulary. What begins or ends a text is there what does; StateError where nothing
+    does."""
+    silent, specials = one.specials.silent, other.specials
+    found, part = list[int](), list[int]()
+    for id in [*ids, None]:
+        if id is not None and id not in silent:
+            part.append(id)
+            continue
+        if part:
+            found += other.encode(one.decode(part))
+            part = []
+        if id is not None:
+            ends = [end for end in (specials.reset, specials.end) if end is not None] or [*specials.start]
+            if not ends:
+                raise StateError(f"token {id} begins or ends a text, for which the other vocabulary has none")
+            found.append(ends[0])
+    return found
