@@ -1,5 +1,6 @@
 """GGUF files as runs: the weights of the folder that they were made from, and what cannot be read named."""
 
+import copy
 import shutil
 import struct
 from pathlib import Path
@@ -12,8 +13,10 @@ from safetensors.torch import load_file, save_file
 gguf = pytest.importorskip("gguf", reason="pip install 'perspectron[gguf]'")
 
 from perspectron.decode.sampling import SamplingConfig  # noqa: E402
+from perspectron.decode.steps import stepped, steps_of  # noqa: E402
 from perspectron.decode.suggested import suggested  # noqa: E402
 from perspectron.interop import foreign  # noqa: E402
+from perspectron.model import half  # noqa: E402
 from perspectron.util.errors import CheckpointError, DataError  # noqa: E402
 from tests.gguf_models import ARCHES, KINDS, arch_of, folder_of, rounded, stacked, write  # noqa: E402
 from tests.refusals import names, refused  # noqa: E402
@@ -92,6 +95,21 @@ def test_matrices_of_16_bits_stay_so(tmp_path):
     assert {name.split(".")[-2] for name, weight in weights.items() if weight.dtype == torch.bfloat16} == {
         "embedding", "lm_head", "qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     }  # fmt: skip
+
+
+def test_matrices_of_float16_are_stepped_by_the_modules_which_is_said_once(tmp_path, caplog):
+    _, file = made(tmp_path, "llama", KINDS.F16)
+    model = foreign.read(file).model.eval()
+    state, wide, ids = model.init_state(1), copy.deepcopy(model), torch.tensor([[7]])
+    half.widen(wide)
+    other = wide.init_state(1)
+    with torch.inference_mode():
+        for _ in range(3):
+            _, said, state = stepped(model, steps_of(model), ids, state)
+            _, same, other = stepped(wide, None, ids, other)
+            torch.testing.assert_close(said, same, rtol=0, atol=1e-5)
+    lines = [line for line in caplog.messages if "recording" in line]
+    assert len(lines) == 1 and names(lines[0], "torch.float16")
 
 
 def test_how_its_authors_suggest_to_draw_is_kept(tmp_path):
