@@ -18,14 +18,15 @@ from perspectron.model.census import census
 from perspectron.model.model import LanguageModel, build
 from perspectron.quant.convert import convert
 from perspectron.train.lora import LoraConfig, adapt
-from tests.interop import families, test_hybrids, test_later_hybrids
+from tests.interop import families, test_hybrids, test_kimi_linear, test_later_hybrids
 
-CASES = test_hybrids.CASES + test_later_hybrids.CASES + test_later_hybrids.MIXTURES
+MIXTURES = test_later_hybrids.MIXTURES + test_kimi_linear.CASES[:1]
+CASES = test_hybrids.CASES + test_later_hybrids.CASES + MIXTURES
 FIRST = len(test_hybrids.CASES)
 """The place of the first of the later ones."""
 every_case, every_dense_case = (
     pytest.mark.parametrize("index", range(count), ids=[str(family) for family in CASES[:count]])
-    for count in (len(CASES), len(CASES) - len(test_later_hybrids.MIXTURES))
+    for count in (len(CASES), len(CASES) - len(MIXTURES))
 )
 KIND = {
     "qwen3.5-0.8b": "qwen3_5_text", "granite-4.0-h-350m": "granitemoehybrid", "lfm2-350m": "lfm2",
@@ -133,6 +134,7 @@ def test_their_steps_in_onnx_draw_the_same_tokens(tmp_path):
     )
     whole = model_of(0, vocab_size=280).config
     blocks = tuple(model_of(case).config.blocks[layer] for case, layer in kinds)
+    blocks += tuple(replace(block, ffn=blocks[0].ffn) for block in model_of(len(CASES) - 1).config.blocks)
     model = build(replace(whole, blocks=blocks)).eval()
     families.redraw(model, 3)
     assert onnx.export(model, tokenizer, tmp_path / "model.onnx", context=24).tokens == 23
