@@ -134,7 +134,6 @@ def test_their_steps_in_onnx_draw_the_same_tokens(tmp_path):
     )
     whole = model_of(0, vocab_size=280).config
     blocks = tuple(model_of(case).config.blocks[layer] for case, layer in kinds)
-    blocks += tuple(replace(block, ffn=blocks[0].ffn) for block in model_of(len(CASES) - 1).config.blocks)
     model = build(replace(whole, blocks=blocks)).eval()
     families.redraw(model, 3)
     assert onnx.export(model, tokenizer, tmp_path / "model.onnx", context=24).tokens == 23

@@ -93,3 +93,8 @@ def test_a_rounded_cache_has_the_same_numbers_in_every_split():
 def test_a_number_that_cannot_be_is_named(field):
     with refused(ConfigError, field, 0):
         replace(CONFIG, **{field: 0})
+
+
+def test_its_step_is_refused_in_onnx_by_its_place():
+    with refused(ConfigError, "blocks[3].mixer", "mla"):
+        build().require_onnx("blocks[3].mixer")
