@@ -55,14 +55,14 @@ def main(arguments: list[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.child:
         return _child(args, device)
-    lock = _locked(args.out)
-    _checked(args, device)
     start, codes = time.time(), {}
     end = start + 60 * args.minutes
-    for name, what in missing():
-        watch.say(f"{name} is not installed: {what}")
-    for name in [stage for stage in STAGES if stage in args.stages]:
-        codes[name] = _stage(args, name, end, lock)
+    with _locked(args.out) as lock:
+        _checked(args, device)
+        for name, what in missing():
+            watch.say(f"{name} is not installed: {what}")
+        for name in [stage for stage in STAGES if stage in args.stages]:
+            codes[name] = _stage(args, name, end, lock)
     whole = not any(codes.values())
     watch.say(
         f"{sum(code == 0 for code in codes.values())} of {len(codes)} stages are whole, in {time.time() - start:.0f} s"
@@ -131,6 +131,7 @@ def _locked(folder: Path) -> IO[str]:
             return lock
         except OSError:
             time.sleep(0.1)
+    lock.close()
     _refuse(f"{folder} is in use by another run of this command")
 
 

@@ -14,6 +14,8 @@ os.environ.setdefault(
 import pytest
 import torch
 
+from tests import long
+
 torch.set_num_threads(1)
 CACHE = tempfile.mkdtemp(prefix="perspectron-cache-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
@@ -37,6 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """The device of the run is torch's default device from here on, for the session's fixtures too."""
     config.addinivalue_line("markers", "cpu_only(reason): about the CPU alone; left out on another device")
+    for line in long.MARKERS:
+        config.addinivalue_line("markers", line)
     name = config.getoption("--device")
     if name == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: this machine has no CUDA device that PyTorch can use")
@@ -52,11 +56,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--device") == "cpu":
-        return
-    left = [item for item in items if item.get_closest_marker("cpu_only")]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if not item.get_closest_marker("cpu_only")]
+    kept = items
+    if config.getoption("--device") != "cpu":
+        kept = [item for item in kept if not item.get_closest_marker("cpu_only")]
+    if not long.LONG and not any("::" in argument for argument in config.args):
+        kept = long.shortened(kept)
+    there = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in there])
+    items[:] = kept
 
 
 @pytest.fixture(scope="session")

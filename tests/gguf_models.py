@@ -98,6 +98,13 @@ ARCHES: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 5, "conv_kernel": 3, "time_step_min": 1e-9,
         "layer_norm_epsilon": 3e-5,
     }),
+    "nemotron_h_moe": ("nemotron_h", {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "mamba_num_heads": 4,
+        "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 5, "conv_kernel": 3, "time_step_min": 1e-9,
+        "layer_norm_epsilon": 3e-5, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5, "n_shared_experts": 1,
+    }),
     "qwen3next": ("qwen3_next", {
         **DELTA, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "num_experts": 6,
         "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
@@ -128,6 +135,9 @@ def redrawn(kind: str, options: dict[str, Any]) -> Any:
             weight.copy_(noise * weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.3 * noise + 0.5)
             if name.endswith("A_log"):
                 weight.abs_()
+        for name, weight in model.named_buffers():
+            if name.endswith("correction_bias"):
+                weight.copy_(0.3 * torch.randn_like(weight))
     return model
 
 
@@ -244,7 +254,7 @@ def stacked(tensors: dict[str, Tensor], there: str) -> dict[str, Tensor]:
     found, each = dict[str, Tensor](), dict[str, dict[int, Tensor]]()
     for name, x in tensors.items():
         if (
-            of := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight", name)
+            of := re.fullmatch(r"\w+\.layers\.(\d+)\.(?:mlp|mixer)\.experts\.(\d+)\.(\w+)_proj\.weight", name)
         ) is not None:
             each.setdefault(there.format(of[1], of[3]), {})[int(of[2])] = x
         else:
@@ -261,8 +271,9 @@ def _values(writer: Writer, config: dict[str, Any]) -> None:
         block_count=LAYERS, context_length=config.get("max_position_embeddings", 512), embedding_length=D,
         vocab_size=config["vocab_size"], attention__head_count=H,
         attention__head_count_kv=[heads if kind in ("attention", "full_attention") else 0 for kind in types]
-        if writer.arch in ("granitehybrid", "lfm2", "nemotron_h") else heads,
-        feed_forward_length=[64 if kind == "mlp" else 0 for kind in types] if writer.arch == "nemotron_h" else 64,
+        if writer.arch in ("granitehybrid", "lfm2", "nemotron_h", "nemotron_h_moe") else heads,
+        feed_forward_length=[{"mlp": 64, "moe": 24}.get(kind, 0) for kind in types]
+        if writer.arch.startswith("nemotron_h") else 64,
         attention__layer_norm_rms_epsilon=next(
             config[name] for name in ("layer_norm_epsilon", "norm_eps", "rms_norm_eps") if name in config
         ),
@@ -293,7 +304,14 @@ def _values(writer: Writer, config: dict[str, Any]) -> None:
             expert_used_count=config["num_experts_per_tok"], attention__clamp_kqv=config.get("clip_qkv"),
             expert_feed_forward_length=config.get("moe_intermediate_size"),
         )  # fmt: skip
-    if writer.arch in ("granitehybrid", "falcon-h1", "nemotron_h"):
+    if writer.arch == "nemotron_h_moe":
+        writer.values(
+            expert_count=config["n_routed_experts"], expert_shared_count=config["n_shared_experts"],
+            expert_shared_feed_forward_length=config["moe_shared_expert_intermediate_size"],
+            expert_weights_norm=config["norm_topk_prob"], expert_weights_scale=config["routed_scaling_factor"],
+            expert_group_count=config["n_group"],
+        )  # fmt: skip
+    if writer.arch in ("granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe"):
         writer.values(
             ssm__conv_kernel=3,
             ssm__state_size=5,
@@ -327,7 +345,15 @@ def _values(writer: Writer, config: dict[str, Any]) -> None:
 
 def _converted(arch: str, name: str, x: Tensor, config: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """A tensor as the converter stores it, under names that gguf knows."""
-    permutes = arch in ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "nemotron_h")
+    permutes = arch in (
+        "llama",
+        "smollm3",
+        "granite",
+        "granitemoe",
+        "granitehybrid",
+        "nemotron_h",
+        "nemotron_h_moe",
+    )
     if permutes and (".q_proj." in name or ".k_proj." in name):
         heads = H if ".q_proj." in name else G
         x = x.reshape(heads, 2, len(x) // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
@@ -360,6 +386,8 @@ def _converted(arch: str, name: str, x: Tensor, config: dict[str, Any]) -> list[
                 for part, half in zip(("gate", "up"), x.chunk(2, -2), strict=True)]  # fmt: skip
     if experts and name.endswith("output_linear.weight"):
         return [(f"blk.{layer[0]}.ffn_down_{'shexp' if 'shared_mlp' in name else 'exps'}.weight", x)]
+    if name.endswith("e_score_correction_bias"):
+        return [(f"blk.{layer[0]}.exp_probs_b.bias", x)]
     if name.endswith(("mlp.gate.weight", "router.layer.weight")):
         return [(f"blk.{layer[0]}.ffn_gate_inp.weight", x)]
     if name.endswith("shared_mlp.input_linear.weight"):

@@ -55,6 +55,7 @@ SCRIPTS = {
     "recall": ["--only", "transformer", "PDR, R = 1", "needle: window 4", "parity: gdn[negative=true]"],
     "layer_times": [],
     "sessions": [],
+    "memories": [],
     "saves": [],
     "fair": [],
     "determinism": [],

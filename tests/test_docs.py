@@ -218,7 +218,17 @@ def address(site):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
-@pytest.mark.parametrize("name", ["index.html", "reference/package.html", "results.html"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "index.html",
+        "reference/decoding.html",
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("reference/package.html", "results.html")
+        ),
+    ],
+)
 def test_the_site_can_be_read_by_everyone(address, name):
     with browsing(f"{address}/{name}") as page:
         assert look(page, AA) == []

@@ -168,7 +168,8 @@ class Train:
         require(not launched(), "state", self.state, "left out for several processes")
         used = {"out", "encoding", "config", "train", "state", "json", "given", "began"}
         typed = {f.name for f in fields(self) if getattr(self, f.name) != getattr(Train(), f.name)} - used
-        typed |= set(self.given) & memory.LEFT_OUT
+        ends = {name for name in ("eval_every", "save_every") if getattr(self.train, name) == 0}  # as it is
+        typed |= (set(self.given) & memory.LEFT_OUT) - ends
         for name in sorted(typed):
             value = getattr(self, name, getattr(self.train, name, "given"))
             require(False, name, value, "left out with --state, which trains no weights")

@@ -1,7 +1,8 @@
 """Prefixes on disk: files of states, and their index, a database that several processes may share.
 
 What a state has per token lies in pages, files of their own that are named by what they hold and by the page before:
-states that begin alike share them. `KEY.state` holds the rest of a state, and the index its last page.
+states that begin alike share them. `KEY.state` holds the rest of a state and the name of its last page, which the index
+has, too.
 
 Shapes: D model width.
 """
@@ -252,6 +253,7 @@ class Disk:
                     self._use(index, page)
                     added += size
                 page, start = name, stop
+            contents = replace(contents, header=contents.header | {"page": page})
             return self._put(path, contents, start), page, added
         except (OSError, PerspectronError):
             index.execute("ROLLBACK TO entry")

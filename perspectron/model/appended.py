@@ -56,7 +56,7 @@ MOST_APPENDED = 1024
 """Parts of a file, from which on it is written anew."""
 MOST_PARTS = 4096
 """Parts of one file that are read; those before it, in files of their own, are as many as a text has."""
-FIELDS = ("grown", "from", "pages", "whole", "digest")
+FIELDS = ("grown", "from", "pages", "page", "whole", "digest")
 """Of a header, beside what the state is."""
 END = "end"
 _Body = tuple[int, Callable[[], Tensor]]
@@ -387,6 +387,8 @@ def read(path: Path, before: Sequence[Path] = ()) -> tuple[dict[str, str], dict[
             raise PageError(page, str(error)) from None
     with _readable(path, earlier) as (file, parts):
         last = parts[-1]
+        if last.metadata.get("page", name) != name:
+            raise ValueError(f"it goes on from page {last.metadata['page'][:40]}, not from {name or 'none'}")
         tensors = dict[str, Tensor]()
         for name, place in last.places.items():
             if name not in last.kinds:

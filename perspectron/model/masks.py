@@ -54,6 +54,10 @@ def masked(forward: Forward) -> Forward:
             if (
                 reset_BT is not None and tuned.first.shape[1]
             ):  # at the first token alone, as the model cuts texts
+                if reset_BT.shape[1] > 1 and not x.is_meta and reset_BT[:, 1:].any():
+                    raise ValueError(
+                        "reset_BT is true behind the first token, where texts begin with a trained memory"
+                    )
                 empty = self.init_state(len(x), x.device, x.dtype)
                 state, reset_BT = tuned.restarted(empty, reset_BT[:, 0], self.kept_at_reset), None
         if pad_BT is not None:

@@ -1,5 +1,5 @@
 """What was trained of a memory while the weights were frozen, as a part of the state: each row of a batch has its own
-(docs/guides/memories.md).
+(docs/guides/keep-a-memory.md#a-memory-that-was-trained).
 
 A matrix memory S is read as S + C, of an offset C. In designs that add what they write, this is a memory that decays
 toward C instead of toward 0; in those that correct what they read (delta rules), what is written does not see C. It is

@@ -125,7 +125,7 @@ class Tape:
         made["number"][: len(numbers)] = numbers
         for i, (tensor, strides) in enumerate(zip(operands, axes.strides, strict=True)):
             if tensor.dtype not in KINDS:
-                raise Unrecordable(str(tensor.dtype))
+                raise Unrecordable(f"numbers in {tensor.dtype}; float32, bfloat16 and packed ones can be")
             if i == 0 and tensor.dtype is torch.uint8 and code not in ("gather", "scatter", "same"):
                 raise Unrecordable(f"{code} into bytes")  # it would write 0 or 1
             base, start = self.bases.get(memory(tensor), (0, 0))

@@ -84,6 +84,7 @@ def same(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(2, each="design")
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("design", [*DESIGNS, *VARIANTS])
 def test_a_graph_gives_what_the_modules_give(design, rows):

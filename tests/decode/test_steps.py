@@ -89,6 +89,7 @@ def near(found: LMState, wanted: LMState) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(2, each="design")
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("design", [*DESIGNS, *VARIANTS])
 def test_a_recording_gives_what_the_modules_give(design, rows):
@@ -101,6 +102,7 @@ def test_a_recording_gives_what_the_modules_give(design, rows):
     near(after, modules)
 
 
+@pytest.mark.few(5, each="design")
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("design", DESIGNS)
@@ -226,6 +228,7 @@ def attentive(name: str) -> LanguageModel:
     return model
 
 
+@pytest.mark.few(2, each="name")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", ATTENTION)

@@ -252,6 +252,29 @@ def test_a_damaged_page_ends_the_prefixes_that_need_it_and_no_others(damage, tok
     assert counted_in(tmp_path) == (files.keys(), sum(files.values()))
 
 
+def test_a_state_is_read_after_its_own_pages_alone(tokenizer, tmp_path) -> None:
+    model, prompts = small("gpt2"), [prompt_of(20, 1), prompt_of(20, 2)]
+    store = PrefixStore(model, chunk=CHUNK, folder=tmp_path, memory_bytes=0)
+    for prompt in prompts:
+        answered(model, tokenizer, prompt, store, count=1)
+    store.close()
+    index = sqlite3.connect(tmp_path / INDEX)
+    pages = [name for (name,) in index.execute("SELECT page FROM entries GROUP BY page")]
+    stops = dict(index.execute("SELECT name, stop FROM pages"))
+    longest = [name for name in pages if stops[name] == max(stops.values())]
+    assert len(longest) == 2
+    index.execute("UPDATE entries SET page = ? WHERE page = ?", longest)
+    index.commit()
+    index.close()
+    again = PrefixStore(model, chunk=CHUNK, folder=tmp_path, memory_bytes=0)
+    for prompt in prompts:
+        text = [*prompt, 5]
+        same(
+            answered(model, tokenizer, text, again, count=1), answered(model, tokenizer, text, None, count=1)
+        )
+    assert again.counters.damaged == 1
+
+
 def test_a_text_that_begins_anew_shares_no_page_with_what_was_before(tokenizer, tmp_path) -> None:
     """Its keys go on from those before, its slots from the first."""
     model, end = small("gpt2"), tokenizer.specials.reset

@@ -125,6 +125,7 @@ WITHIN = (_shrink, _data, _array, _fused, _loaded)
 BETWEEN = (_assigned, _elsewhere, _turned, _norms, _class, _forward, _replaced, _buffer)
 
 
+@pytest.mark.few(4, each="design")
 @pytest.mark.parametrize("change", [*WITHIN, *BETWEEN], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("design", ["ssd", "lens2", "drm", "mingru"])
 def test_a_model_that_changes_is_stepped_as_it_is_now(design, change):
@@ -158,6 +159,7 @@ def test_numbers_that_change_between_two_tokens_are_read(design, change):
     assert steps_of(model) is steps, "recorded anew where it has to be, not looked at anew"
 
 
+@pytest.mark.few(1, each="design")
 @pytest.mark.parametrize("design", [*DESIGNS, "perspective2[gated=true]"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_model_that_stays_keeps_its_recordings(design, dropout):
@@ -188,6 +190,7 @@ def muon(model: LanguageModel) -> torch.optim.Optimizer:
     return optimizer_of(model, OptimConfig(lr=3e-3, optimizer="muon"))
 
 
+@pytest.mark.few(1, each="design")
 @pytest.mark.parametrize("optimizer", [own, adamw, muon], ids=lambda optimizer: optimizer.__name__)
 @pytest.mark.parametrize("design", DESIGNS)
 def test_what_was_trained_is_recorded_and_drawn_as_it_is_now(design, optimizer, tokenizer):

@@ -37,6 +37,7 @@ from tests.refusals import refused
 D = 16
 LENGTHS = [1, 63, 64, 65, 150]
 MODES = {"train": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+pytestmark = pytest.mark.few(3, each="name")
 HYPOTHESIS = settings(max_examples=15, deadline=None, derandomize=True, database=None)
 
 OPTIONS = {

@@ -13,14 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.long import length
+
 ROOT = Path(__file__).parents[2]
 GONE = ["perspectron/designs/drm", "perspectron/native/csrc/drm.inl", "tests/designs/drm"]
-REST = (
-    "tests/test_goldens.py",
-    "tests/model/test_block.py",
-    "tests/util/test_registry.py",
-    "tests/ops/test_dispatch.py",
-)
+REST = ("tests/test_goldens.py", "tests/util/test_registry.py", "tests/ops/test_dispatch.py")
+REST += length(("tests/model/test_block.py",), ())
 IMPORTS = """
 import importlib, pkgutil, perspectron
 for module in pkgutil.walk_packages(perspectron.__path__, "perspectron."):

@@ -112,6 +112,8 @@ def ours_of(file: container.Container, folder: Path) -> Tokenizer:
 def test_byte_level_ids_are_those_of_llama_cpp(pre, tmp_path):
     ours = ours_of(written(tmp_path / "vocab.gguf", **bytewise(pre)), tmp_path)
     text = varied(6000, seed=2)
+    if pre == "tekken":  # of other letters llama.cpp does not know the case
+        text = text.encode("ascii", "ignore").decode() + "aBc HTTPServer x/\n//\n"
     assert ours.encode(text) == ids_of_llama_cpp(tmp_path / "vocab.gguf", text)
     assert ours.decode(ours.encode(text)) == text
 
@@ -131,6 +133,11 @@ def test_ids_of_sentence_pieces_are_those_of_llama_cpp(begins, tmp_path):
         ("llama-bpe", "It'S 1234\n\nx", ["It", "'S", " ", "123", "4", "\n\n", "x"]),
         ("qwen2", "1234 हि", ["1", "2", "3", "4", " ह", "ि"]),
         ("qwen35", "1234 हि", ["1", "2", "3", "4", " हि"]),
+        (
+            "tekken",
+            "aHTTPServer приВет 12 हि/\n",
+            ["a", "HTTPServer", " при", "Вет", " ", "1", "2", " हि", "/\n"],
+        ),
     ],
 )
 def test_text_is_split_as_the_model_was_trained(pre, text, pieces, tmp_path):

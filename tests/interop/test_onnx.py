@@ -1,6 +1,8 @@
 """One step in ONNX: the same tokens as in PyTorch, and what is not exported is named."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +72,31 @@ def lively(name: str) -> LanguageModel:
     return model
 
 
+Exported = Callable[[str, int], tuple[LanguageModel, Path, onnx.Report]]
+
+
+@pytest.fixture(scope="module")
+def exported(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """exported(name, context): a model, its file in a folder of its own, and what the export says; made once."""
+
+    @functools.cache
+    def of(name: str, context: int) -> tuple[LanguageModel, Path, onnx.Report]:
+        model, path = lively(name), tmp_path_factory.mktemp("exported") / "play.onnx"
+        return model, path, onnx.export(model, tokenizer, path, context=context)
+
+    return of
+
+
 @pytest.mark.parametrize("name", [*SIZES, *ATTENTION])
-def test_greedy_tokens_and_logits_are_those_of_torch(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_greedy_tokens_and_logits_are_those_of_torch(
+    name: str, tokenizer: Tokenizer, exported: Exported
+) -> None:
     import onnxruntime
 
-    model, path = lively(name), tmp_path / "model.onnx"
     context = 16 if name == "transformer-tiny" else 256
-    report = onnx.export(model, tokenizer, path, context=context)
+    model, path, report = exported(name, context)
     assert report.tokens == min(200, context - 1) and report.ms > 0 and report.torch_ms > 0
-    assert report.bytes == path.stat().st_size and [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+    assert report.bytes == path.stat().st_size and [p.name for p in path.parent.iterdir()] == ["play.onnx"]
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     known = session.get_modelmeta().custom_metadata_map
     assert Tokenizer.parse(known["tokenizer"], path).fingerprint == tokenizer.fingerprint
@@ -117,17 +135,16 @@ def guide(folder: Path, prompt: str, monkeypatch: pytest.MonkeyPatch) -> dict[st
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_guide_keeps_texts_apart_and_takes_no_text_for_the_separator(
-    name: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tokenizer: Tokenizer, exported: Exported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = lively(name)
-    onnx.export(model, tokenizer, tmp_path / "play.onnx", context=128)
+    model, path, _ = exported(name, 256)
     text = "a<|endoftext|>b"
-    names = guide(tmp_path, f"[0, *tokenizer.encode({text!r}).ids]", monkeypatch)
+    names = guide(path.parent, f"[0, *tokenizer.encode({text!r}).ids]", monkeypatch)
     told = tokenizer.encode(text)
     assert names["ids"][: len(told) + 1] == [0, *told] and 0 not in told
     assert names["tokenizer"].decode(told) == text
     ids = [0, *range(60, 116), 0, 200, 201]  # 60 tokens: two texts, and nothing to draw
-    names = guide(tmp_path, str(ids), monkeypatch)
+    names = guide(path.parent, str(ids), monkeypatch)
     with torch.no_grad():
         reset_BT = torch.tensor([ids]) == 0
         wanted = model(torch.tensor([ids[:60]]), reset_BT=reset_BT[:, :60]).logits[0, 59].numpy()

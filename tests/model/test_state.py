@@ -29,6 +29,7 @@ from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import mixers
 from perspectron.util.errors import StateError, StorageError
 from perspectron.util.files import MAX_JSON
+from tests.long import some
 from tests.refusals import refused
 
 CONFIG = ModelConfig(
@@ -318,10 +319,14 @@ def test_a_truncated_file_is_refused(model, path):
 
 
 def test_one_flipped_bit_anywhere_is_refused(model, path):
-    """Every byte of the header, and 40 of the tensors."""
+    """Every byte of the header (300 of them in the short form), and 40 of the tensors."""
     whole, draw = path.read_bytes(), random.Random(0)
     tensors = 8 + int.from_bytes(whole[:8], "little")
-    for position in [*range(tensors), *draw.sample(range(tensors, len(whole)), 40)]:
+    for position in [
+        *range(8),
+        *some(range(8, tensors), 300, 0),
+        *draw.sample(range(tensors, len(whole)), 40),
+    ]:
         damaged = bytearray(whole)
         damaged[position] ^= 1 << draw.randrange(8)
         path.write_bytes(damaged)

@@ -103,6 +103,7 @@ ATTENTION = [  # B, T, H, G, K, V, window
 ]
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", ATTENTION, ids=str)

@@ -56,10 +56,7 @@ def evaluated(url: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
 @pytest.mark.skipif(
     find_spec("lm_eval") is None or find_spec("tenacity") is None, reason="needs the extras eval and test"
 )
-@pytest.mark.parametrize("batch", [1, 3])
-def test_the_harness_scores_and_writes_by_the_server_what_we_do_by_the_model(
-    tmp_path, tokenizer, batch
-) -> None:
+def test_the_harness_scores_and_writes_by_the_server_what_we_do_by_the_model(tmp_path, tokenizer) -> None:
     one = served(tmp_path, tokenizer)
     fast_tokenizer(tokenizer).save_pretrained(tmp_path / "tokenizer")
     asked = Answers(one.engine.model, tokenizer)

@@ -30,6 +30,7 @@ from perspectron.train.optim import OptimConfig
 from perspectron.train.parallel import ParallelTrainer
 from perspectron.train.team import Team
 from perspectron.util.errors import PerspectronError
+from tests.long import some
 from tests.train.conftest import small
 
 EXPERTS = {"ternary": True, "int8_activations": True, "delta": 0.001, "diversity": 0.01}
@@ -44,6 +45,8 @@ FAMILIES = (
 )
 TAUGHT = "-taught"
 """The end of the name of a model that also learns from another run."""
+SPLIT = ("perspective-tiny", "perspective2-tiny", "gla-tiny", "ssd-tiny", "transformer-tiny", "gpt2-tiny")
+"""Models whose texts are split among ranks."""
 
 
 def free_port() -> int:
@@ -168,13 +171,12 @@ class Cases:
         (self.out / f"{name}.json").write_text(json.dumps(value))
 
 
-# (ranks, layout, model, how a run of it is called)
+# (ranks, layout, model, how a run of it is called); in the short form some models of the layouts of two ranks
 LAYOUTS = [
-    *((2, Layout("fsdp"), name, f"fsdp2-{name}") for name in FAMILIES),
+    *((2, Layout("fsdp"), name, f"fsdp2-{name}") for name in some(FAMILIES, 4, "fsdp")),
     (2, Layout("fsdp", expert_parallel=2), "perspective-tiny", "experts2"),
     *((2, Layout("fsdp", context_parallel=2), name, f"context2-{name}")
-      for name in ("perspective-tiny", "perspective2-tiny", "gla-tiny", "ssd-tiny", "transformer-tiny", "gpt2-tiny",
-                   "ssd-tiny-taught")),
+      for name in (*some(SPLIT, 3, "context"), f"ssd-tiny{TAUGHT}")),
     (4, Layout("fsdp"), "perspective-tiny", "fsdp4"),
     (4, Layout("ddp"), "drm-104k", "ddp4"),
     (4, Layout("hsdp"), "perspective-tiny", "hsdp4"),
@@ -187,7 +189,7 @@ LAYOUTS = [
 
 def equal(cases: Cases, steps: int) -> None:
     """Runs of two and four ranks against those of one process."""
-    names = {name for _, _, name, _ in LAYOUTS}
+    names = {name for _, _, name, _ in LAYOUTS} | {"gpt2-tiny"}  # which another one learns from
     for name in sorted(names):
         cases.alone(f"one-{name}", cases.config(name, steps))
     for size in (2, 4):

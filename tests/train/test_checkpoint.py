@@ -22,6 +22,7 @@ from perspectron.train import checkpoint, loop, weights
 from perspectron.train.heldout import Heldout
 from perspectron.util import tensors
 from perspectron.util.errors import CheckpointError, ConfigError, StorageError
+from tests.long import some
 from tests.refusals import refused, warned
 
 FILES = (checkpoint.MODEL, checkpoint.TRAINING, checkpoint.INDEX)
@@ -151,11 +152,11 @@ def test_a_flipped_bit_anywhere_is_found(run, flip, name):
 
 
 def test_a_flipped_bit_anywhere_in_the_index_is_found(run, flip):
-    """Every byte of it: a wrong step or data position must not pass for the right one."""
+    """Every byte of it (300 in the short form): a wrong step or data position must not pass for the right one."""
     draw = random.Random(0)
     path = checkpoint.path_of(run, 6)
     index, whole = path / checkpoint.INDEX, checkpoint.read(path)
-    for at in range(index.stat().st_size):
+    for at in some(range(index.stat().st_size), 300, 0):
         bit = draw.randrange(8)
         flip(index, at, bit)
         try:

@@ -37,6 +37,7 @@ def results(sizes, masked, learned, raw, dtype=torch.float32, backend="auto"):
     return [y.detach() for y in outputs] + list(torch.autograd.grad(loss, leaves))
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "documents and padding"])
 @pytest.mark.parametrize("learned", [False, True], ids=["one rate", "learned rates"])

@@ -87,6 +87,7 @@ def taken(monkeypatch):
     return calls
 
 
+@pytest.mark.few(32)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "documents and padding"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -154,6 +154,7 @@ def test_gradients_of_each_result_alone(variant, chosen):
     assert (found["read_w"].norm() > 0) == wanted
 
 
+@pytest.mark.few(4, each="variant")
 @every_mask
 @pytest.mark.parametrize("variant", ["plain", "interval 4", "all at once"])
 @pytest.mark.parametrize("bptt", [1, 4, 6])

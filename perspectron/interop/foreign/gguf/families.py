@@ -367,15 +367,37 @@ def _nemotron_h(fields: Fields, values: Values) -> Values:
     fields.get("attention.layer_norm_epsilon")
     attends = fields.flags("attention.head_count_kv", count, lambda i: True)
     widens = fields.flags("feed_forward_length", count, lambda i: True)
+    tensors = fields.container.tensors
     kinds = [
-        "full_attention" if attends[i] else "mlp" if widens[i] else "linear_attention" for i in range(count)
-    ]
-    return {
+        "full_attention" if attends[i] else "linear_attention" if not widens[i]
+        else "moe" if f"blk.{i}.ffn_gate_inp.weight" in tensors else "mlp" for i in range(count)
+    ]  # fmt: skip
+    experts = _nemotron_experts(fields) if "moe" in kinds else {}
+    return experts | {
         "layers_block_type": kinds, "layer_norm_epsilon": values["rms_norm_eps"], "rms_norm_eps": None,
         "rope_parameters": None, "mamba_num_heads": sizes["heads"], "mamba_head_dim": sizes["width"],
         "n_groups": sizes["groups"], "ssm_state_size": sizes["state"], "conv_kernel": sizes["taps"],
         "use_conv_bias": fields.has("ssm_conv1d.bias"), "use_bias": fields.has("ssm_in.bias"),
         "mlp_bias": fields.has("ffn_up.bias"), "time_step_min": 0.0,
+    }  # fmt: skip
+
+
+def _nemotron_experts(fields: Fields) -> Values:
+    """In llama.cpp scores are sigmoids, and of one group."""
+    for name, known in (
+        ("expert_gating_func", (0, 2)),
+        ("expert_group_count", (0, 1)),
+        ("expert_group_used_count", (0, 1)),
+    ):
+        if (value := fields.get(name, 0)) not in known:
+            raise fields.error(name, value, f"{known[1]}")
+    return {
+        "n_routed_experts": fields.number("expert_count"), "num_experts_per_tok": fields.number("expert_used_count"),
+        "moe_intermediate_size": fields.number("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": fields.number("expert_shared_feed_forward_length"),
+        "n_shared_experts": fields.number("expert_shared_count", 1), "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": bool(fields.get("expert_weights_norm", False)),
+        "routed_scaling_factor": fields.real("expert_weights_scale", 0.0) or 1.0,
     }  # fmt: skip
 
 
@@ -560,6 +582,11 @@ _EXPERTS = {
 """Of mixtures, all experts in one tensor, as `foreign.mixture` takes them, too."""
 _PARTS = {name: f"mixer.{there.split('.')[1]}" for name, there in (_ATTENTION | _MAMBA | _MLP).items()}
 """Of layers with one part."""
+_NEMOTRON_EXPERTS = {
+    "ffn_gate_inp": "mixer.gate", "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "ffn_up_exps": "mixer.experts.up_proj", "ffn_down_exps": "mixer.experts.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj", "ffn_down_shexp": "mixer.shared_experts.down_proj",
+}  # fmt: skip
 _NEXT_NAMES = _NORMS | _ATTENTION | _POST | _DELTA | _EXPERTS | {
     "ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
@@ -605,6 +632,11 @@ FAMILIES = {
         "nemotron_h", _nemotron_h, _PARTS | {"attn_norm": "norm"}, _mamba_permuted,
         {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
         layers="backbone.layers",
+    ),
+    "nemotron_h_moe": Family(
+        "nemotron_h", _nemotron_h, _PARTS | _NEMOTRON_EXPERTS | {"attn_norm": "norm"}, _mamba_permuted,
+        {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+        experts=True, layers="backbone.layers",
     ),
     "qwen3next": Family("qwen3_next", _qwen3next, _NEXT_NAMES, _next, experts=True),
     "kimi-linear": Family("kimi_linear", _kimi_linear, _KIMI_NAMES, _kimi_linear_fixes, attends=False),

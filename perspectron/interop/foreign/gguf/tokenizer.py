@@ -21,6 +21,12 @@ _LLAMA3 = (
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+_UPPER, _LOWER = (rf"[\p{{{kind}}}\p{{Lm}}\p{{Lo}}\p{{M}}]" for kind in (r"Lu}\p{Lt", "Ll"))
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""As the models have it; llama.cpp takes only A to Z for capitals, and marks for no part of a word."""
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _GPT2 = [{**_BYTES, "use_regex": True}]
 _DIGITS = [{"type": "Digits", "individual_digits": True}, *_GPT2]
@@ -31,7 +37,7 @@ def _split(pattern: str) -> list[dict[str, Any]]:
     return [split, {**_BYTES, "use_regex": False}]
 
 
-_WHOLE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2")
+_WHOLE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken")
 """Those in which a word that is a token is one, whatever merges make of it, and a text begins with a token."""
 SPLITS = {
     **dict.fromkeys(("gpt-2", "olmo", "granite-docling"), _GPT2),
@@ -39,6 +45,7 @@ SPLITS = {
     **dict.fromkeys((*_WHOLE, "dbrx", "smaug-bpe"), _split(_LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _split(_QWEN2)),
     "qwen35": _split(_QWEN35),
+    "tekken": _split(_TEKKEN),
 }
 """Pre-tokenizers by `tokenizer.ggml.pre`."""
 ENDS = (

@@ -1,0 +1,49 @@
+"""What is rare and slow, or one of thousands that are alike, is shortened, and runs in full where LONG_TESTS is set, as
+`.ci/nightly` does it, or where a test is asked for by its name (FILE::TEST).
+
+@pytest.mark.nightly: left out of the short form.
+@pytest.mark.few(count, each="name"): so many of the function's cases, for each value of that argument if there is one;
+always the same ones, drawn so that functions and values take different cases.
+"""
+
+import os
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+import pytest
+
+LONG = bool(os.environ.get("LONG_TESTS"))
+MARKERS = (
+    "nightly: runs where LONG_TESTS is set",
+    "few(count, each=None): so many cases of the function run where LONG_TESTS is not set",
+)
+T = TypeVar("T")
+
+
+def length(long: T, short: T) -> T:
+    return long if LONG else short
+
+
+def some(cases: Sequence[T], count: int, seed: object) -> list[T]:
+    """All of the cases, in the short form so many of them, in their order."""
+    if LONG or len(cases) <= count:
+        return list(cases)
+    kept = random.Random(str(seed)).sample(range(len(cases)), count)
+    return [cases[index] for index in sorted(kept)]
+
+
+def shortened(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests of the short form."""
+    functions: dict[tuple[str, object], list[pytest.Item]] = {}
+    kept = set[str]()
+    for item in items:
+        few = item.get_closest_marker("few")
+        if few is not None and hasattr(item, "callspec"):
+            value = item.callspec.params.get(few.kwargs.get("each"))
+            functions.setdefault((item.nodeid.split("[")[0], value), []).append(item)
+        elif item.get_closest_marker("nightly") is None:
+            kept.add(item.nodeid)
+    for key, cases in functions.items():
+        kept.update(item.nodeid for item in some(cases, cases[0].get_closest_marker("few").args[0], key))
+    return [item for item in items if item.nodeid in kept]
