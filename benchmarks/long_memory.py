@@ -22,7 +22,17 @@ from perspectron.eval.subject import Subject
 from perspectron.opening import open_model
 
 TESTS = ("tests/eval/test_tasks.py::test_answers_are_those_of_a_plain_solver",)
-DESIGNS = ("transformer", "gdn", "perspective2", "perspective", "rwkv7", "gla", "ssd", "kda", "mamba3")
+DESIGNS: tuple[str, ...] = (
+    "transformer",
+    "gdn",
+    "perspective2",
+    "perspective",
+    "rwkv7",
+    "gla",
+    "ssd",
+    "kda",
+    "mamba3",
+)
 DESIGNS += ("hgrn2", "mingru", "gdn2", "gpt2", "lens2", "adr2", "drm2")
 """The designs, those that tell most first. Others are a design in another frame or an earlier form of one."""
 DISTANCES = (64, 256, 1024, 2048, 4096, 7168)
