@@ -11,6 +11,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from perspectron.data.specials import OURS  # noqa: E402
 from perspectron.eval import timing  # noqa: E402
 from perspectron.eval.timing import take_turns, timed  # noqa: E402
 from perspectron.train.estimate import autocast  # noqa: E402
@@ -63,6 +65,19 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Seconds of each call, `repeats` per contender, taken in turns."""
     return take_turns({name: timed(call) for name, call in contenders.items()}, repeats, warmup)
+
+
+class Letters:
+    """A tokenizer of a model that was never trained: every id is a letter."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.specials = vocab_size, OURS
+
+    def encode(self, text: str) -> list[int]:
+        return [1 + ord(letter) % (self.vocab_size - 1) for letter in text]
+
+    def token_bytes(self, id: int) -> bytes:
+        return bytes([97 + id % 26]) if id else b""
 
 
 # Training
@@ -134,6 +149,17 @@ class Report:
             cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
             self.say("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
         self.say("")
+
+    def before(self, key: str) -> dict[str, Any]:
+        """What results a file of the same shapes has under a key; each part keeps the commit it was measured at."""
+        if self.json in (None, "-") or not Path(self.json).is_file():
+            return {}
+        whole = json.loads(Path(self.json).read_text(encoding="utf-8"))
+        if whole["conditions"]["shapes"] != self.conditions["shapes"]:
+            raise SystemExit(
+                f"{self.json} has other settings: {whole['conditions']['shapes']}; name another file"
+            )
+        return whole["results"].get(key, {})
 
     def finish(self, results: dict[str, Any], headline: dict[str, Any] | None = None) -> None:
         """The JSON; with a headline it is one line, with the headline's keys at its top."""
@@ -220,3 +246,15 @@ def peak_text(measured: dict[str, Any]) -> str:
     return (
         "not measured" if size is None else f"{size / 1e9:.2f} GB" if size > 1e8 else f"{size / 1e6:.1f} MB"
     )
+
+
+Run = Callable[[Path, argparse.Namespace, "Report"], Any]
+
+
+def of_artifact(args: argparse.Namespace, report: "Report", make: Run, measure: Run) -> None:
+    """Report what is measured of the artifact in `--dir`, which is made if it is not there, or of a temporary one."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = args.dir or Path(place) / "artifact"
+        if not folder.exists():
+            make(folder, args, report)
+        report.finish(measure(folder, args, report))

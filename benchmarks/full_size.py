@@ -12,7 +12,6 @@ The artifact takes about 1.9 GB of disk and 1.6 GB for each distinct expert of a
 import argparse
 import json
 import os
-import shutil
 import statistics
 import tempfile
 import time
@@ -317,14 +316,7 @@ def main() -> None:
     name = "perspective-tiny" if args.quick else "perspective-1t"
     shapes = f"{name}, batch 1, from disk {args.slots} experts in memory"
     report = common.Report(args, TESTS, dtype="2-bit, ternary, int8, float32 state", shapes=shapes)
-    folder = args.dir or Path(tempfile.mkdtemp()) / "artifact"
-    try:
-        if not folder.exists():
-            make(folder, args, report)
-        report.finish(measure(folder, args, report))
-    finally:
-        if args.dir is None:
-            shutil.rmtree(folder.parent)
+    common.of_artifact(args, report, make, measure)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import common
 import gguf
 import torch
 import xllamacpp
-from sessions import Letters
 from tokenizers import ByteLevelBPETokenizer
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
@@ -130,7 +129,7 @@ def ours(folder: Path, threads: int) -> tuple[Ask, Callable[[], None]]:
     """Ask an engine of ours, and end it."""
     torch.set_num_threads(threads)
     model = foreign.read(folder)[0].eval()
-    tokenizer = Letters(model.config.vocab_size)
+    tokenizer = common.Letters(model.config.vocab_size)
     kept = Engine(model, tokenizer, store=PrefixStore(model), together=False)
     plain = Engine(model, tokenizer, together=False)
 

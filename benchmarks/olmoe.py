@@ -14,9 +14,7 @@ The artifact takes about 4.4 GB of disk.
 import argparse
 import hashlib
 import json
-import shutil
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -224,14 +222,7 @@ def main() -> None:
     report = common.Report(
         args, TESTS, dtype=f"{FORMAT}, float32 state", shapes=f"{shape.name}, batch 1, greedy"
     )
-    folder = args.dir or Path(tempfile.mkdtemp()) / "artifact"
-    try:
-        if not folder.exists():
-            make(folder, args, report)
-        report.finish(measure(folder, args, report))
-    finally:
-        if args.dir is None:
-            shutil.rmtree(folder.parent)
+    common.of_artifact(args, report, make, measure)
 
 
 if __name__ == "__main__":

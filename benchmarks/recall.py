@@ -9,9 +9,7 @@ for those that cannot. A run ends when its task is solved or its steps are done.
 each arm, and a call that finds the file does only what it lacks.
 """
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import common
@@ -73,16 +71,6 @@ def config_rank(config: ModelConfig) -> int:
     return max(block.mixer.rank for block in config.blocks if isinstance(block.mixer, PDRConfig))
 
 
-def found_before(path: str | None, conditions: dict[str, Any]) -> dict[str, Any]:
-    """Arms in a file of the same shapes; each keeps the commit it was measured at."""
-    if path in (None, "-") or not Path(path).is_file():
-        return {}
-    whole = json.loads(Path(path).read_text(encoding="utf-8"))
-    if whole["conditions"]["shapes"] != conditions["shapes"]:
-        raise SystemExit(f"{path} has other settings: {whole['conditions']['shapes']}; name another file")
-    return whole["results"]["arms"]
-
-
 def main() -> None:
     parser = common.parser(__doc__ or "", threads=1, repeats=3)
     parser.add_argument("--steps", type=int, default=600, help="of a run at most (%(default)s)")
@@ -102,7 +90,7 @@ def main() -> None:
         f"MQAR of {pairs} pairs in {length} tokens, ids {4 * pairs + 1}; {options}; at most {steps} steps"
     )
     report = common.Report(args, TESTS, dtype="float32", shapes=shapes)
-    done = found_before(args.json, report.conditions)
+    done = report.before("arms")
     asked = arms(pairs, length, steps, options)
     if unknown := set(args.only or ()) - set(asked):
         parser.error(f"--only: no arm {', '.join(sorted(unknown))}; there are {', '.join(asked)}")

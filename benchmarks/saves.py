@@ -22,7 +22,7 @@ from typing import Any
 import common
 import numpy as np
 import torch
-from sessions import Letters, prompt_of
+from sessions import prompt_of
 from xxhash import xxh3_128_digest
 
 import perspectron
@@ -168,7 +168,7 @@ def main() -> int:
             model = perspectron.build(
                 presets.small("gpt2", vocab_size=67, d_model=64, layers=2, seq_len=2048)
             )
-            tokenizer: Any = Letters(67)
+            tokenizer: Any = common.Letters(67)
             ids = prompt_of(model, args.context + TURN)
         else:
             model, tokenizer = smollm2(args.folder or folder)

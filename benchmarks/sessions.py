@@ -16,7 +16,6 @@ import common
 import torch
 
 from perspectron import presets
-from perspectron.data.specials import OURS
 from perspectron.decode.row import Piece
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
@@ -31,19 +30,6 @@ TESTS = ("tests/decode/test_store.py", "tests/decode/test_session.py")
 SAMPLING = SamplingConfig(temperature=0.0)
 
 
-class Letters:
-    """A tokenizer of a model that was never trained: every id is a letter."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size, self.specials = vocab_size, OURS
-
-    def encode(self, text: str) -> list[int]:
-        return [1 + ord(letter) % (self.vocab_size - 1) for letter in text]
-
-    def token_bytes(self, id: int) -> bytes:
-        return bytes([97 + id % 26]) if id else b""
-
-
 def prompt_of(model: LanguageModel, length: int) -> list[int]:
     draw = torch.Generator().manual_seed(0)
     return torch.randint(1, model.config.vocab_size, (length,), generator=draw).tolist()
@@ -51,7 +37,7 @@ def prompt_of(model: LanguageModel, length: int) -> list[int]:
 
 def restored(model: LanguageModel, folder: Path, repeats: int) -> dict[str, Any]:
     """Seconds to load a session, and what its file has."""
-    tokenizer, path = Letters(model.config.vocab_size), folder / "session"
+    tokenizer, path = common.Letters(model.config.vocab_size), folder / "session"
     store = PrefixStore(model, memory_bytes=0)  # takes the model's fingerprint once, as a server does
     session = Session(model, tokenizer, store=store).read(prompt_of(model, 200))
     session.save(path)
@@ -75,8 +61,8 @@ class Shapes:
             self.model = LanguageModel(self.config)
         self.number = self.model.number
 
-    def init_state(self, batch_size: int, *, capacity: int = 0, device: str | None = None) -> LMState:
-        return self.model.init_state(batch_size, capacity=capacity, device=device)
+    def init_state(self, batch_size: int, **options: Any) -> LMState:
+        return self.model.init_state(batch_size, **options)
 
     def fingerprint(self) -> str:
         return "0" * 64
@@ -106,7 +92,7 @@ def first_token(
     model: LanguageModel, store: PrefixStore | None, ids: list[int]
 ) -> tuple[float, list[int | None]]:
     """Seconds to the first of four tokens, and the four."""
-    rows = Rows(model, Letters(model.config.vocab_size), together=False, store=store)
+    rows = Rows(model, common.Letters(model.config.vocab_size), together=False, store=store)
     start = time.perf_counter()
     rows.add(ids, max_tokens=4, sampling=SAMPLING)
     while not (pieces := rows.step()):
@@ -141,7 +127,7 @@ def firsts(model: LanguageModel, folder: Path, length: int, repeats: int) -> dic
 
 def branches(model: LanguageModel, context: int, count: int) -> dict[str, Any]:
     """So many branches of one text, each held with a state of its own, that say two tokens."""
-    session = Session(model, Letters(model.config.vocab_size))
+    session = Session(model, common.Letters(model.config.vocab_size))
     start = time.perf_counter()
     session.read(prompt_of(model, context))
     read = time.perf_counter() - start
@@ -159,7 +145,7 @@ def branches(model: LanguageModel, context: int, count: int) -> dict[str, Any]:
 
 def throughput(model: LanguageModel, rows: int, together: bool, steps: int) -> float:
     """Tokens a second of so many rows."""
-    under_way = Rows(model, Letters(model.config.vocab_size), together=together)
+    under_way = Rows(model, common.Letters(model.config.vocab_size), together=together)
     for row in range(rows):
         under_way.add(prompt_of(model, 20 + row), max_tokens=10**6, sampling=SamplingConfig(seed=row))
     while under_way.read[1] or not under_way.step():
@@ -173,7 +159,7 @@ def throughput(model: LanguageModel, rows: int, together: bool, steps: int) -> f
 def overloaded(model: LanguageModel, rows: int, requests: int, tokens: int) -> dict[str, Any]:
     """Requests that come at twice the rate at which they are answered: seconds between the tokens of those that were
     taken, and how many were told to ask again."""
-    tokenizer = Letters(model.config.vocab_size)
+    tokenizer = common.Letters(model.config.vocab_size)
     alone = throughput(model, rows, True, 10)
     engine = Engine(model, tokenizer, rows=rows, queue=rows)
     gaps, told, done = list[float](), 0, queue.Queue[None]()

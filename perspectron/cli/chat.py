@@ -12,10 +12,11 @@ import tyro
 
 from perspectron.cli import kept
 from perspectron.cli.kept import Kept, Said, said_in
-from perspectron.cli.options import open_model, say, spoken
+from perspectron.cli.options import drafts_of, open_model, say, spoken
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
 from perspectron.data.template import Template
+from perspectron.decode.drafts import Drafter
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.saved import alike
@@ -65,6 +66,11 @@ class Chat:
     over a pipe)."""
     load_state: Path | None = None
     """Continue this saved conversation, or begin with this trained memory; the talk is then not kept."""
+    draft: str | None = None
+    """Read tokens ahead that may follow, where that pays: "ngram" takes those that followed the last ones before, a
+    folder of a smaller model with the same tokenizer those that it draws. The text is the same."""
+    draft_tokens: int | None = None
+    """With --draft: tokens of a draft, at most (default: 15)."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
     cache: str | None = None
@@ -74,8 +80,9 @@ class Chat:
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
         opened = open_model(self.run, self.cache)
         opened.model.to(pick_device(self.device))
+        drafts = drafts_of(self.draft, self.draft_tokens, opened)
         sampling, line = opened.sampling(self.sampling)
-        talk = Talk(opened.model, opened.tokenizer, self, opened.template(), sampling)
+        talk = Talk(opened.model, opened.tokenizer, self, opened.template(), sampling, drafts)
         require(
             self.keep is None or self.load_state is None, "keep", str(self.keep), "left out with load_state"
         )
@@ -181,11 +188,12 @@ class Talk:
         options: Chat,
         template: Template | None = None,
         sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
+        drafts: Drafter | None = None,
     ) -> None:
         self.model, self.tokenizer, self.options, self.template = model, tokenizer, options, template
         self.start: LMState | None = None
         """A trained memory, with which talks begin."""
-        self.sampling = sampling
+        self.sampling, self.drafts = sampling, drafts
         self.now = Point(self._session())
         self.points: list[Point] = []
         self.kept: Kept | None = None
@@ -195,7 +203,7 @@ class Talk:
         }  # fmt: skip
 
     def _session(self) -> Session:
-        return Session(self.model, self.tokenizer, start=self.start)
+        return Session(self.model, self.tokenizer, start=self.start, drafts=self.drafts)
 
     def take(self, message: str) -> bool:
         """Do what a message says, or answer it; False where it ends the talk."""

@@ -101,8 +101,9 @@ class Compare:
     """ "auto" is CUDA where there is one."""
     suites: str = ",".join(BESIDE_LOSS)
     """Suites to measure trained models with, besides their loss."""
-    recall: Literal["quick", "full"] = Settings.recall
-    """Recall tasks: "quick" is two with one seed, "full" all with three seeds, which takes much longer."""
+    recall: Literal["quick", "full", "long"] = Settings.recall
+    """Recall tasks: "quick" is two with one seed, "full" all with three seeds, which takes much longer, "long" many
+    pairs and facts that are combined, with one."""
     jobs: int = 1
     """Number of trainings at the same time."""
 

@@ -36,7 +36,7 @@ class Eval:
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     suite: str = "perplexity"
-    """perplexity, position, calibration, robustness, cost, recall, perspectives or depth."""
+    """perplexity, position, calibration, robustness, cost, recall, conversation, perspectives or depth."""
     set: Sets = ()
     """Options of the suite, as KEY=VALUE."""
     data: str | None = None

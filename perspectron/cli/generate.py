@@ -11,7 +11,7 @@ import tyro
 from rich.table import Table
 
 from perspectron import native
-from perspectron.cli.options import answer, open_model, perspectives_of, say, spoken, table
+from perspectron.cli.options import answer, drafts_of, open_model, perspectives_of, say, spoken, table
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
 from perspectron.decode.conversation import Conversation
@@ -89,6 +89,11 @@ class Generate:
     """Safe set that `perspective safety fit` wrote for this model."""
     action: str = "project"
     """With --safety: project states into the set, flag tokens, stop, or mask the tokens that the set names."""
+    draft: str | None = None
+    """Read tokens ahead that may follow, where that pays: "ngram" takes those that followed the last ones before, a
+    folder of a smaller model with the same tokenizer those that it draws. The text is the same."""
+    draft_tokens: int | None = None
+    """With --draft: tokens of a draft, at most (default: 15)."""
     bench: bool = False
     """Measure the cost of a token instead, next to the time to read its bytes from memory (on the CPU, one prompt,
     greedy)."""
@@ -123,6 +128,7 @@ class Generate:
         )
         if self.safety is not None:
             hooks.append(part("hooks", "safety").of(model, self.safety, self.action))
+        drafts = drafts_of(self.draft, self.draft_tokens, opened)
         single = not self.json and len(texts) == 1
         marks = single and sys.stdout.isatty()
         with Work("reading the prompt") as reading:
@@ -144,13 +150,21 @@ class Generate:
                 on_piece=show if single else None,
                 on_read=reading.tell,
                 hooks=hooks if adapter is None else [*hooks, adapter],
+                drafts=drafts,
             )
         self._save(result.conversation, model, adapter, usage)
         seconds = time.perf_counter() - start
         reports = [hook.report(result.verdicts.get(hook.name, []), seconds) for hook in hooks]
+        more = dict(item for more, _ in reports for item in more.items())
         self._print(
-            texts, result, single, seconds, dict(item for more, _ in reports for item in more.items())
+            texts,
+            result,
+            single,
+            seconds,
+            more | ({} if drafts is None else {"drafts": asdict(drafts.counts)}),
         )
+        if drafts is not None:
+            say(f"{drafts.counts.accepted} of {drafts.counts.drafted} drafted tokens were drawn")
         if usage is not None and usage.asked:
             share = usage.served / usage.asked
             say(f"{share:.0%} of the experts of the first {FIRST} tokens were at hand")
@@ -181,7 +195,7 @@ class Generate:
         require(len(self.prompts) <= 1, "prompts", len(self.prompts), "at most 1 with --bench")
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1 with --bench")
         require(self.device in ("auto", "cpu"), "device", self.device, "left out with --bench")
-        left_out = "load_state save_state stop adapt adapter save_adapter warm perspectives safety"
+        left_out = "load_state save_state stop adapt adapter save_adapter warm perspectives safety draft"
         for name in left_out.split():
             value = getattr(self, name)
             require(value in (None, (), False), name, value, "left out with --bench")

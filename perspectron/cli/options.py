@@ -20,9 +20,11 @@ from perspectron.util.errors import ConfigError, escaped
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from perspectron.decode.drafts import Drafter
     from perspectron.decode.processors import Hook
     from perspectron.opening import Folder, Opened
 
+NGRAM = "ngram"
 POWERS = "KMGT"
 WIDEST = 1000  # characters of a table
 LARGEST = 2**62
@@ -127,6 +129,25 @@ def perspectives_of(asked: bool, calibration: Path | None, opened: "Opened") -> 
     if not asked:
         return []
     return [part("hooks", "perspectives").of(opened.model, opened.tokenizer.fingerprint, calibration)]
+
+
+def drafts_of(draft: str | None, tokens: int | None, opened: "Opened") -> "Drafter | None":
+    """The drafts that are asked for, if any. ConfigError for a number of tokens without drafts, or that the model has
+    no room for, and for a model of another vocabulary."""
+    from perspectron.decode.drafts import Drafter, DraftModel, NGrams
+
+    require(draft is not None or tokens is None, "draft_tokens", tokens, "left out without --draft")
+    if draft is None:
+        return None
+    made: Drafter
+    if draft == NGRAM:
+        made = NGrams(tokens)
+    else:
+        other = open_model(Path(draft))
+        other.model.to(opened.model.device)
+        made = DraftModel(other.model, other.tokenizer, opened.tokenizer, tokens)
+    made.fits(opened.model)
+    return made
 
 
 def needs(package: str, extra: str) -> None:

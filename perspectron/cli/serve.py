@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from perspectron.cli.options import needs, open_model, perspectives_of, say, size
+from perspectron.cli.options import drafts_of, needs, open_model, perspectives_of, say, size
 from perspectron.ops.experts import FEW
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
+from perspectron.util.lease import Leases
+from perspectron.util.objects import Folder, Objects, folder_of, objects_of
 
 if TYPE_CHECKING:
     from perspectron.opening import Opened
@@ -51,9 +53,10 @@ class Serve:
     template: str | None = None
     """Chat template for /v1/chat/completions: "plain", or a file with one in Jinja (default: that of the run, if it was
     trained with one)."""
-    keep: Path | None = None
-    """Folder for states, slots and shared prompt prefixes, so that they outlive the server (default: nothing is
-    kept)."""
+    store: str | None = None
+    """Where states, slots and shared prompt prefixes are kept, so that they outlive the server and other servers go on
+    with them: a folder, for servers of one machine, or a URL such as s3://bucket/folder, or file:///mnt/folder of a
+    disk that several machines mount (default: nothing is kept)."""
     rows: int = 16
     """Maximum number of texts processed at once."""
     queue: int = 64
@@ -65,7 +68,7 @@ class Serve:
     memory: str = "256M"
     """Memory for shared prompt prefixes, for each model."""
     disk: str = "4G"
-    """With --keep: disk space for shared prompt prefixes."""
+    """With --store: space for shared prompt prefixes."""
     deterministic: bool = False
     """Compute every text separately (default: only if that costs at most a tenth more than one batch). Either way the
     other texts change no bit, which `perspectron verify` checks on this machine."""
@@ -74,6 +77,11 @@ class Serve:
     each token. Prompt prefixes are not shared."""
     calibration: Path | None = None
     """File that `perspective views` wrote for the model (default: fixed thresholds)."""
+    draft: str | None = None
+    """Read tokens ahead that may follow, where that pays: "ngram" takes those that followed the last ones before, a
+    folder of a smaller model with the same tokenizer those that it draws. The text is the same."""
+    draft_tokens: int | None = None
+    """With --draft: tokens of a draft, at most (default: 15)."""
     cache: str | None = None
     """Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."""
 
@@ -87,12 +95,17 @@ class Serve:
         AppStatus.disable_automatic_graceful_drain()  # what is under way when the server stops comes to its end
         with ExitStack() as stack:
             listening = stack.enter_context(self._listen())
-            folder = self.keep or Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="perspectron-"))
-            )
+            own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="perspectron-")))
+            folder = own if self.store is None else folder_of(self.store)
+            objects = None
+            if folder is None:
+                objects = objects_of(str(self.store))
+                objects.check()
             # All first: to open an artifact may change the number of threads, which stores tell apart.
             opened = [open_model(run, self.cache) for run in self.runs]
-            served = [self._served(*each, folder) for each in zip(self.runs, opened, strict=True)]
+            served = [
+                self._served(*each, folder or own, objects) for each in zip(self.runs, opened, strict=True)
+            ]
             app = create(served, key=self._key())
             for one in served:
                 way = "all rows in one step" if one.engine.together else "each row in a step of its own"
@@ -123,8 +136,9 @@ class Serve:
             require(
                 value == default, name, value, "left out with --perspectives, which share no prompt prefixes"
             )
-        kept = self.keep is not None or self.disk == type(self).__dataclass_fields__["disk"].default
-        require(kept, "disk", self.disk, "left out without --keep, which names the folder")
+        kept = self.store is not None or self.disk == type(self).__dataclass_fields__["disk"].default
+        require(kept, "disk", self.disk, "left out without --store, which says where")
+        require(self.store != "", "store", "''", "a folder or a URL")
         require(0 <= self.port < 65536, "port", self.port, "≥ 0 and < 65536")
         require(
             self.rows <= FEW, "rows", self.rows, f"≤ {FEW}, beyond which other rows change a row's last bits"
@@ -149,8 +163,9 @@ class Serve:
                 f"host, port: {self.host}:{self.port} cannot be had ({error.strerror})"
             ) from None
 
-    def _served(self, run: Path, opened: "Opened", folder: Path) -> "Served":
+    def _served(self, run: Path, opened: "Opened", folder: Path, objects: Objects | None = None) -> "Served":
         from perspectron.decode.store import PrefixStore
+        from perspectron.serve.distant import DistantStates
         from perspectron.serve.engine import Engine
         from perspectron.serve.served import OPENAI, Served
         from perspectron.serve.states import States
@@ -162,14 +177,22 @@ class Serve:
             store = PrefixStore(
                 opened.model,
                 memory_bytes=size(self.memory, "memory"),
-                folder=None if self.keep is None else self.keep / "prefixes",
+                folder=None if self.store is None or objects is not None else folder / "prefixes",
                 disk_bytes=size(self.disk, "disk"),
+                shared=objects,
             )
         engine = Engine(
             opened.model, opened.tokenizer, store=store, rows=self.rows, queue=self.queue,
             together=False if self.deterministic else None, hooks=looks,
+            drafts=drafts_of(self.draft, self.draft_tokens, opened),
         )  # fmt: skip
-        kept, slots = (States(folder / kind / name) for kind in ("states", "slots"))
+        leases, places = Leases(objects or Folder(folder)), (f"{kind}/{name}" for kind in ("states", "slots"))
+        kept, slots = (
+            States(folder / place, leases, place)
+            if objects is None
+            else DistantStates(folder / place, objects, place, leases)
+            for place in places
+        )
         sampling, line = opened.sampling(otherwise=OPENAI)
         if line:
             say(f"{name}: {line}")

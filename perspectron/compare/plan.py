@@ -48,7 +48,7 @@ class Settings:
     vocab_size: 0 derives it from the parameters. rates, warmups: peak learning rates and warm-up shares; all pairs are
     tried on `rate_share` of the tokens, and a single pair is used without a trial. threads: per training; 0 leaves it
     open. suites: measured after training in addition to the loss. recall: "quick" is two tasks with one seed, "full"
-    all with three."""
+    all with three, "long" many pairs, long texts and facts that are combined, with one."""
 
     arms: tuple[str, ...]
     params: int
@@ -68,7 +68,7 @@ class Settings:
     device: str = "auto"
     threads: int = 0
     suites: tuple[str, ...] = BESIDE_LOSS
-    recall: Literal["quick", "full"] = "quick"
+    recall: Literal["quick", "full", "long"] = "quick"
     state: int = 0
 
     def __post_init__(self) -> None:

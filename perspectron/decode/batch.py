@@ -3,6 +3,9 @@
 Shapes: B batch, D model width, V vocabulary.
 """
 
+import logging
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -10,12 +13,15 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from perspectron.decode.ahead import Reading
+from perspectron.decode.drafts import LENGTHS, Draft, Drafter, Pace
 from perspectron.decode.graphs import Graphs
 from perspectron.decode.row import Row
 from perspectron.decode.steps import Steps, stepped, steps_of
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 
+log = logging.getLogger("perspectron")
 WIDTH = 8
 """Rows of a batch come in multiples of it: products of 1 to 7 rows, and ends of vectors, take other kernels, whose sums
 have another order; with 8, 16, … a row's sums are always the same."""
@@ -30,10 +36,24 @@ class Read(NamedTuple):
     logits_BV: Tensor | None = None
 
 
+@dataclass(eq=False)
+class Ahead:
+    """Tokens that a row has read ahead, of which so many were drawn, too. at: its place in the state."""
+
+    reading: Reading
+    at: int
+    tokens: list[int]
+    taken: int = 0
+
+    def next(self, id: int) -> bool:
+        """True if a token is the next one."""
+        return self.taken < len(self.tokens) and self.tokens[self.taken] == id
+
+
 @dataclass
 class Batch:
     """Rows that are drawn from. together: their states stand in one `LMState`, in their order, and after them rows of
-    no text up to a multiple of WIDTH; else each has one."""
+    no text up to a multiple of WIDTH; else each has one. drafter: of drafts, which are read ahead."""
 
     model: LanguageModel
     together: bool
@@ -43,10 +63,23 @@ class Batch:
     """The state before the last token, where it is kept."""
     steps: Steps | Graphs | None = None
     """Recordings or graphs of the model's step, where there are any."""
+    drafter: Drafter | None = None
+    _ahead: dict[Row, Ahead] = field(default_factory=dict)
+    _drafts: dict[Row, Draft] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._pace = Pace(0 if self.drafter is None else self.drafter.fits(self.model))
 
     def join(self, rows: list[Row]) -> None:
         """Let rows in, with their states."""
         self.steps = steps_of(self.model)
+        if self.together:
+            self.settle(self.rows, drop=True)
+        if self.drafter is not None and not isinstance(self.steps, Steps):
+            log.warning("%s reads no drafts: its steps are not recorded here", self.model.config.name)
+            self.drafter = None
+        if self.drafter is not None:
+            self._drafts |= {row: self.drafter.begin(row) for row in rows}
         if self.together and rows:
             states = [] if self.state is None else [self.state.select(range(len(self.rows)))]
             for row in rows:
@@ -58,16 +91,41 @@ class Batch:
 
     def leave(self, rows: list[Row]) -> None:
         """Let rows out, each with its state."""
+        if not rows:
+            return
+        self.settle(self.rows if self.together else rows, drop=True)
+        for row in rows:
+            self._drafts.pop(row, None)
         left, self.rows = self.rows, [row for row in self.rows if row not in rows]
-        if self.state is None or not rows:
+        if self.state is None:
             return
         for row in rows:
             row.state = self.state.take(left.index(row))
         stay = [left.index(row) for row in self.rows]
         self.state = self._filled([self.state.select(stay)], len(stay)) if stay else None
 
-    def advance(self, *, keep: bool) -> list[Read]:
-        """Read the last token of each row, together or one by one. keep: the states before it, too."""
+    def advance(self, *, keep: bool, ahead: bool = False) -> list[Read]:
+        """Read the last token of each row, together or one by one. keep: the states before it, too. ahead: drafts may
+        be read with it, and what was drafted rightly is at hand."""
+        may = ahead and not keep and self.drafter is not None and isinstance(self.steps, Steps)
+        if not may:
+            self.settle(self.rows, drop=True)
+        groups = [self.rows] if self.state is not None else [[row] for row in self.rows]
+        read = list[Read]()
+        for rows in groups if self.rows else []:
+            found = self._drafted(rows) if may else None
+            if found is None:
+                self.settle(rows, drop=True)
+                start = time.perf_counter()
+                found = self._stepped(rows, keep=keep)
+                self._pace.stepped(time.perf_counter() - start)
+            read += found
+        for row in self.rows:
+            row.start = 1
+        return read
+
+    def _stepped(self, rows: Sequence[Row], *, keep: bool) -> list[Read]:
+        """Read the last token of rows, the whole batch or one that stands alone."""
         model, device, read = self.model, self.model.device, list[Read]()
         if self.state is not None:
             empty = [[0]] * (-len(self.rows) % WIDTH)  # any token
@@ -76,18 +134,96 @@ class Batch:
             hidden_BD, logits_BV, self.state = stepped(model, self.steps, ids_B1, self.state)
             read = [Read(hidden_BD, len(self.rows), logits_BV)]
         else:
-            for row in self.rows:
+            for row in rows:
                 assert row.state is not None
                 ids_11 = torch.tensor([row.unread], device=device)
                 row.before = row.state.fork(row.before) if keep else None
                 hidden_1D, logits_1V, row.state = stepped(model, self.steps, ids_11, row.state)
                 read.append(Read(hidden_1D, 1, logits_1V))
-        for row in self.rows:
-            row.start = 1
         return read
+
+    def _drafted(self, rows: Sequence[Row]) -> list[Read] | None:
+        """Read the last token of rows, the whole batch or one that stands alone, with drafts where there are some; what
+        was read ahead is not read again. None where all rows want a step, or it must be one."""
+        start, hand = time.perf_counter(), list[bool]()
+        for row in rows:
+            ahead, draft, (id,) = self._ahead.get(row), self._drafts[row], row.unread
+            hand.append(ahead is not None and ahead.next(id))
+            known = ahead is not None and ahead.taken < len(ahead.tokens)
+            if known or draft.waits is not None:
+                draft.learn(hand[-1] if known else draft.waits == id)
+            draft.waits = None
+        wants = [at for at, there in enumerate(hand) if not there]
+        drafts = [self._draft(rows[at], len(wants)) for at in wants]
+        if len(wants) > 1:
+            drafts = [draft[: next((n for n in LENGTHS if n <= len(draft)), 0)] for draft in drafts]
+        seconds = time.perf_counter() - start
+        state = self.state if self.state is not None else rows[0].state
+        assert isinstance(self.steps, Steps)
+        assert state is not None
+        plain = not any(hand) and not any(drafts)
+        if wants and (plain or (any(hand) and not self.steps.holds(state))):
+            return None
+        if wants:
+            self.settle([rows[at] for at in wants], drop=True)
+            tokens = [[*rows[at].unread, *draft] for at, draft in zip(wants, drafts, strict=True)]
+            done = self.steps.ahead(wants, tokens, state)
+            if done is None:
+                if self.steps.refuses:
+                    log.warning("%s reads no drafts: %s", self.model.config.name, self.steps.refuses)
+                    self.drafter = None
+                return None
+            reading, state = done
+            if self.state is not None:
+                self.state = state
+            else:
+                rows[0].state = state
+            for at, own in zip(wants, tokens, strict=True):
+                self._ahead[rows[at]] = Ahead(reading, at, own[: reading.lengths[at]])
+            more = sum(reading.lengths.values()) - len(wants)
+            assert self.drafter is not None
+            self.drafter.counts.runs += more > 0
+            self.drafter.counts.drafted += more
+            self._pace.read(more + len(wants), len(wants), seconds + reading.seconds)
+        read = list[Read]()
+        for row in rows:
+            ahead = self._ahead[row]
+            hidden_1D, logits_1V = ahead.reading.after(ahead.at, ahead.taken)
+            read.append(Read(hidden_1D, 1, logits_1V))
+            if ahead.taken > 0:
+                assert self.drafter is not None
+                self.drafter.counts.accepted += 1
+                self._pace.saved(len(rows))
+            ahead.taken += 1
+        return read
+
+    def _draft(self, row: Row, rows: int) -> list[int]:
+        """A draft for one of so many rows that want one."""
+        draft = self._drafts[row]
+        most = min(self._pace.most(draft.hopes, rows), row.left - 1)
+        if most > 0:
+            return draft.propose(most)
+        if draft.free:
+            draft.waits = next(iter(draft.propose(1)), None)
+        else:
+            draft.forget()
+        return []
+
+    def settle(self, rows: Sequence[Row], *, drop: bool = False) -> None:
+        """Let the states of rows be those after what was drawn of what they have read ahead. drop: the rest is not
+        wanted any more."""
+        for row in rows:
+            ahead = self._ahead.get(row)
+            if ahead is None:
+                continue
+            ahead.reading.keep(ahead.at, ahead.taken)
+            if drop:
+                ahead.reading.leave(ahead.at)
+                del self._ahead[row]
 
     def state_at(self, at: int) -> LMState:
         """A copy of a row's state."""
+        self.settle([self.rows[at]])
         own = self.rows[at].state
         if own is not None:
             return own.fork()
@@ -104,6 +240,7 @@ class Batch:
 
     def put(self, at: int, state: LMState) -> None:
         """Let a row go on from another state."""
+        self.settle(self.rows, drop=True)
         if self.state is None:
             self.rows[at].state = state
         else:
@@ -111,6 +248,7 @@ class Batch:
 
     def position(self, at: int) -> int:
         """The position of a row's last token in its document; 0 where the state does not count."""
+        self.settle([self.rows[at]])
         state, row = (self.rows[at].state, 0) if self.state is None else (self.state, at)
         length_B = None if state is None else state.document_length_B
         return 0 if length_B is None else int(length_B[row]) - 1

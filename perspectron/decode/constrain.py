@@ -55,6 +55,8 @@ class Matcher(Hook):
     """One row's place in a grammar. ends: tokens that may come where the text may end. error: why it cannot go on;
     empty while it can."""
 
+    reads_ahead = True
+
     def __init__(self, inner: Any, vocab_size: int, end: int) -> None:
         self._inner, self._vocab, self._end, self.ends = inner, vocab_size, end, frozenset((end,))
         self._bits = np.zeros((vocab_size + 31) // 32 * 4, np.uint8)

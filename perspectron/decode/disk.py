@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -146,8 +147,10 @@ class Disk:
         with self._lock:
             self._index.close()
 
-    def get(self, key: str) -> Prefix | None:
-        """The state of a key. What is on disk is believed only where its digests, its key and its shapes are right."""
+    def get(self, text: Text, at: int) -> Prefix | None:
+        """The state after so many tokens of a text. What is on disk is believed only where its digests, its key and its
+        shapes are right."""
+        key = text.key(at).hex()
         with self._transaction() as index:
             if index is None:
                 return None
@@ -228,9 +231,8 @@ class Disk:
         """Write an entry's file and its pages, those that are not there yet: (bytes of the file, the last page, bytes
         of these pages). last: page of a state that this one may go on from. Without waiting for the disk: a loss of
         power may damage them, which their digests show."""
-        last_1D, path = prefix.last_1D, self._path(key)
-        extra = _Extra(key, prefix.tokens, prefix.seconds, last_1D.double()[0].tolist(), str(last_1D.dtype))
-        contents = packed(path, prefix.state, self.model, msgspec.to_builtins(extra))
+        path = self._path(key)
+        contents = packed(path, prefix.state, self.model, extra_of(key, prefix))
         known = [(name, stop) for name, stop in self._chain(index, last) if stop <= contents.slots]
         page, start, added, made = "", 0, 0, list[Path]()
         # Another document may have begun meanwhile, so that its pages are others.
@@ -282,7 +284,7 @@ class Disk:
         """What an entry's files hold; the page that is damaged, if one is."""
         path = self._path(key)
         try:
-            return self._prefix(path, key, pages), None
+            return prefix_of(path, key, pages, self.model), None
         except PageError as error:
             if error.path.exists():
                 self.counters.damaged += 1
@@ -292,22 +294,6 @@ class Disk:
                 self.counters.damaged += 1
                 remove(path)
             return None, None
-
-    def _prefix(self, path: Path, key: str, pages: list[Path]) -> Prefix:
-        """The prefix that a file holds. StateError: damaged, or not one row of this key; PageError: one of its pages
-        is."""
-        state, values = read_state(path, self.model, pages)
-        extra = checked(values, _Extra, StateError, path)
-        dtype = next((dtype for dtype in DTYPES if str(dtype) == extra.dtype), None)
-        if (
-            extra.key != key
-            or state.batch_size != 1
-            or len(extra.last) != self.model.config.d_model
-            or not dtype
-        ):
-            raise StateError(f"{path}: not a prefix of this key")
-        last_1D = torch.tensor([extra.last], dtype=torch.float64).to(dtype)
-        return Prefix(extra.tokens, state, last_1D, max(extra.seconds, 0.0))
 
     def _nearest(self, index: sqlite3.Connection, text: Text, tokens: int) -> tuple[str, float, str]:
         """The longest entry before a place of a text, its seconds and its last page."""
@@ -388,6 +374,25 @@ def _lengths(index: sqlite3.Connection, cells: Sequence[bytes]) -> dict[bytes, l
         for cell, length in rows:
             found.setdefault(bytes.fromhex(cell), []).append(int(length))
     return found
+
+
+def extra_of(key: str, prefix: Prefix) -> dict[str, Any]:
+    """What a file of a prefix holds beside the state."""
+    last_1D = prefix.last_1D
+    extra = _Extra(key, prefix.tokens, prefix.seconds, last_1D.double()[0].tolist(), str(last_1D.dtype))
+    made: dict[str, Any] = msgspec.to_builtins(extra)
+    return made
+
+
+def prefix_of(path: Path, key: str, pages: Sequence[Path], model: Stateful) -> Prefix:
+    """The prefix that a file holds. StateError: damaged, or not one row of this key; PageError: one of its pages is."""
+    state, values = read_state(path, model, pages)
+    extra = checked(values, _Extra, StateError, path)
+    dtype = next((dtype for dtype in DTYPES if str(dtype) == extra.dtype), None)
+    if extra.key != key or state.batch_size != 1 or len(extra.last) != model.config.d_model or not dtype:
+        raise StateError(f"{path}: not a prefix of this key")
+    last_1D = torch.tensor([extra.last], dtype=torch.float64).to(dtype)
+    return Prefix(extra.tokens, state, last_1D, max(extra.seconds, 0.0))
 
 
 def saved(seconds: float, before: float) -> float:

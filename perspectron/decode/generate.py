@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from perspectron.decode.conversation import Conversation
+from perspectron.decode.drafts import Drafter
 from perspectron.decode.processors import Hook, Processor
 from perspectron.decode.reading import CHUNK
 from perspectron.decode.row import Finish, Piece, Verdict, Vocabulary
@@ -49,6 +50,7 @@ def generate(
     hooks: Sequence[Hook | Processor] = (),
     min_tokens: int = 0,
     stop_ids: Sequence[int] = (),
+    drafts: Drafter | None = None,
 ) -> Generation:
     """Draw up to `max_tokens` tokens after each prompt, given as text or as ids.
 
@@ -60,7 +62,7 @@ def generate(
     where it has one, is certain: whole characters that cannot begin a stop string. Joined they equal `texts`; half
     a character at the end of a row becomes U+FFFD. on_read: called with (prompt tokens read, all prompt tokens)
     while prompts are being read. chunk: prompt tokens read at once; apart from the ids, memory does not grow with
-    the length of a prompt. hooks, min_tokens, stop_ids: as `Rows.add` has them.
+    the length of a prompt. hooks, min_tokens, stop_ids: as `Rows.add` has them. drafts: as `Rows` has them.
 
     ConfigError: ids outside the vocabulary, a number out of bounds, a number of prompts that differs from the
     conversation's rows, more tokens than a table of learned positions has left. NonFiniteError: the logits are not
@@ -73,7 +75,7 @@ def generate(
     if conversation is not None and conversation.rows != B:
         known = conversation.rows
         raise ConfigError(f"prompts: {B} given, must be as many as the conversation has rows, {known}")
-    rows = Rows(model, tokenizer, chunk=chunk, together=together, hooks=hooks)
+    rows = Rows(model, tokenizer, chunk=chunk, together=together, hooks=hooks, drafts=drafts)
     for row, prompt in enumerate(prompts):
         talk = conversation if conversation is None or B == 1 else conversation.take(row)
         rows.add(

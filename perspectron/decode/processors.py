@@ -39,6 +39,8 @@ class Hook:
     """The key of its verdicts, and the name in its errors; the class's where empty."""
     keeps_before = False
     """True if it asks for `Step.before`."""
+    reads_ahead = False
+    """True if it looks at logits and tokens alone, so that drafts may be read for its row and those beside it."""
     shares_prefixes = True
     """False if its rows must read their prompts themselves, and store nothing that was read."""
 
@@ -176,6 +178,8 @@ def _alike(change: Callable[[Tensor, Step], Tensor], x: Tensor, step: Step) -> T
 
 class _Processor(Hook):
     """A logits processor as a hook."""
+
+    reads_ahead = True
 
     def __init__(self, call: Processor) -> None:
         self.call, self.name = call, type(call).__name__

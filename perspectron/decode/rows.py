@@ -14,6 +14,7 @@ from torch import Tensor
 from perspectron.decode import reading
 from perspectron.decode.batch import Batch, Read
 from perspectron.decode.conversation import Conversation
+from perspectron.decode.drafts import Drafter
 from perspectron.decode.processors import Hook, Processor, Step, ask, hooks_of
 from perspectron.decode.reading import CHUNK, check_ids, check_room, lengths
 from perspectron.decode.row import Piece, Row, TextStream, Vocabulary
@@ -37,7 +38,8 @@ class Rows:
     else each takes a step of its own. Either way a row has the bits that it has alone; those of the two ways differ by
     rounding, and the first is the faster where there are several rows (`decode.verify` measures both). store: prompts
     begin at the longest prefix that is stored there, and what they read is stored; that changes no bit either.
-    hooks: of every row, before its own (`decode.processors`).
+    hooks: of every row, before its own (`decode.processors`). drafts: tokens that rows may go on with are read ahead
+    where that pays, which changes no bit; not while a row has a hook that looks at more than logits.
 
     A row's text depends on its own prompt, settings, seed and stream. Its handle is a number that is never used again.
     Not for several threads at once.
@@ -52,6 +54,7 @@ class Rows:
         together: bool = True,
         store: PrefixStore | None = None,
         hooks: Sequence[Hook | Processor] = (),
+        drafts: Drafter | None = None,
     ) -> None:
         require(chunk >= 1, "chunk", chunk, "≥ 1")
         V, known = tokenizer.vocab_size, model.config.vocab_size
@@ -61,7 +64,8 @@ class Rows:
         self.model, self.tokenizer, self.chunk, self.store = model, tokenizer, chunk, store
         self._rows: dict[int, Row] = {}
         self._reading: list[Row] = []
-        self._drawing = Batch(model, together)
+        self.drafts = drafts
+        self._drawing = Batch(model, together, drafter=drafts)
         self._shared, self._hooks = hooks_of(hooks), dict[int, list[Hook]]()
         self._next = 0
 
@@ -101,6 +105,7 @@ class Rows:
         shares: bool = True,
         lead: int = 0,
         drawn: bool | None = None,
+        past: Sequence[int] = (),
         fresh: bool = False,
     ) -> int:
         """Add a row and return its handle. The following steps read its prompt and draw from it.
@@ -115,6 +120,7 @@ class Rows:
         shares: the prompt begins at what the store has, and is stored; else it is read from its first token.
         drawn: the first token that the conversation has not read was drawn; where it is the only one, it is read as it
         would have been, in a step. None: it was if any were. lead: tokens since one at which a call of `chunk` began.
+        past: the text that the conversation has read, for drafts.
         fresh: nothing was read before what the conversation waits to read; its state is a trained one.
         ConfigError: ids outside the vocabulary, a number out of bounds, settings that do not go together, more tokens
         than a table of learned positions has left. StateError: a conversation of another model, or of several rows.
@@ -159,7 +165,7 @@ class Rows:
         begun = [ask(hook, hook.begin, row) for hook in (*self._shared, *hooks_of(hooks))]
         self._rows[handle], self._hooks[handle] = row, begun
         shares = shares and all(hook.shares_prefixes for hook in begun)
-        row.lead = lead
+        row.lead, row.past = lead, past
         row.from_drawn = bool(own.pending[0]) and (own.drawn[0] > 0 if drawn is None else drawn)
         if self.store is not None and conversation is None and shares:
             row.path = self.store.path(unread, reset=special.reset)
@@ -188,7 +194,8 @@ class Rows:
                 raise StateError(f"row {over[0]} has read its prompt: step reads those of `unread`")
             reading = list(dict.fromkeys(map(self._ahead, asked)))
         hooks = [hook for row in self._drawing.rows for hook in self._hooks[row.handle]]
-        ends = self._drawing.advance(keep=any(hook.keeps_before for hook in hooks))
+        ahead = all(hook.reads_ahead for hook in hooks)
+        ends = self._drawing.advance(keep=any(hook.keeps_before for hook in hooks), ahead=ahead)
         more, pieces = self._read(reading)
         pieces += self._draw([*ends, *more])
         self._drawing.leave([row for row in self._drawing.rows if row.finished is not None])

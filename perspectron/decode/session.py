@@ -12,6 +12,7 @@ from torch import Tensor
 
 from perspectron.decode import history
 from perspectron.decode.conversation import Conversation
+from perspectron.decode.drafts import Drafter
 from perspectron.decode.history import exhausted
 from perspectron.decode.kept import Account, Hold
 from perspectron.decode.log import Log
@@ -40,7 +41,7 @@ class Session:
     What it draws is a function of the calls alone: where a text was cut into pieces, whether the session was forked,
     saved and loaded, or brought back to an earlier token changes no bit. Up to `chunk` tokens wait until they are
     needed. store: texts begin at the longest prefix that is stored there. start: the state before any token, where it
-    is a trained one (`model.tuned`), which stays as it is. Not for several threads at once.
+    is a trained one (`model.tuned`), which stays as it is. drafts: as `Rows` has them. Not for several threads at once.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class Session:
         chunk: int = CHUNK,
         store: PrefixStore | None = None,
         start: LMState | None = None,
+        drafts: Drafter | None = None,
     ) -> None:
-        self._rows = Rows(model, tokenizer, chunk=chunk, store=store, together=False)
+        self._rows = Rows(model, tokenizer, chunk=chunk, store=store, together=False, drafts=drafts)
         self._kin: Stateful = model if store is None else store.model
         prefix = [*tokenizer.specials.prefix]
         self._ids, self._drawn = Log(prefix), Log([False] * len(prefix))
@@ -243,6 +245,8 @@ class Session:
         # The row goes on in the memory of the state; the session sees it as it is now.
         state, self._state = self._state, self._state.fork()
         talk = Conversation(state, [unread], [recent], [sum(self._drawn[:])])
+        if rows.drafts is not None:
+            settings["past"] = self._ids[:read]
         settings |= {"lead": read - self._cell(read), "drawn": self._was_drawn(read)}
         return rows.add("", conversation=talk, **settings)
 
@@ -304,7 +308,8 @@ class Session:
 
     def begun(self) -> "Session":
         """A text of the same model that has not begun."""
-        return Session(self._rows.model, self._rows.tokenizer, chunk=self.chunk, store=self._rows.store)
+        rows = self._rows
+        return Session(rows.model, rows.tokenizer, chunk=rows.chunk, store=rows.store, drafts=rows.drafts)
 
     def remembered(self, state: LMState, ids: Sequence[int]) -> "Session":
         """A text of the same model that begins with a state, which is used up, and these ids: what was before is
@@ -415,10 +420,10 @@ class Session:
 
     def loaded(self, path: Path | str) -> "Session":
         """A saved session of the same model, as `load` reads it."""
-        model, tokenizer, store = self._rows.model, self._rows.tokenizer, self._rows.store
+        model, tokenizer = self._rows.model, self._rows.tokenizer
         state, extra = read_state(path, self._kin)
         talk = Conversation.of(path, state, extra, tokenizer.vocab_size)
-        session = Session(model, tokenizer, chunk=self._rows.chunk, store=store)
+        session = self.begun()
         own: Any = extra.get("session")
         if own is None:
             if talk.rows != 1:
@@ -481,8 +486,7 @@ class Session:
 
     def _cut(self, T: int, calls: int, state: LMState | None) -> "Session":
         """A session of the first T tokens, of which so many calls have made the state."""
-        rows = self._rows
-        own = Session(rows.model, rows.tokenizer, chunk=rows.chunk, store=rows.store)
+        own = self.begun()
         own._ids, own._drawn = self._ids.cut(T), self._drawn.cut(T)
         own._before, own.whole = self._before, self.whole
         own._calls, own._runs = self._calls[:calls], self._runs[:calls]

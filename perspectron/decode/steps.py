@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import Array, c_int64
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.modules import module as everywhere
 
 from perspectron import native
+from perspectron.decode.ahead import Ahead, Reading, ahead_of
 from perspectron.decode.graphs import Graphs
 from perspectron.decode.held import (
     MOST_UNSETTLED,
@@ -112,6 +113,8 @@ class Steps:
         self._refused, self._unsettled = set[Any](), Counter[Any]()
         self._made = dict[Any, _Recording | None]()
         self._latest: _Recording | None = None
+        self.refuses = ""
+        """Why no tokens are read ahead; empty while some may be."""
         self._lock = threading.Lock()
 
     def look(self) -> None:
@@ -140,6 +143,60 @@ class Steps:
                     self._latest = None
                     self._made.clear()
         raise RuntimeError("the model's weights change while it takes a step")
+
+    @torch.inference_mode()
+    def ahead(
+        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], state: LMState
+    ) -> tuple[Reading, LMState] | None:
+        """Read tokens in some rows after `state`, which is used up: they have the bits of a step for each. The state
+        after it is the second result, which is as before until `Reading.keep`. Each row reads as many as there is room
+        for. None where that cannot be; the state may then be used as before."""
+        if not all(0 <= id < self._ids for own in tokens for id in own):
+            return None
+        with self._lock:
+            now = self._latest
+            if now is None or now.state is not state:
+                if now is not None:
+                    now.leave()
+                self._latest = now = self._taken(state)
+            if now is None or now.state is None:
+                return None
+            now.count()
+            if now.left <= 0:
+                return None
+            tokens = [own[: now.left] for own in tokens]
+            one = self._single(now)
+            try:
+                if one is not None and isinstance(one.ahead, Ahead):
+                    return now.read(one.ahead, rows, tokens), now.state
+            except Stale:  # nothing was written
+                self._latest = None
+                self._made.clear()
+                return None
+            except Unrecordable as reason:
+                assert one is not None
+                one.ahead = reason
+            self.refuses = "its steps have no recording of one row" if one is None else str(one.ahead)
+        return None
+
+    def holds(self, state: LMState) -> bool:
+        """True if steps go on in the memory of this state as it is."""
+        return self._latest is not None and self._latest.state is state
+
+    def _single(self, now: "_Recording") -> "_Recording | None":
+        """The recording of one row of the state that another is at."""
+        assert now.state is not None
+        if now.batch_size == 1:
+            return now
+        model, own = self._model(), _bare(_alone(now.state)).take(0)
+        assert model is not None
+        kind = pytree.tree_structure(own), False, *(x.dtype for x in tensors(own))
+        key = kind, 1, *(x.shape[1:] for x in tensors(own))
+        if key not in self._made:
+            self._made[key] = (
+                None if self._routed or kind in self._refused else self._recorded(model, own, 1, kind)
+            )
+        return self._made[key]
 
     @torch.inference_mode()
     def _taken(self, state: LMState) -> "_Recording | None":
@@ -220,8 +277,10 @@ class _Recording:
         self._hidden_BD, self._logits_BV = hidden_BD, logits_BV
         self._apart = [x.nbytes for x in (ids_B1, hidden_BD, logits_BV)]
         settled(bases, tensors(after))
+        copies = list[int]()
         for base, end in zip(bases, tensors(after), strict=True):
             if memory(end) != memory(base):
+                copies.append(len(self._tape))
                 tape.each(self._tape, "copy", base, end)
             elif base.data_ptr() != end.data_ptr() or base.stride() != end.stride():
                 raise Unrecordable("a state that moves in its memory")
@@ -239,6 +298,9 @@ class _Recording:
             # Other slots than those that were recorded, so that a tape that takes them for granted is refused.
             self._check(model, *(like(bare, rows, lambda _: 2 * LEAST_SLOTS) for _ in range(2)))
         recorder.rehearses = False
+        self.ahead: Ahead | Unrecordable | None = None
+        if rows == 1:
+            self.ahead = ahead_of(self._tape, [ids_B1, hidden_BD, logits_BV, *bases, table_LB3], copies)
         self._tape.pack()
         self.leave()
 
@@ -274,9 +336,7 @@ class _Recording:
     def take(self, state: LMState) -> None:
         """Go on from this state, whose memory is written into from now on."""
         self.state, self.batch_size, self._caches = state, state.batch_size, caches(state)
-        self.left = min((cache.slots - cache.used for cache in self._caches), default=sys.maxsize)
-        if state.length_B is not None:
-            self.left = min(self.left, self._positions - int(state.length_B.max()))
+        self.count()
         if self._caches:
             self._tape.stretch(self._caches[0].slots)
         self._leaves, groups = tensors(_alone(state)), range(0, self.batch_size, self._rows)
@@ -302,6 +362,23 @@ class _Recording:
         """Let go of the state."""
         self.state, self._caches, self._leaves = None, [], list[Tensor]()
         self._tables = list[tape.Table]()
+
+    def count(self) -> None:
+        """Look how many tokens there is room for."""
+        assert self.state is not None
+        self.left = min((cache.slots - cache.used for cache in self._caches), default=sys.maxsize)
+        if self.state.length_B is not None:
+            self.left = min(self.left, self._positions - int(self.state.length_B.max()))
+
+    def read(self, ahead: Ahead, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Reading:
+        """`Steps.ahead`, after the state that it is at."""
+        like, state = (self._hidden_BD, self._logits_BV), self.state
+
+        def kept() -> None:
+            if self.state is state:
+                self.count()
+
+        return Reading(ahead, rows, tokens, self._leaves, self._caches, like, kept)
 
     def step(
         self, ids_B1: Tensor, run: Callable[[Array[c_int64]], None] | None = None

@@ -28,10 +28,12 @@ from perspectron.decode.known import Known
 from perspectron.decode.marks import settle
 from perspectron.decode.places import Path
 from perspectron.decode.reading import CHUNK
+from perspectron.decode.shared import Shared
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.util.config import require
 from perspectron.util.errors import StateError
+from perspectron.util.objects import Objects
 
 FORMAT = "perspectron-prefix-2"
 WORTHWHILE = 16
@@ -83,7 +85,8 @@ def _sampled(model: LanguageModel) -> bytes:
 
 
 class PrefixStore:
-    """States of what a model has read, within `memory_bytes` and, in `folder`, `disk_bytes`. What counts is the memory
+    """States of what a model has read, within `memory_bytes` and, in `folder`, or else where several machines see them,
+    in `shared`, `disk_bytes`. What counts is the memory
     that the states hold: tokens of a cache that several begin with count once (`decode.kept`).
 
     An entry is worth the seconds it saves, counted from the nearest shorter one that is stored, for each of its bytes;
@@ -104,6 +107,7 @@ class PrefixStore:
         memory_bytes: int = 256 << 20,
         folder: File | None = None,
         disk_bytes: int = 4 << 30,
+        shared: Objects | None = None,
         adapter: str = "",
     ) -> None:
         require(chunk >= 1, "chunk", chunk, "≥ 1")
@@ -117,7 +121,11 @@ class PrefixStore:
         self._lengths = dict[bytes, Counter[int]]()
         """By cell, the tokens of it after which states are kept, and how many of them."""
         self._account, self._clock = Account(0), 0.0
-        self._disk = None if folder is None else Disk(folder, disk_bytes, self.model, self.counters)
+        self._disk: Disk | Shared | None = None
+        if shared is not None:
+            self._disk = Shared(shared, disk_bytes, self.model, self.counters)
+        elif folder is not None:
+            self._disk = Disk(folder, disk_bytes, self.model, self.counters)
 
     @property
     def used_bytes(self) -> int:
@@ -188,7 +196,7 @@ class PrefixStore:
         return replace(entry.prefix, state=entry.prefix.state.fork(), last_1D=entry.prefix.last_1D.clone())
 
     def _on_disk(self, path: Path, at: int, key: bytes) -> Prefix | None:
-        prefix = None if self._disk is None else self._disk.get(key.hex())
+        prefix = None if self._disk is None else self._disk.get(path, at)
         if prefix is not None:
             self._remember(path, key, replace(prefix, tokens=at))
         return prefix

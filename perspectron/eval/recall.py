@@ -1,5 +1,5 @@
-"""Recall: what a design can learn to remember. Small models are trained from scratch on the tasks of `eval.tasks` and
-`eval.tracking`.
+"""Recall: what a design can learn to remember. Small models are trained from scratch on the tasks of `eval.tasks`,
+`eval.tracking` and `eval.reasoning`.
 
 Only the run's design is used, not its text or weights: these tasks show what the design could learn. Texts for
 training, validation and test come from separate random streams. Validation ends a training and chooses the rate; the
@@ -11,7 +11,8 @@ Suffixes: B batch, T time.
 import math
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +22,9 @@ from torch import Tensor, nn
 
 from perspectron import presets
 from perspectron.data.loader import IGNORE
+from perspectron.eval.profiles import PROFILES, Profile, Setting
 from perspectron.eval.subject import Subject
-from perspectron.eval.tasks import MQAR, Induction, Needle, SelectiveCopy, Task
-from perspectron.eval.tracking import Brackets, Parity, Permutations
+from perspectron.eval.tasks import Task
 from perspectron.model.census import active_parameters
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.model import LanguageModel, build
@@ -38,67 +39,24 @@ STOP = 0.98
 """Accuracy on the texts it is watched by at which training ends: some way past the bar, as the test is on others."""
 TRAIN, WATCH, TEST, BEYOND = range(4)  # streams of texts of one seed
 WATCH_EVERY, WATCH_TEXTS, TEST_TEXTS = 25, 128, 1024
+BEYOND_TEXTS, LEAST_TEXTS, BEYOND_TOKENS = TEST_TEXTS // 4, 16, 65536  # of a task that was not trained on
+AT_ONCE = 16384  # tokens whose logits are in memory
 LESSONS = (4, 2, 1)
 """Training begins with texts of a quarter, then of half the length: what is to be found is found in fewer steps."""
 PASSED, LESSON = 0.9, 0.35
 """Accuracy at which the next lesson begins, and the share of the steps after which it does anyway."""
 BETAS, CLIP, WARMUP, FINAL = (0.9, 0.98), 1.0, 0.05, 0.1  # of AdamW; shares of the steps and of the rate
-VERSION = 2
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A task of one size, and for how many steps a design may learn it."""
-
-    task: Task
-    steps: int
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Settings that are measured, number of seeds, learning rates that are tried, and layers of the models. Two layers
-    of the perspective design are its memories alone; four have its windowed attention too."""
-
-    settings: tuple[Setting, ...]
-    seeds: int
-    rates: tuple[float, ...]
-    layers: int
-
-
-PROFILES = {
-    "quick": Profile(
-        (Setting(MQAR(32, pairs=8, keys=16, values=16), 400), Setting(Parity(64), 100)),
-        seeds=1,
-        rates=(3e-3,),
-        layers=2,
-    ),
-    "full": Profile(
-        (
-            Setting(MQAR(32, pairs=4, keys=16, values=16), 600),
-            Setting(MQAR(32, pairs=8, keys=16, values=16), 600),
-            Setting(MQAR(64, pairs=8, keys=16, values=16, gaps="uniform"), 600),
-            Setting(SelectiveCopy(32, letters=4), 400),
-            Setting(Induction(32, kinds=32), 400),
-            Setting(Needle(32), 300),
-            Setting(Needle(128), 300),
-            Setting(Permutations(32, n=3), 400),
-            Setting(Parity(64), 400),
-            Setting(Brackets(64), 400),
-        ),
-        seeds=3,
-        rates=(3e-3, 1e-3),
-        layers=4,
-    ),
-}
+VERSION = 3
 
 
 @dataclass(frozen=True)
 class Options:
-    """profile: "quick" or "full". seeds: how many. rates: learning rates; by the texts that the first seed is watched
-    by, the first that solves a setting is taken for all, the best when none does. layers: of a model. None is as the
-    profile says. batch_tokens: texts of a batch are so many that they have about this many tokens together."""
+    """profile: "quick", "full", or "long": many pairs, long texts, facts that are combined. seeds: how many. rates:
+    learning rates; by the texts that the first seed is watched by, the first that solves a setting is taken for all,
+    the best when none does. layers: of a model. None is as the profile says. batch_tokens: texts of a batch are so
+    many that they have about this many tokens together."""
 
-    profile: Literal["quick", "full"] = "quick"
+    profile: Literal["quick", "full", "long"] = "quick"
     seeds: int | None = None
     rates: tuple[float, ...] | None = None
     batch_tokens: int = 2048
@@ -126,13 +84,14 @@ class Options:
 class Solved:
     """accuracy: over the answers of the test. watched: over those of the texts it was watched by. beyond: over those
     past the trained length, in texts of twice it. steps: trained, fewer than allowed when it was solved before.
-    seconds: of a processor, the test included."""
+    seconds: of a processor, the test included. also: accuracy by variant, None where the model cannot read so far."""
 
     accuracy: float
     watched: float
     beyond: float | None
     steps: int
     seconds: float
+    also: dict[str, float | None] = field(default_factory=dict)
 
 
 def stream(seed: int, which: int) -> np.random.Generator:
@@ -168,11 +127,12 @@ def solve_task(
     lr: float = 3e-3,
     seed: int = 0,
     device: torch.device = CPU,
+    also: Sequence[Task] = (),
 ) -> Solved:
     """Train a new model on the task until it is solved or `steps` are done, on about `batch_tokens` tokens each.
 
     AdamW without decay, the rate rising, then falling along a cosine. A function of its arguments, but for `seconds`; a
-    loss that is not finite ends the training.
+    loss that is not finite ends the training. also: variants that the trained model is measured on.
     """
     require(config.vocab_size >= task.vocab_size, "vocab_size", config.vocab_size, f"≥ {task.vocab_size}")
     model, course, start = build(config, seed).to(device), Course(task, steps, seed), time.process_time()
@@ -194,8 +154,9 @@ def solve_task(
         step += 1
         course.watch(model, step)
     right = accuracy(model, *task.exam(stream(seed, TEST), TEST_TEXTS))
-    watched, past = accuracy(model, *course.watched[-1]), beyond(model, task, seed)
-    return Solved(right, watched, past, step, time.process_time() - start)
+    watched, past = accuracy(model, *course.watched[-1]), beyond(model, task, task.longer(2), seed)
+    others = {difference(task, other): beyond(model, task, other, seed) for other in also}
+    return Solved(right, watched, past, step, time.process_time() - start, others)
 
 
 class Course:
@@ -228,23 +189,29 @@ def _share(step: int, steps: int) -> float:
 
 def accuracy(model: LanguageModel, ids_BT: Tensor, targets_BT: Tensor) -> float:
     """Share of the answers asked for that the model gives, the likeliest id counting as its answer."""
-    right = 0
+    right, rows = 0, max(1, min(64, AT_ONCE // ids_BT.shape[1]))
     with torch.inference_mode():
-        for ids, targets in zip(ids_BT.split(64), targets_BT.split(64), strict=True):
+        for ids, targets in zip(ids_BT.split(rows), targets_BT.split(rows), strict=True):
             said = model.head(model.hidden(ids.to(model.device))[0]).argmax(-1)
             right += int((said == targets.to(model.device)).sum())
     return right / int((targets_BT != IGNORE).sum())
 
 
-def beyond(model: LanguageModel, task: Task, seed: int) -> float | None:
-    """Accuracy past the task's length, in texts of twice it; None where the model cannot read so far."""
-    length = task.length
-    if 0 < model.config.positions < 2 * length:
+def beyond(model: LanguageModel, trained: Task, task: Task, seed: int) -> float | None:
+    """Accuracy on a task that the model was not trained on, in the second half of texts that are longer than those it
+    was trained on; None where the model cannot read so far."""
+    if 0 < model.config.positions < task.length:
         return None
-    ids_BT, targets_BT = task.longer(2).draw(stream(seed, BEYOND), TEST_TEXTS // 4)
-    return accuracy(
-        model, ids_BT, torch.cat([torch.full_like(targets_BT[:, :length], IGNORE), targets_BT[:, length:]], 1)
-    )
+    texts = max(LEAST_TEXTS, min(BEYOND_TEXTS, BEYOND_TOKENS // task.length))
+    ids_BT, targets_BT = task.exam(stream(seed, BEYOND), texts)
+    if task.length > trained.length:
+        targets_BT[:, : task.length // 2] = IGNORE
+    return accuracy(model, ids_BT, targets_BT)
+
+
+def difference(task: Task, other: Task) -> str:
+    """Sizes by which a variant of a task is another one: "length 256, pairs 8"."""
+    return ", ".join(f"{name} {size}" for name, size in other.sizes().items() if size != task.sizes()[name])
 
 
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
@@ -308,7 +275,9 @@ def measure_setting(
 
     def solved(lr: float, seed: int) -> Solved:
         size = options.batch_tokens
-        return solve_task(config, task, steps=steps, batch_tokens=size, lr=lr, seed=seed, device=device)
+        return solve_task(
+            config, task, steps=steps, batch_tokens=size, lr=lr, seed=seed, device=device, also=setting.also
+        )
 
     tried = dict[float, Solved]()
     for lr in asked.rates:
@@ -327,6 +296,7 @@ def measure_setting(
         "rates": {str(lr): run.watched for lr, run in tried.items()},
         "accuracy": [run.accuracy for run in runs],
         "beyond": [run.beyond for run in runs],
+        "also": {name: [run.also[name] for run in runs] for name in runs[0].also},
         "steps": [run.steps for run in runs],
         "steps_allowed": setting.steps,
         "seconds": sum(run.seconds for run in (*tried.values(), *runs[1:])),
@@ -340,7 +310,8 @@ def _state_bytes(config: ModelConfig, task: Task) -> int:
 
 
 def _key(setting: Setting) -> str:
-    return f"{setting.task.name} {setting.task.sizes()} in {setting.steps} steps"
+    also = "".join(f", also {difference(setting.task, other)}" for other in setting.also)
+    return f"{setting.task.name} {setting.task.sizes()} in {setting.steps} steps{also}"
 
 
 def _done(kept: Path | None, head: dict[str, Any]) -> dict[str, Any]:
@@ -364,7 +335,7 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 def _line(name: str, setting: dict[str, Any]) -> str:
     accuracies = setting["accuracy"]
-    shown = ("length", "pairs", "letters", "facts", "n", "gaps")
+    shown = ("length", "pairs", "letters", "facts", "n", "gaps", "things", "hops", "operations", "modulus")
     sizes = ", ".join(f"{k} {v}" for k, v in setting["sizes"].items() if k in shown)
     verdict = (
         "solved"
@@ -376,4 +347,8 @@ def _line(name: str, setting: dict[str, Any]) -> str:
     values = " ".join(f"{value:.3f}" for value in accuracies)
     past = [f"{value:.3f}" for value in setting["beyond"] if value is not None]
     further = f", past its length {' '.join(past)}" if past else ""
-    return f"{name} ({sizes}): {values}{further}, chance {setting['chance']:.3f}, {verdict}"
+    others = "".join(
+        f"; {other} " + " ".join("–" if value is None else f"{value:.3f}" for value in each)
+        for other, each in setting["also"].items()
+    )
+    return f"{name} ({sizes}): {values}{further}, chance {setting['chance']:.3f}, {verdict}{others}"

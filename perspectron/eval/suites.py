@@ -34,7 +34,13 @@ GENERAL = {
     "cost": Suite("perspectron.eval.cost", reads_text=False),
     "recall": Suite("perspectron.eval.recall", reads_text=False, on_device=False),
 }
-SUITES = GENERAL | {name: Suite(module, draws=True) for name, module in registry.places("suites").items()}
+CONVERSATION = {"conversation": Suite("perspectron.eval.conversation", reads_text=False, draws=True)}
+"""Of models that hold conversations: not for a comparison of new ones."""
+SUITES = (
+    GENERAL
+    | CONVERSATION
+    | {name: Suite(module, draws=True) for name, module in registry.places("suites").items()}
+)
 BESIDE_LOSS = tuple(name for name in GENERAL if name != "perplexity")
 """Suites of a comparison."""
 OF_TEXT = tuple(name for name in BESIDE_LOSS if SUITES[name].reads_text)

@@ -1,5 +1,5 @@
 """Synthetic memory tasks. A task is a small language with questions, so that answers are right or wrong and the
-accuracy of guessing is known. `eval.tracking` has the state-tracking tasks.
+accuracy of guessing is known. `eval.tracking` has the state-tracking tasks, `eval.reasoning` those that combine facts.
 
 A task draws (ids [B,T], targets [B,T]) from a generator and from nothing else. A target stands at the token it is
 asked at, IGNORE where nothing is asked. `chance` is the greatest accuracy, in expectation, of who knows place and
@@ -25,6 +25,9 @@ from perspectron.util.config import one_of, require
 Ids = NDArray[np.int64]
 
 BLANK = 0
+LEAST = {"distance": 2, "pairs": 2, "letters": 1, "facts": 2, "reach": 2}
+LEAST |= {"things": 3, "hops": 1, "questions": 1, "operations": 1, "fewest": 1}
+"""Sizes that get smaller in an easier task, and how small."""
 POWER = 0.01  # exponent of zoology's law of gaps: the density of a gap g is as g^(POWER - 1)
 
 
@@ -74,18 +77,22 @@ class Task(ABC):
         return ids_BT, targets_BT
 
     def longer(self, times: int) -> Self:
-        """The same task over so many times the length. What else has a size of its own keeps it: pairs, letters, facts.
-        In induction half of the text is to be remembered, and that grows with it."""
+        """The same task over so many times the length. What else has a size of its own keeps it: pairs, letters,
+        facts."""
         return replace(self, length=times * self.length)
+
+    @property
+    def room(self) -> int:
+        """Tokens that a text of these sizes needs at least."""
+        return 1
 
     def shorter(self, times: int) -> Self:
         """An easier task in the same ids: such a part of the length, and of what there is to remember. Two pairs or
         facts are left: of one the value is the answer whatever the key, and who learned that has to unlearn it."""
-        least = {"length": 1, "distance": 2, "pairs": 2, "letters": 1, "facts": 2, "reach": 2}
-        there = {name: size for name in least if (size := getattr(self, name, None))}
-        sizes = {name: max(min(least[name], size), size // times) for name, size in there.items()}
-        room = 3 * max(sizes.get("pairs", 0), sizes.get("facts", 0))
-        return replace(self, **sizes | {"length": max(sizes["length"], room)})
+        there = {name: size for name in LEAST if (size := getattr(self, name, None))}
+        sizes = {name: max(min(LEAST[name], size), size // times) for name, size in there.items()}
+        small = replace(self, **sizes)
+        return replace(small, length=max(small.room, self.length // times))
 
     def sizes(self) -> dict[str, Any]:
         """The fields, for a result."""
@@ -121,17 +128,21 @@ class MQAR(Task):
         require(self.pairs >= 1, "pairs", self.pairs, "≥ 1")
         require(self.keys >= self.pairs, "keys", self.keys, f"≥ pairs = {self.pairs}")
         require(self.values >= self.pairs, "values", self.values, f"≥ pairs = {self.pairs}")
-        require(self.length >= 3 * self.pairs, "length", self.length, f"≥ 3 · pairs = {3 * self.pairs}")
+        require(self.length >= self.room, "length", self.length, f"≥ 3 · pairs = {self.room}")
+
+    @property
+    def room(self) -> int:
+        return 3 * self.pairs
 
     def counts(self) -> tuple[int, int]:
         return 1 + self.keys + self.values, self.values
 
     def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
         P, room = self.pairs, self.length - 2 * self.pairs
-        key_BP = 1 + _some(rng, batch_size, self.keys, P)
-        value_BP = 1 + self.keys + _some(rng, batch_size, self.values, P)
+        key_BP = 1 + some(rng, batch_size, self.keys, P)
+        value_BP = 1 + self.keys + some(rng, batch_size, self.values, P)
         gap = np.arange(1, room + 1, dtype=np.float64)
-        at_BP = 2 * P + _some(rng, batch_size, room, P, gap ** (POWER - 1) if self.gaps == "power" else None)
+        at_BP = 2 * P + some(rng, batch_size, room, P, gap ** (POWER - 1) if self.gaps == "power" else None)
         ids_BT, targets_BT = empty(batch_size, self.length)
         ids_BT[:, 0 : 2 * P : 2], ids_BT[:, 1 : 2 * P : 2] = key_BP, value_BP
         np.put_along_axis(ids_BT, at_BP, key_BP, 1)
@@ -162,7 +173,11 @@ class SelectiveCopy(Task):
     def __post_init__(self) -> None:
         require(self.letters >= 1, "letters", self.letters, "≥ 1")
         require(self.kinds >= 2, "kinds", self.kinds, "≥ 2")
-        require(self.length >= 2 * self.letters, "length", self.length, f"≥ 2 · letters = {2 * self.letters}")
+        require(self.length >= self.room, "length", self.length, f"≥ 2 · letters = {self.room}")
+
+    @property
+    def room(self) -> int:
+        return 2 * self.letters
 
     def counts(self) -> tuple[int, int]:
         return 2 + self.kinds, self.kinds
@@ -171,47 +186,8 @@ class SelectiveCopy(Task):
         N, room = self.letters, self.length - self.letters
         letter_BN = 2 + rng.integers(self.kinds, size=(batch_size, N))
         ids_BT, targets_BT = empty(batch_size, self.length)
-        np.put_along_axis(ids_BT, np.sort(_some(rng, batch_size, room, N), 1), letter_BN, 1)
+        np.put_along_axis(ids_BT, np.sort(some(rng, batch_size, room, N), 1), letter_BN, 1)
         ids_BT[:, room:], targets_BT[:, room:] = 1, letter_BN
-        return ids_BT, targets_BT
-
-
-@dataclass(frozen=True)
-class Induction(Task):
-    """A text of letters, none of them twice, then pairs of neighbours from it in any order; at the first of a pair its
-    second is asked (Olsson et al. 2022, arXiv 2209.11895).
-
-        c a f d b e   f d   c a   b e      length 12
-                      d     a     e
-
-    chance: 1/(kinds - 1), for no letter follows itself.
-    """
-
-    name = "induction"
-    about = "what followed this letter before?"
-    theory = (
-        "two layers of attention do it by an induction head, one cannot; a recurrence has to bind each letter to the "
-        "one before it: length / 2 pairs, as in recall, but every letter is both key and value"
-    )
-    kinds: int = 64
-
-    def __post_init__(self) -> None:
-        require(
-            self.length >= 4 and self.length % 4 == 0, "length", self.length, "a multiple of 4, at least 4"
-        )
-        require(self.kinds >= self.length // 2, "kinds", self.kinds, f"≥ length / 2 = {self.length // 2}")
-
-    def counts(self) -> tuple[int, int]:
-        return self.kinds, self.kinds - 1
-
-    def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
-        half = self.length // 2
-        text_BN = _some(rng, batch_size, self.kinds, half)
-        first_BN = _some(rng, batch_size, half - 1, half // 2)
-        ids_BT, targets_BT = empty(batch_size, self.length)
-        ids_BT[:, :half] = text_BN
-        ids_BT[:, half::2] = np.take_along_axis(text_BN, first_BN, 1)
-        ids_BT[:, half + 1 :: 2] = targets_BT[:, half::2] = np.take_along_axis(text_BN, first_BN + 1, 1)
         return ids_BT, targets_BT
 
 
@@ -241,12 +217,16 @@ class Needle(Task):
 
     def __post_init__(self) -> None:
         require(self.facts >= 1, "facts", self.facts, "≥ 1")
-        require(self.length >= 3 * self.facts, "length", self.length, f"≥ 3 · facts = {3 * self.facts}")
+        require(self.length >= self.room, "length", self.length, f"≥ 3 · facts = {self.room}")
         for name in ("keys", "values"):
             require(getattr(self, name) >= self.facts, name, getattr(self, name), f"≥ facts = {self.facts}")
         require(self.words >= 1, "words", self.words, "≥ 1")
         fits = self.distance is None or 2 <= self.distance < self.length
         require(fits, "distance", self.distance, f"in [2, length - 1 = {self.length - 1}]")
+
+    @property
+    def room(self) -> int:
+        return 3 * self.facts
 
     def counts(self) -> tuple[int, int]:
         return self.keys + self.values + self.words, self.values
@@ -263,8 +243,8 @@ class Needle(Task):
         times[np.arange(batch_size), asked_B // 2] = -1.0
         times[asked_B % 2 == 1, (last - 1) // 2 :] = np.inf
         at_BF = 2 * np.argsort(times, 1, kind="stable")[:, :F] + (asked_B % 2)[:, None]
-        key_BF = _some(rng, batch_size, self.keys, F)
-        value_BF = self.keys + _some(rng, batch_size, self.values, F)
+        key_BF = some(rng, batch_size, self.keys, F)
+        value_BF = self.keys + some(rng, batch_size, self.values, F)
         np.put_along_axis(ids_BT, at_BF, key_BF, 1)
         np.put_along_axis(ids_BT, at_BF + 1, value_BF, 1)
         ids_BT[:, -1], targets_BT[:, -1] = key_BF[:, 0], value_BF[:, 0]
@@ -277,7 +257,7 @@ def empty(batch_size: int, length: int) -> tuple[Ids, Ids]:
     return np.full(shape, BLANK, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
 
 
-def _some(
+def some(
     rng: np.random.Generator, batch_size: int, of: int, count: int, weight: NDArray[np.float64] | None = None
 ) -> Ids:
     """`count` different numbers under `of` in each row, in an order that says nothing, evenly or each next one by

@@ -7,7 +7,7 @@ the number of threads nor on the instruction set. What each instruction does: `c
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import Array, c_int64
 from itertools import accumulate
 from typing import NamedTuple
@@ -39,7 +39,7 @@ ALIGNED = 64
 _OPERAND = np.dtype(
     [("base", np.int64), ("offset", np.int64), ("kind", np.int64), ("stride", np.int64, DIMENSIONS)]
 )
-_INSTRUCTION = np.dtype(
+INSTRUCTION = np.dtype(
     [
         ("code", np.int64),
         ("size", np.int64, DIMENSIONS),
@@ -112,7 +112,7 @@ class Tape:
         self._read = set[int]()  # memory that calls read
         # The address of the first instruction, how many there are, and what is called after them.
         self._parts = list[tuple[int, int, Callable[[], object] | None]]()
-        self._tape = np.zeros(0, _INSTRUCTION)
+        self._tape = np.zeros(0, INSTRUCTION)
 
     def __len__(self) -> int:
         return len(self._made) or len(self._tape)
@@ -120,7 +120,7 @@ class Tape:
     def write(self, code: str, axes: Axes, operands: Sequence[Tensor], numbers: Sequence[float] = ()) -> None:
         """Add an instruction; the axes have an operand's strides for each of the tensors."""
         axes = axes.filled(DIMENSIONS)
-        made = np.zeros((), _INSTRUCTION)
+        made = np.zeros((), INSTRUCTION)
         made["code"], made["size"] = CODES.index(code), axes.size
         made["number"][: len(numbers)] = numbers
         for i, (tensor, strides) in enumerate(zip(operands, axes.strides, strict=True)):
@@ -185,12 +185,46 @@ class Tape:
         self._tape, self._made = np.stack(self._made) if self._made else self._tape, []
         calls = [*((end + self._checks, call) for end, call in self.calls), (len(self._tape), None)]
         starts = [0, *(end for end, _ in calls[:-1])]
-        first, apart = self._tape.ctypes.data, _INSTRUCTION.itemsize
+        first, apart = self._tape.ctypes.data, INSTRUCTION.itemsize
         self._native = _library().pspx_tape
         self._parts = [
             (first + start * apart, end - start, call)
             for start, (end, call) in zip(starts, calls, strict=True)
         ]
+
+    @staticmethod
+    def of(
+        instructions: NDArray[np.void],
+        checks: int,
+        rings: Mapping[int, Sequence[int]],
+        kept: Sequence[Tensor],
+    ) -> "Tape":
+        """A tape of these instructions, of which the first ones are checks. rings: by the numbers of their bases."""
+        made = Tape(())
+        made._tape, made._checks, made._rings = (
+            instructions,
+            checks,
+            {n: torch.Size(x) for n, x in rings.items()},
+        )
+        made.kept, made._rest = list(kept), ([], ())
+        made._native = _library().pspx_tape
+        made._parts = [(instructions.ctypes.data, len(instructions), None)]
+        return made
+
+    @property
+    def checks(self) -> int:
+        """The number of its first instructions, which compare what constants were made of."""
+        return self._checks
+
+    @property
+    def instructions(self) -> NDArray[np.void]:
+        """A copy of them, where they are done and not packed yet."""
+        return self._tape.copy()
+
+    @property
+    def rings(self) -> dict[int, torch.Size]:
+        """Slots and widths of growing caches, by the numbers of their bases."""
+        return self._rings
 
     def stretch(self, slots: int) -> None:
         """Let the rings have so many slots. Unrecordable, of a tape that has not been run: an instruction takes them
@@ -267,7 +301,7 @@ class Tape:
 
     def advance(self, places: Array[c_int64], start: int, end: int) -> None:
         """`run` of the instructions from `start` up to `end`, and of the calls between them; one at the end waits."""
-        apart = _INSTRUCTION.itemsize
+        apart = INSTRUCTION.itemsize
         for address, count, call in self._parts:
             first = (address - self._tape.ctypes.data) // apart
             here, there = max(start, first), min(end, first + count)
@@ -279,7 +313,7 @@ class Tape:
                 call()
 
     def _fail(self, first: int, failed: int) -> None:
-        at = (first - self._tape.ctypes.data) // _INSTRUCTION.itemsize + failed - 1
+        at = (first - self._tape.ctypes.data) // INSTRUCTION.itemsize + failed - 1
         if at < self._checks:
             raise Stale("what a recording was made of has changed")
         raise RuntimeError(f"a recorded step met an index that is not there (instruction {at})")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from perspectron.decode.batch import WIDTH
+from perspectron.decode.drafts import Drafter
 from perspectron.decode.graphs import PATIENCE, Graphs
 from perspectron.decode.processors import Hook, Processor
 from perspectron.decode.row import Piece, Vocabulary
@@ -86,7 +87,7 @@ class Engine:
     stops after the piece. At most `rows` prompts and `rows` tasks are half read. together: how rows are drawn
     from, as `Rows` has it; None: one by one where that costs at most a tenth more, as measured at the start.
     When nobody waits, what was said is read as a prompt would be, so that the next turn finds it in the store.
-    hooks: of all texts, as `Rows` has them.
+    hooks, drafts: of all texts, as `Rows` has them.
     """
 
     def __init__(
@@ -99,11 +100,12 @@ class Engine:
         queue: int = 64,
         together: bool | None = None,
         hooks: Sequence[Hook | Processor] = (),
+        drafts: Drafter | None = None,
     ) -> None:
         require(rows >= 1, "rows", rows, "≥ 1")
         require(queue >= 0, "queue", queue, "≥ 0")
         self.model, self.tokenizer, self.store, self.hooks = model, tokenizer, store, hooks
-        self.limit, self.queue = rows, queue
+        self.limit, self.queue, self.drafts = rows, queue, drafts
         self.cost = row_by_row_cost(model, min(rows, 4)) if together is None else None
         self.together = self.cost > NEARLY if self.cost is not None else bool(together)
         self.counters = Counters()
@@ -184,6 +186,7 @@ class Engine:
             together=self.together,
             store=self.store,
             hooks=self.hooks,
+            drafts=self.drafts,
             **chunk,
         )
 

@@ -17,6 +17,8 @@ from perspectron.model.appended import read_metadata
 from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError, StateError
 from perspectron.util.files import parse_json, remove, safe_join, sweep, temporary_beside
+from perspectron.util.lease import Lease, Leases
+from perspectron.util.objects import Folder
 from perspectron.util.tensors import JSON_ROOM
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -54,8 +56,10 @@ class States:
     """States of one model in a folder, which is made when the first is saved. Those used last stay in memory, within
     MOST bytes: whoever goes on with one shares its keys and values with it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, leases: Leases | None = None, place: str = "") -> None:
+        self.folder, self.leases = folder, leases or Leases(Folder(folder.parent))
+        self.place = place or folder.name
+        """Of its names among those of leases."""
         self._held, self._account = OrderedDict[Path, _Held](), Account(3)
         self._lock = threading.Lock()
         sweep(folder)  # uploads and saves that a kill cut short
@@ -102,9 +106,12 @@ class States:
         with self._told():
             return history(self.found(name))
 
-    def save(self, name: str, session: Session, parent: str = "") -> About:
-        """Write a state, whole or not at all. StorageError when it cannot be written."""
+    def save(self, name: str, session: Session, parent: str = "", lease: Lease | None = None) -> About:
+        """Write a state, whole or not at all. StorageError when it cannot be written. Busy: the lease under which it is
+        written is over."""
         with self._told():
+            if lease is not None:
+                lease.check()
             session.save(path := self.path(name), extra={"parent": parent})
         with contextlib.suppress(PerspectronError, ValueError, KeyError):
             sign, found = _sign(path), parse_json(read_metadata(path)["extra"], room=JSON_ROOM)

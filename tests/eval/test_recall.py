@@ -109,7 +109,9 @@ def test_beyond_counts_only_what_stands_past_the_trained_length():
             return recall.torch.nn.functional.one_hot(said, 2)
 
     assert recall.accuracy(Heart(), *task.draw(recall.stream(0, recall.TEST), 50)) == 1
-    assert recall.beyond(Heart(), task, 0) == pytest.approx(0.5, abs=noise(0.5, recall.TEST_TEXTS // 4))
+    assert recall.beyond(Heart(), task, task.longer(2), 0) == pytest.approx(
+        0.5, abs=noise(0.5, recall.BEYOND_TEXTS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_lessons_go_on_when_passed_or_when_their_time_is_over(monkeypatch, found
 
 def test_a_table_of_positions_that_ends_is_not_read_past():
     config = replace(config_for("gpt2", EASY), positions=EASY.length)
-    assert recall.beyond(build(config), EASY, 0) is None
+    assert recall.beyond(build(config), EASY, EASY.longer(2), 0) is None
 
 
 def test_a_vocabulary_too_small_is_an_error():
@@ -176,12 +178,14 @@ def trained(monkeypatch):
     that are watched."""
     calls = []
 
-    def solve(config, task, *, steps, batch_tokens, lr, seed, device):
+    def solve(config, task, *, steps, batch_tokens, lr, seed, device, also):
         calls.append((task.length, lr, seed))
         watched = 0.99 if lr < 0.002 and task.length == 32 else 0.3 + lr
-        return Solved(1 - watched, watched, 0.25, steps, 1.0)
+        others = {recall.difference(task, other): 0.125 for other in also}
+        return Solved(1 - watched, watched, 0.25, steps, 1.0, others)
 
-    settings = (Setting(MQAR(16, pairs=2), 5), Setting(MQAR(32, pairs=2), 5), Setting(Parity(8), 5))
+    far = (MQAR(64, pairs=1),)
+    settings = (Setting(MQAR(16, pairs=2), 5), Setting(MQAR(32, pairs=2), 5, far), Setting(Parity(8), 5))
     monkeypatch.setattr(recall, "solve_task", solve)
     monkeypatch.setitem(recall.PROFILES, "quick", Profile(settings, seeds=2, rates=(3e-3,), layers=1))
     return calls
@@ -198,6 +202,7 @@ def test_the_first_rate_that_solves_is_taken_and_else_the_best_never_by_the_test
     assert [s["lr"] for s in mqar["settings"]] == [3e-3, 1e-3]
     assert mqar["settings"][1]["accuracy"] == pytest.approx([0.01, 0.01])
     assert mqar["settings"][1]["beyond"] == [0.25, 0.25]
+    assert [s["also"] for s in mqar["settings"]] == [{}, {"length 64, pairs 1": [0.125, 0.125]}]
     assert mqar["settings"][1]["sizes"] == MQAR(32, pairs=2).sizes()
     assert mqar["settings"][1]["rates"] == {"0.003": 0.303, "0.001": 0.99}
     assert (mqar["chance"], parity["chance"], mqar["solved"]) == (1 / 64, 1 / 2, SOLVED)
@@ -205,7 +210,7 @@ def test_the_first_rate_that_solves_is_taken_and_else_the_best_never_by_the_test
     assert (result["profile"], result["seeds"], result["options"]["layers"]) == ("quick", [0, 1], 1)
     first, *rest = recall.lines(result)
     assert first == "recall of gla, trained from scratch at width 64 with 1 gla, 2 seeds (profile quick):"
-    assert len(rest) == 3 and rest[1].endswith("not solved")
+    assert len(rest) == 3 and rest[1].endswith("not solved; length 64, pairs 1 0.125 0.125")
     assert "0.010 0.010, past its length 0.250 0.250, chance 0.016" in rest[1]
 
 
@@ -216,7 +221,7 @@ def test_seeds_go_on_from_the_one_given(trained):
 
 def test_the_watched_accuracy_is_not_that_of_the_test(monkeypatch):
     """A model that is right about the texts it is watched by, and about no others."""
-    shown = {recall.WATCH_TEXTS: 1.0, recall.TEST_TEXTS: 0.0, recall.TEST_TEXTS // 4: 0.5}
+    shown = {recall.WATCH_TEXTS: 1.0, recall.TEST_TEXTS: 0.0, recall.BEYOND_TEXTS: 0.5}
     monkeypatch.setattr(recall, "accuracy", lambda model, ids_BT, targets_BT: shown[len(ids_BT)])
     found = solve_task(config_for("gla", EASY, d_model=32), EASY, steps=1, batch_tokens=64)
     assert (found.watched, found.accuracy, found.beyond) == (1.0, 0.0, 0.5)
@@ -228,7 +233,7 @@ def test_the_small_perspective_model_is_what_the_profile_says():
         name: [block.mixer.kind for block in config_for("perspective", task, 64, profile.layers).blocks]
         for name, profile in recall.PROFILES.items()
     }
-    assert kinds == {"quick": ["pdr"] * 2, "full": ["pdr"] * 3 + ["window_gqa"]}
+    assert kinds == {"quick": ["pdr"] * 2, "full": ["pdr"] * 3 + ["window_gqa"], "long": ["pdr"] * 2}
     assert config_for("perspective", task, 64, 4).blocks[3].mixer.window == task.length // 2
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from perspectron.data.loader import IGNORE
+from perspectron.eval.reasoning import Brevo, Depo, Mano, values
 from perspectron.eval.recall import PROFILES, TEST, TRAIN, WATCH, stream
-from perspectron.eval.tasks import MQAR, Induction, Needle, SelectiveCopy, Task
+from perspectron.eval.tasks import MQAR, Needle, SelectiveCopy, Task
 from perspectron.eval.tracking import Brackets, Parity, Permutations, products
 from perspectron.util.errors import ConfigError
 from tests.refusals import refused
@@ -19,7 +20,6 @@ SMALL = (
     MQAR(32, pairs=4, keys=16, values=16),
     MQAR(24, pairs=8, keys=8, values=8, gaps="uniform"),
     SelectiveCopy(24, letters=5, kinds=4),
-    Induction(16, kinds=12),
     Needle(12, facts=1, keys=3, values=4, words=5),
     Needle(12, facts=4, keys=5, values=6, words=5),
     Needle(20, distance=2, facts=3, keys=3, values=4, words=5),
@@ -29,6 +29,10 @@ SMALL = (
     Parity(16),
     Brackets(32, kinds=3, depth=4),
     Brackets(32, kinds=3, depth=4, reach=2),
+    Depo(20, things=5, hops=3, questions=4, names=7),
+    Depo(24, things=6, hops=5, questions=4, names=6, fewest=5),
+    Brevo(24, things=5, needs=2, names=6),
+    Mano(9, operations=3, modulus=5),
 )
 every = pytest.mark.parametrize("task", SMALL, ids=lambda task: f"{task.name}-{task.length}")
 
@@ -49,11 +53,6 @@ def copying(task, ids):
     letters = [id for id in ids if id >= 2]
     marks = [t for t, id in enumerate(ids) if id == 1]
     return dict(zip(marks, letters, strict=True))
-
-
-def induction(task, ids):
-    half = len(ids) // 2
-    return {t: ids[ids.index(ids[t]) + 1] for t in range(half, len(ids), 2)}
 
 
 def needle(task, ids):
@@ -94,14 +93,70 @@ def brackets(task, ids):
     return answers
 
 
+def hopping(task, ids):
+    """Every pair is read, then followed one step at a time."""
+    start = len(ids) - 2 * task.questions
+    told = ids[: 2 * task.things]
+    after = dict(zip(told[::2], told[1::2], strict=True))
+    assert set(after) == set(after.values()) and len(after) == task.things
+    assert not any(ids[2 * task.things : start])
+    answers = {}
+    for t in range(start, len(ids), 2):
+        assert task.fewest <= ids[t] - task.names <= task.hops
+        thing = ids[t + 1]
+        for _ in range(ids[t] - task.names):
+            thing = after[thing]
+        answers[t + 1] = thing
+    return answers
+
+
+def ordering(task, ids):
+    """Of all orders of what is needed, the first by the places at which things were read in which each comes after
+    what it needs."""
+    mark = ids.index(1 + task.names)
+    told = ids[: ids.index(0)] if 0 in ids else ids[:mark]
+    pairs = list(zip(told[::2], told[1::2], strict=True))
+    assert len(set(pairs)) == len(pairs) and max(Counter(a for a, _ in pairs).values()) <= task.needs
+    assert max(Counter(b for _, b in pairs).values()) <= task.needs
+    wanted = {ids[mark + 1]}
+    while any(b in wanted and a not in wanted for a, b in pairs):
+        wanted |= {a for a, b in pairs if b in wanted}
+    orders = [
+        order
+        for order in itertools.permutations(sorted(wanted, key=told.index))
+        if all(order.index(a) < order.index(b) for a, b in pairs if b in wanted)
+    ]
+    first = orders[0]  # permutations come in the order of places
+    assert first[-1] == ids[mark + 1] and list(first[:-1]) == ids[mark + 2 :]
+    return dict(enumerate(first, mark + 1))
+
+
+def calculating(task, ids):
+    """From right to left, with a stack."""
+    equals, (mark, *expression, last) = task.modulus + 4, [id for id in ids if id]
+    stack = list[int]()
+    for id in reversed(expression):
+        if id <= task.modulus:
+            stack.append(id - 1)
+        else:
+            operation = (int.__add__, int.__sub__, int.__mul__)[id - task.modulus - 1]
+            stack.append(operation(stack.pop(), stack.pop()))
+    count = sum(id > task.modulus for id in expression)
+    assert mark == equals + count and last == equals and task.fewest <= count <= task.operations
+    assert len(stack) == 1 and not any(ids[: -2 * count - 3])
+    return {len(ids) - 1: 1 + stack[0] % task.modulus}
+
+
 SOLVERS = {
     MQAR: recall,
     SelectiveCopy: copying,
-    Induction: induction,
     Needle: needle,
     Permutations: composing,
     Parity: parity,
     Brackets: brackets,
+    Depo: hopping,
+    Brevo: ordering,
+    Mano: calculating,
 }
 
 
@@ -263,6 +318,28 @@ def test_a_shorter_task_still_needs_its_keys():
         8, facts=1
     )
     assert Brackets(64).shorter(4) == Brackets(16, reach=2)
+    assert Depo(64, things=12, hops=4).shorter(4) == Depo(16, things=3, hops=1, questions=2)
+    assert Brevo(64, things=8, needs=2).shorter(2) == Brevo(32, things=4, needs=2)
+    assert Brevo(32, things=4, needs=4).shorter(4) == Brevo(20, things=3, needs=4)
+    assert Mano(16, operations=4, fewest=4).shorter(4) == Mano(5, operations=1)
+
+
+def test_questions_follow_their_facts_at_any_length():
+    """A longer text has the same facts at its beginning, the same questions at its end, and blanks between."""
+    for task in (Depo(32, things=8, hops=3), Brevo(32, things=6, needs=2)):
+        far = task.longer(16)
+        ids_BT, targets_BT = far.draw(np.random.default_rng(0), 20)
+        assert (targets_BT[:, : -task.length] == IGNORE).all() and (
+            ids_BT[:, task.length : -task.length] == 0
+        ).all()
+        assert far.chance == task.chance and far.vocab_size == task.vocab_size
+
+
+def test_values_are_as_likely_as_they_are_drawn():
+    task = Mano(9, operations=3, modulus=5)
+    drawn = np.bincount(task.draw(np.random.default_rng(0), 20_000)[1][:, -1] - 1, minlength=5) / 20_000
+    assert np.abs(drawn - values(5, 3)[1:].mean(0)).max() < 0.015
+    assert values(5, 3).sum(1) == pytest.approx(1) and task.chance == pytest.approx(drawn[0], abs=0.015)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +350,6 @@ def test_a_shorter_task_still_needs_its_keys():
         (lambda: MQAR(64, pairs=9, values=8), "values"),
         (lambda: MQAR(64, pairs=1, gaps="near"), "gaps"),
         (lambda: SelectiveCopy(8, letters=5), "length"),
-        (lambda: Induction(10), "length"),
-        (lambda: Induction(32, kinds=8), "kinds"),
         (lambda: Needle(8, distance=8, facts=1), "distance"),
         (lambda: Needle(8, facts=3), "length"),
         (lambda: Needle(12, keys=3), "keys"),
@@ -283,6 +358,15 @@ def test_a_shorter_task_still_needs_its_keys():
         (lambda: Parity(1), "length"),
         (lambda: Brackets(8, depth=1), "depth"),
         (lambda: Brackets(8, reach=8), "reach"),
+        (lambda: Depo(32, things=8, hops=8), "hops"),
+        (lambda: Depo(32, things=8, hops=2, fewest=3), "fewest"),
+        (lambda: Depo(31, things=8, hops=2), "length"),
+        (lambda: Depo(64, things=20, hops=2), "names"),
+        (lambda: Brevo(46, things=6), "length"),
+        (lambda: Brevo(64, things=5, needs=0), "needs"),
+        (lambda: Mano(8, operations=3), "length"),
+        (lambda: Mano(8, operations=2, modulus=1), "modulus"),
+        (lambda: Mano(8, operations=2, fewest=3), "fewest"),
     ],
 )
 def test_a_size_out_of_bounds_is_named(make, field):

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from perspectron.util.errors import CheckpointError
-from tests.interop import families
+from tests.interop import families, tools
 from tests.interop.families import HEADS, OUTER, Family
 from tests.refusals import refused
 
@@ -112,11 +112,7 @@ def test_steps_of_mamba_are_bounded_where_the_config_says_so(limit, tmp_path):
     family = replace(CASES[2], values=CASES[2].values | {"time_step_limit": limit})
     theirs = families.made(family)
     ours = families.read(families.save(theirs, tmp_path))
-    ids, state, steps = families.text(), None, []
+    ids = families.text()
     expected = theirs(ids).logits
     families.near(ours(ids).logits, expected)
-    for ids_B1 in ids.split(1, 1):
-        out = ours(ids_B1, state)
-        state = out.state
-        steps.append(out.logits)
-    families.near(torch.cat(steps, 1), expected)
+    families.near(tools.in_steps(ours, ids), expected)

@@ -13,7 +13,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from perspectron.interop import foreign
 from perspectron.util.errors import CheckpointError
-from tests.interop import families
+from tests.interop import families, tools
 from tests.interop.families import HEADS, OUTER, Family
 from tests.refusals import refused
 
@@ -157,14 +157,10 @@ def test_steps_of_nemotron_have_their_least_in_whole_texts_and_alone(tmp_path):
     family = replace(CASES[4], values=CASES[4].values | {"time_step_min": 0.5})
     theirs = families.made(family)
     ours = families.read(families.save(theirs, tmp_path))
-    ids, state, steps = families.text(), None, []
+    ids = families.text()
     expected = theirs(ids).logits
     families.near(ours(ids).logits, expected)
-    for ids_B1 in ids.split(1, 1):
-        out = ours(ids_B1, state)
-        state = out.state
-        steps.append(out.logits)
-    families.near(torch.cat(steps, 1), expected)
+    families.near(tools.in_steps(ours, ids), expected)
 
 
 @torch.no_grad()

@@ -16,20 +16,15 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
-from perspectron import native
-from perspectron.data.loader import Batch
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.decode.steps import stepped, steps_of
 from perspectron.interop import foreign, onnx
 from perspectron.interop.foreign import KINDS
 from perspectron.interop.foreign.source import Source
 from perspectron.model.census import census
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel, build
-from perspectron.quant.convert import convert
-from perspectron.train.lora import LoraConfig, adapt
 from perspectron.util.errors import CheckpointError
-from tests.interop import families
+from tests.interop import families, tools
 from tests.interop.families import OUTER, Family
 
 SMALL = {name: x for name, x in OUTER.items() if name != "max_position_embeddings"}
@@ -191,58 +186,23 @@ def test_an_option_that_no_model_of_ours_has_is_named(index, change, field, tmp_
 
 
 def model_of(index: int, **changes: object) -> LanguageModel:
-    values = CASES[index].values | changes
-    model = build(KINDS[CASES[index].kind].config(Source(Path(), values))).eval()
-    families.redraw(model, 3)
-    return model
+    return tools.model_of(CASES[index], **changes)
 
 
-@pytest.mark.skipif(not native.available(), reason=str(native.reason()))
-@pytest.mark.parametrize("format", [None, "4bit"])
+@tools.recorded
 @every_case
 def test_its_steps_are_recorded(index, format):
-    model = model_of(index)
-    if format is not None:
-        convert(model, format)
-    for rows in (1, 3):
-        with torch.inference_mode():
-            state = model.hidden(families.text(rows=rows, length=12))[1]
-            other, steps = state.fork(), steps_of(model)
-            for ids_B1 in families.text(seed=5, rows=rows, length=20).split(1, 1):
-                done = steps.step(ids_B1, state)
-                assert done is not None, steps.told
-                (_, found, state), (_, wanted, other) = done, stepped(model, None, ids_B1, other)
-                families.near(found, wanted, 1e-5 if format is None else 2e-2)
+    tools.steps_are_recorded(model_of(index), format)
 
 
 @every_case
 def test_whole_texts_and_steps_have_the_same_gradients(index):
-    """In float64, of every parameter."""
-    model, ids = model_of(index).double(), families.text(rows=1, length=20)
-    parameters = dict(model.named_parameters())
-    weight = torch.randn(20, 67, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    state, logits = None, []
-    for ids_B1 in ids.split(1, 1):
-        out = model(ids_B1, state)
-        state = out.state
-        logits.append(out.logits[0])
-    both = model(ids).logits[0], torch.cat(logits)
-    whole, steps = (torch.autograd.grad((x * weight).sum(), list(parameters.values())) for x in both)
-    for name, a, b in zip(parameters, whole, steps, strict=True):
-        assert b.abs().max() > 0, name
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8 * float(b.abs().max()))
+    tools.whole_texts_and_steps_have_the_same_gradients(model_of(index))
 
 
 @every_case
 def test_an_adapter_learns_beside_its_layers(index):
-    model, ids = model_of(index), families.text()
-    before = model(ids).logits.detach()
-    adapt(model, LoraConfig(rank=2), Batch(ids, ids, torch.zeros_like(ids, dtype=torch.bool), ids.numel()))
-    torch.testing.assert_close(model(ids).logits, before, rtol=0, atol=1e-4)
-    model.train()(ids, targets=ids).loss.backward()
-    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert all("lora_" in name for name in learning) and len(learning) >= 2 * len(model.blocks)
-    assert any(p.grad.abs().max() > 0 for p in learning.values())
+    tools.an_adapter_learns(model_of(index))
 
 
 def test_their_steps_in_onnx_draw_the_same_tokens(tmp_path):

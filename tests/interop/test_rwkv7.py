@@ -7,17 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from perspectron import native
 from perspectron.data import world
-from perspectron.data.loader import Batch
-from perspectron.decode.steps import stepped, steps_of
 from perspectron.interop import foreign, onnx
 from perspectron.model.model import LanguageModel
-from perspectron.quant.convert import convert
-from perspectron.train.lora import LoraConfig, adapt
 from perspectron.util.errors import CheckpointError, DataError, PerspectronError
 from tests import rwkv_models
-from tests.interop import families
+from tests.interop import families, tools
 from tests.refusals import refused
 from tests.rwkv_models import EPS, FLA, LAYERS, D, K, V, fla_folder, logits, vocabulary_file, weights
 
@@ -227,49 +222,17 @@ def test_the_vocabulary_and_config_are_kept_as_they_came(folder, tmp_path):
     assert imported.model.config.vocab_size == V
 
 
-@pytest.mark.skipif(not native.available(), reason=str(native.reason()))
-@pytest.mark.parametrize("format", [None, "4bit"])
+@tools.recorded
 def test_its_steps_are_recorded(folder, format):
-    model = families.read(folder)
-    if format is not None:
-        convert(model, format)
-    for rows in (1, 3):
-        with torch.inference_mode():
-            state = model.hidden(families.text(rows=rows, length=12))[1]
-            other, steps = state.fork(), steps_of(model)
-            for ids_B1 in families.text(seed=5, rows=rows, length=20).split(1, 1):
-                done = steps.step(ids_B1, state)
-                assert done is not None, steps.told
-                (_, found, state), (_, wanted, other) = done, stepped(model, None, ids_B1, other)
-                families.near(found, wanted, 1e-5 if format is None else 2e-2)
+    tools.steps_are_recorded(families.read(folder), format)
 
 
 def test_whole_texts_and_steps_have_the_same_gradients(folder):
-    """In float64, of every parameter that a text has a say in."""
-    model, ids = families.read(folder).double(), families.text(rows=1, length=20)
-    parameters = dict(model.named_parameters())
-    weight = torch.randn(20, V, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    state, steps = None, []
-    for ids_B1 in ids.split(1, 1):
-        out = model(ids_B1, state)
-        state = out.state
-        steps.append(out.logits[0])
-    both = model(ids).logits[0], torch.cat(steps)
-    whole, single = (torch.autograd.grad((x * weight).sum(), list(parameters.values())) for x in both)
-    for name, a, b in zip(parameters, whole, single, strict=True):
-        assert b.abs().max() > 0, name
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8 * float(b.abs().max()))
+    tools.whole_texts_and_steps_have_the_same_gradients(families.read(folder))
 
 
 def test_an_adapter_learns_beside_its_layers(folder):
-    model, ids = families.read(folder), families.text()
-    before = model(ids).logits.detach()
-    adapt(model, LoraConfig(rank=2), Batch(ids, ids, torch.zeros_like(ids, dtype=torch.bool), ids.numel()))
-    torch.testing.assert_close(model(ids).logits, before, rtol=0, atol=1e-4)
-    model.train()(ids, targets=ids).loss.backward()
-    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert all("lora_" in name for name in learning) and len(learning) >= 2 * LAYERS
-    assert any(p.grad is not None and p.grad.abs().max() > 0 for p in learning.values())
+    tools.an_adapter_learns(families.read(folder))
 
 
 def test_its_steps_in_onnx_draw_the_same_tokens(folder, tmp_path):

@@ -203,7 +203,7 @@ def test_the_command_says_what_it_needs(tmp_path, capsys, monkeypatch) -> None:
         ([str(tmp_path), "--host", "0.0.0.0"], ["--api-key"]),
         ([str(tmp_path), "--api-key", "short"], ["api_key"]),
         ([str(tmp_path), "--port", "70000"], ["port", 70000]),
-        ([str(tmp_path), "--disk", "1G"], ["disk", "1G", "--keep"]),
+        ([str(tmp_path), "--disk", "1G"], ["disk", "1G", "--store"]),
         ([str(tmp_path), "--max-prompt", "0"], ["max_prompt", 0]),
         ([str(tmp_path), str(tmp_path)], ["runs"]),
         ([str(tmp_path), "--port", "0"], [tmp_path]),
@@ -253,7 +253,7 @@ def test_the_openai_client_with_schemas_tools_and_echoes(url, tiny) -> None:
 def test_a_signal_lets_what_is_under_way_end(tmp_path) -> None:
     root = Path(__file__).parents[2]
     run = str(root / "tests/vectors/run")
-    command = [sys.executable, "-m", "perspectron", "serve", run, "--port", "0", "--keep", str(tmp_path)]
+    command = [sys.executable, "-m", "perspectron", "serve", run, "--port", "0", "--store", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stderr is not None

@@ -20,6 +20,7 @@ from perspectron.serve.web import schema
 from perspectron.serve.web.asked import check, constraint_of, prompt_of, sampling_of, tokens_of
 from perspectron.serve.web.likely import Completed, Mark, chatted, marks_of
 from perspectron.serve.web.metrics import Metrics
+from perspectron.serve.web.writing import Writing
 from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError
 
@@ -49,11 +50,15 @@ class _Run:
     prompt_tokens: int
     events: "asyncio.Queue[tuple[int, Event]]"
     echoed: list[list[Mark]]
-    save: str | None = None
     parent: str = ""
     slot: int | None = None
-    unsaved: dict[str, str] = field(default_factory=dict)
-    """The error of a state that could not be saved, as the answer tells it."""
+    writing: Writing = field(default_factory=Writing)
+    """Of the state that is saved."""
+
+    @property
+    def unsaved(self) -> dict[str, str]:
+        """The error of a state that could not be saved, as the answer tells it."""
+        return self.writing.error
 
     def usage(self) -> dict[str, Any]:
         """Tokens, as OpenAI counts them, a prompt once however many choices it has; those that the store spared all of
@@ -131,9 +136,27 @@ class Answers:
         logprobs: int | None,
         request: Request,
     ) -> _Run:
-        """Make the jobs of a request and hand them to the engine. ConfigError, StateError, Full: nothing was begun."""
+        """Make the jobs of a request and hand them to the engine, under a lease of what is saved. ConfigError,
+        StateError, Full, Busy: nothing was begun."""
+        check(body, prompts, tokens, self.served)
+        writing = await Writing.of(self.served.states, body.save)
+        try:
+            run = await self._begin(body, prompts, tokens, logprobs, request)
+        except BaseException:
+            writing.let_go()
+            raise
+        run.writing = writing
+        return run
+
+    async def _begin(
+        self,
+        body: schema.Sampled,
+        prompts: Sequence[str | list[int]],
+        tokens: int,
+        logprobs: int | None,
+        request: Request,
+    ) -> _Run:
         served, engine = self.served, self.served.engine
-        check(body, prompts, tokens, served)
         single = body.n == 1 and len(prompts) == 1
         constraint = await constraint_of(body, served.tokenizer, served.compiling)
         hooks = () if constraint is None else (constraint,)
@@ -147,9 +170,7 @@ class Answers:
             begun, read = await self._agreed(begun, read[0], body, request)
         elif begun is None:
             read = [served.tokenizer.specials.bare(ids) for ids in read]
-        run = _Run(
-            [], body.n, body.n * len(prompts), 0, asyncio.Queue(), [], body.save, body.state or "", slot
-        )
+        run = _Run([], body.n, body.n * len(prompts), 0, asyncio.Queue(), [], body.state or "", slot)
         if isinstance(body, schema.Completion) and body.echo and logprobs is not None:
             run.echoed = await self._echoed(asked, body.n, logprobs, begun, request)
         sampling = sampling_of(body, served.sampling)
@@ -229,7 +250,13 @@ class Answers:
         asked = body.stream_options is not None and body.stream_options.include_usage
         if body.stream:
             events = self._events(run)
-            first = await heard(request, anext(events))  # so that what cannot begin is an error, not a stream
+            try:
+                first = await heard(
+                    request, anext(events)
+                )  # so that what cannot begin is an error, not a stream
+            except BaseException:
+                run.writing.let_go()
+                raise
 
             async def stream() -> AsyncIterator[ServerSentEvent]:
                 begun = set[int]()
@@ -259,6 +286,7 @@ class Answers:
             await heard(request, self._collect(run, choices))
         finally:
             self.served.engine.cancel(run.jobs)
+            run.writing.let_go()
 
         def response() -> Response:
             parts = [
@@ -297,16 +325,14 @@ class Answers:
                 yield index, event
         finally:
             self.served.engine.cancel(run.jobs)
+            run.writing.let_go()
 
     async def _keep(self, run: _Run) -> None:
         """Save what was asked for, before the client hears that the text has ended, and whether it could be."""
         if run.slot is not None:
             self.served.slots[run.slot] = run.jobs[0].session
-        if run.save is not None:
-            try:
-                await asyncio.to_thread(self.served.states.save, run.save, run.jobs[0].session, run.parent)
-            except PerspectronError as error:  # the text was drawn, and is answered
-                run.unsaved = {"state_error": str(error)}
+        if run.jobs:
+            await run.writing.save(run.jobs[0].session, run.parent)
 
     def _text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.served.tokenizer.decode(prompt)

@@ -30,8 +30,10 @@ from perspectron.serve.web import schema
 from perspectron.serve.web.answers import Answers, Gone, heard
 from perspectron.serve.web.guard import Guard, refusal
 from perspectron.serve.web.metrics import Metrics
+from perspectron.serve.web.writing import saved, writing
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, PerspectronError, StorageError
+from perspectron.util.lease import Busy
 from perspectron.util.machine import memory
 from perspectron.util.version import __version__
 
@@ -104,13 +106,13 @@ class App:
         served.states.path(body.id)
         ids = await served.ids(body.prompt)
         session = await _result(request, served.engine.run(_reading(served.engine, ids)))
-        about = await asyncio.to_thread(served.states.save, body.id, session)
+        about = await saved(served.states, body.id, session)
         return JSONResponse(asdict(about), 201)
 
     async def download(self, id: schema.Name, model: schema.Name = "") -> FileResponse:
         """The file of a state."""
         path = await asyncio.to_thread(self.served(model).states.found, id)
-        return FileResponse(path, media_type="application/octet-stream", filename=path.name)
+        return FileResponse(path, media_type="application/octet-stream", filename=f"{id}.state")
 
     async def upload(self, id: schema.Name, request: Request, model: schema.Name = "") -> JSONResponse:
         """Keep the file of a state from elsewhere, if it is one of this model."""
@@ -127,7 +129,8 @@ class App:
                             413, f"a state of over {largest:,} bytes, half the memory of this machine"
                         )
                     await asyncio.to_thread(file.write, part)
-            about = await asyncio.to_thread(served.states.take, id, path, served.engine.session())
+            async with writing(served.states, id):
+                about = await asyncio.to_thread(served.states.take, id, path, served.engine.session())
         except ClientDisconnect:
             raise Gone from None
         except OSError as error:
@@ -143,7 +146,7 @@ class App:
         served.states.path(body.id)
         session = await self._loaded(served, id)
         session = await _result(request, served.engine.run(_back(session, body.token)))
-        about = await asyncio.to_thread(served.states.save, body.id, session, id)
+        about = await saved(served.states, body.id, session, id)
         return JSONResponse(asdict(about), 201)
 
     async def log(self, id: schema.Name, model: schema.Name = "") -> Response:
@@ -195,7 +198,7 @@ class App:
             return (yield from rebasing(session, begun, replayed))
 
         found = await _result(request, reader.engine.run(_later(steps())))
-        about = await asyncio.to_thread(reader.states.save, body.id, found.session, id)
+        about = await saved(reader.states, body.id, found.session, id)
         told = {"replayed": found.tokens, "after": found.prefix, "encoded": found.encoded}
         return JSONResponse(asdict(about) | told, 201)
 
@@ -206,7 +209,7 @@ class App:
         on = await served.ids(body.on)
         a, b = [await self._loaded(served, name) for name in (id, body.other)]
         found = await _result(request, served.engine.run(_later(merging(a, b, on))))
-        about = await asyncio.to_thread(served.states.save, body.id, found.session, id)
+        about = await saved(served.states, body.id, found.session, id)
         return JSONResponse(asdict(about) | {"kl": found.kl, "alone": found.alone}, 201)
 
     async def _loaded(self, served: Served, id: str) -> Session:
@@ -228,7 +231,10 @@ class App:
 
     async def delete(self, id: schema.Name, model: schema.Name = "") -> dict[str, Any]:
         """Delete a state."""
-        await asyncio.to_thread(self.served(model).states.delete, id)
+        states = self.served(model).states
+        states.path(id)
+        async with writing(states, id):
+            await asyncio.to_thread(states.delete, id)
         return {"id": id, "object": "state", "deleted": True}
 
     async def slots(self) -> list[dict[str, Any]]:
@@ -274,7 +280,7 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
             await asyncio.gather(*(asyncio.to_thread(served.engine.close) for served in models))
 
     refused: dict[int | str, dict[str, Any]] = {
-        code: {"description": "An error object"} for code in (400, 401, 403, 404, 413, 429, 503, 507)
+        code: {"description": "An error object"} for code in (400, 401, 403, 404, 409, 413, 429, 503, 507)
     }
     stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
     binary: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {}}}}
@@ -331,6 +337,8 @@ async def _answer(request: Request, error: Exception) -> Response:
         return refusal(404, str(error), "model_not_found", param="model")
     if isinstance(error, Missing):
         return refusal(404, str(error), "state_not_found")
+    if isinstance(error, Busy):
+        return refusal(409, str(error), "state_busy", Retry_After="1")
     if isinstance(error, StorageError):
         return refusal(507, str(error), "storage")
     if isinstance(error, PerspectronError):

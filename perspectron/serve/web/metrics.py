@@ -17,6 +17,8 @@ GAUGES: dict[str, tuple[str, Reading]] = {
 COUNTERS: dict[str, tuple[str, Reading]] = {
     "steps": ("Steps of the rows", lambda served: served.engine.counters.steps),
     "drawn_tokens": ("Tokens drawn", lambda served: served.engine.counters.drawn),
+    "drafted_tokens": ("Tokens of drafts that were read", lambda served: _drafts(served, "drafted")),
+    "accepted_tokens": ("Tokens of drafts that were drawn", lambda served: _drafts(served, "accepted")),
     "finished": ("Texts that came to their end", lambda served: served.engine.counters.finished),
     "cancelled": ("Texts whose clients left", lambda served: served.engine.counters.cancelled),
     "failed": ("Texts that ended in an error", lambda served: served.engine.counters.failed),
@@ -60,6 +62,11 @@ class Metrics:
     def text(self) -> bytes:
         """All of them."""
         return generate_latest(self.registry)
+
+
+def _drafts(served: Served, name: str) -> float:
+    drafts = served.engine.drafts
+    return 0.0 if drafts is None else float(getattr(drafts.counts, name))
 
 
 def _store(served: Served, name: str) -> float:

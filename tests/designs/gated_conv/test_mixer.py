@@ -11,22 +11,14 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from perspectron.designs.gated_conv.mixer import GatedConv, GatedConvConfig, GatedConvState
 from perspectron.util.errors import ConfigError
+from tests.designs.formulas import agree, drawn, normal
 from tests.refusals import refused
 
 D = 12
 
 
-@torch.no_grad()
 def build(conv: int, *, bias: bool) -> GatedConv:
-    module = GatedConv(D, 1e-5, GatedConvConfig(conv, bias)).double()
-    draw = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        parameter.normal_(0, 0.5, generator=draw)
-    return module.to(torch.get_default_device())
-
-
-def normal(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn(GatedConv(D, 1e-5, GatedConvConfig(conv, bias)))
 
 
 def plain(module: GatedConv, x_BTD: Tensor, window_BZD: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,13 +42,7 @@ def test_it_is_the_plain_loop(T, W, bias):
     wanted = [x.requires_grad_(), window.requires_grad_(), *module.parameters()]
     y, state, aux = module(x, GatedConvState(window))
     assert aux == {}
-    both = (y, state.window_BZD), plain(module, x, window)
-    fast, slow = (
-        torch.autograd.grad(sum((p * normal(*p.shape, seed=3)).sum() for p in parts), wanted)
-        for parts in both
-    )
-    for a, b in zip((*both[0], *fast), (*both[1], *slow), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    agree((y, state.window_BZD), plain(module, x, window), wanted, 1e-11)
 
 
 @torch.no_grad()

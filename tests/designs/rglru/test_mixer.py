@@ -10,21 +10,13 @@ from torch import Tensor
 
 from perspectron.designs.rglru.mixer import RGLRU, RGLRUConfig, RGLRUState
 from perspectron.util.errors import ConfigError
+from tests.designs.formulas import agree, drawn, normal
 
 D = 6
 
 
-@torch.no_grad()
 def build(config: RGLRUConfig) -> RGLRU:
-    module = RGLRU(D, 1e-5, config).double()
-    draw = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        parameter.normal_(0, 0.5, generator=draw)
-    return module.to(torch.get_default_device())
-
-
-def normal(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn(RGLRU(D, 1e-5, config))
 
 
 def plain(module: RGLRU, x_BTD: Tensor, state: RGLRUState) -> tuple[Tensor, RGLRUState]:
@@ -59,13 +51,8 @@ def test_it_is_the_plain_loop(T, config):
     wanted += list(module.parameters())
     y, after, aux = module(x, state)
     assert aux == {} and torch.equal(after.begun_B1, torch.ones_like(begun))
-    both = []
-    for out, last in ((y, after), plain(module, x, state)):
-        parts = (out, last.hidden_BI, last.window_BZI)
-        total = sum((part * normal(*part.shape, seed=4)).sum() for part in parts)
-        both.append((*parts, *torch.autograd.grad(total, wanted)))
-    for a, b in zip(*both, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    both = [(out, last.hidden_BI, last.window_BZI) for out, last in ((y, after), plain(module, x, state))]
+    agree(*both, wanted, 1e-9)
 
 
 def test_memories_start_within_the_radii_and_keep_their_size():

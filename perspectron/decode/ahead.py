@@ -1,0 +1,121 @@
+"""Several tokens of a text, read in one run of a recorded step; the state keeps as many as turn out to be its own.
+
+Shapes: N tokens of all rows, D model width, V vocabulary.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from perspectron.model.cache import Cache
+from perspectron.native import tape
+from perspectron.native.ahead import Program, Template
+from perspectron.native.tape import Tape, Unrecordable, places_of
+
+MOST_PROGRAMS = 48
+"""Programs of a recording that are kept, by the tokens that each row reads."""
+
+
+class Ahead:
+    """The programs of a recorded step of one row."""
+
+    def __init__(self, written: Tape, bases: Sequence[Tensor], ends: Sequence[int]) -> None:
+        self._template = Template(written, bases, ends)
+        self._free = dict[tuple[int, ...], list[Program]]()
+
+    def take(self, lengths: Sequence[int]) -> Program:
+        """A program that no reading has. Unrecordable: there is none."""
+        key = tuple(lengths)
+        free = self._free.pop(key, [])
+        program = free.pop() if free else self._template.program(key)
+        self._free[key] = free
+        while len(self._free) > MOST_PROGRAMS:
+            del self._free[next(iter(self._free))]
+        return program
+
+    def give(self, program: Program) -> None:
+        """Take a program back."""
+        if program.lengths in self._free:
+            self._free[program.lengths].append(program)
+
+
+class Reading:
+    """Tokens that rows of a state have read ahead. Until `keep` the state is as before. rows: of the state; what each
+    has read are the next of the tokens, in their order. kept: called where a row's state has changed."""
+
+    def __init__(
+        self,
+        of: Ahead,
+        rows: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        leaves: Sequence[Tensor],
+        caches: Sequence[Cache],
+        like: tuple[Tensor, Tensor],
+        kept: Callable[[], None],
+    ) -> None:
+        order = sorted(range(len(rows)), key=lambda n: -len(tokens[n]))  # for few kinds of programs
+        rows, tokens = [rows[n] for n in order], [tokens[n] for n in order]
+        program = of.take([len(own) for own in tokens])
+        self._of, self._program, self._left = of, program, set(rows)
+        self.lengths = {row: len(own) for row, own in zip(rows, tokens, strict=True)}
+        """Tokens that each row has read."""
+        self._at = {row: n for n, row in enumerate(rows)}
+        self._leaves, self._caches, self._kept = leaves, caches, kept
+        ids_N = torch.tensor([id for own in tokens for id in own])
+        self.hidden_ND, self.logits_NV = (x.new_empty(len(ids_N), x.shape[1]) for x in like)
+        self._parts = {row: [x.data_ptr() + row * x[:1].nbytes for x in leaves] for row in rows}
+        tables = [_table(caches, row, len(own)) for row, own in zip(rows, tokens, strict=True)]
+        starts = [x.data_ptr() for x in (ids_N, self.hidden_ND, self.logits_NV)]
+        each = (
+            [*self._parts[row], table.rows_LB3.ctypes.data] for row, table in zip(rows, tables, strict=True)
+        )
+        places = places_of([*starts, *(place for own in each for place in own)])
+        program.stretch(caches[0].slots if caches else None)
+        start = time.perf_counter()
+        program.run(places)
+        self.seconds = time.perf_counter() - start
+        """Time of the run, once its program is there."""
+
+    def after(self, row: int, number: int) -> tuple[Tensor, Tensor]:
+        """What the head reads [1,D] after a token of a row, from 0 on, and the logits [1,V]."""
+        at = self._program.starts[self._at[row]] + number
+        return self.hidden_ND[at : at + 1], self.logits_NV[at : at + 1]
+
+    def keep(self, row: int, tokens: int) -> None:
+        """Let a row go on after so many of its tokens; 0 leaves it as it was. It may read fewer or more than were kept
+        before, as long as it has not gone on."""
+        if tokens == 0:
+            return
+        self._program.keep(self._at[row], tokens, self._parts[row])
+        torch.autograd.graph.increment_version(self._leaves)
+        if self._caches:
+            length = int(self._caches[0].length_B[row])
+            for cache in self._caches:
+                used = length - (cache.before[row] if cache.shared else 0)
+                object.__setattr__(cache, "used", max(cache.used, used))
+        self._kept()
+
+    def leave(self, row: int) -> None:
+        """Let a row go; with the last one the program is free."""
+        self._left.discard(row)
+        if not self._left:
+            self._of.give(self._program)
+
+
+def _table(caches: Sequence[Cache], row: int, tokens: int) -> tape.Table:
+    """What stands in pieces of a row, once for each of its tokens."""
+    pieces = [cache.shared[row] if cache.shared else () for cache in caches]
+    return tape.table_of(
+        [[[piece.place for piece in own]] * tokens for own in pieces],
+        [[sum(piece.tokens for piece in own)] * tokens for own in pieces],
+    )
+
+
+def ahead_of(written: Tape, bases: Sequence[Tensor], ends: Sequence[int]) -> Ahead | Unrecordable:
+    """The programs of a tape that is done and not packed, or why there are none."""
+    try:
+        return Ahead(written, bases, ends)
+    except Unrecordable as reason:
+        return reason

@@ -1,0 +1,249 @@
+"""Drafts: tokens that a text may go on with, which a model reads ahead in one run; how many are worth it.
+
+A draft changes no bit of a text. What is drawn is drawn from the logits that a step would have given, with the noise
+that it would have had; a draft that is not what was drawn costs time, nothing else.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from perspectron.decode.reading import CHUNK, read
+from perspectron.decode.sampling import sample
+from perspectron.decode.steps import stepped, steps_of
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
+from perspectron.util.config import require
+from perspectron.util.errors import ConfigError, NonFiniteError
+
+if TYPE_CHECKING:
+    from perspectron.decode.row import Row, Vocabulary
+
+LONGEST = 15
+"""Tokens of a draft, unless another number is asked for."""
+SHORTEST_NGRAM, LONGEST_NGRAM = 2, 4
+"""Last tokens of a text that are looked for in it."""
+LENGTHS = 15, 7, 3, 1
+"""Tokens that drafts of several rows have, so that their runs have few shapes."""
+FEW = 16
+"""A draft model reads fewer tokens step by step."""
+MEMORY = 0.15
+"""Share of the latest token in what is known of how often drafts are right."""
+FORGET = 0.01
+FIRST = 3
+"""Steps of a batch before drafts are read."""
+SPEND = 0.015
+"""Share of the time of steps that drafts which turn out wrong may cost."""
+CREDIT = 0.75, 30.0
+"""Steps' time that they may cost at first, and that is kept of what right ones have saved, at most."""
+SLOPE, LEAST = 0.2, 0.04
+"""A token more costs this share of a step, until it was measured; and at least so much."""
+
+
+@dataclass
+class Counts:
+    """drafted: tokens that were read ahead. accepted: those that were then drawn. runs: in which they were read."""
+
+    drafted: int = 0
+    accepted: int = 0
+    runs: int = 0
+
+
+class Drafter(ABC):
+    """The source of drafts for many rows of one model. longest: tokens of one; None: LONGEST, or as many as a window
+    of the model has. counts: of all rows so far."""
+
+    def __init__(self, longest: int | None = None) -> None:
+        self.longest, self.counts = longest, Counts()
+
+    def fits(self, model: LanguageModel) -> int:
+        """Tokens of a draft for a model. ConfigError: more than a window of it has, or none."""
+        windows = [
+            (window, f"blocks[{at}]")
+            for at, block in enumerate(model.config.blocks)
+            for mixer in block.mixers
+            if isinstance(window := getattr(mixer, "window", None), int)
+        ]
+        least, where = min(windows, default=(LONGEST, ""))
+        if self.longest is None:
+            return min(LONGEST, least)
+        require(self.longest >= 1, "draft_tokens", self.longest, "≥ 1")
+        require(
+            not where or self.longest <= least,
+            "draft_tokens",
+            self.longest,
+            f"≤ {least}, the window of {where}",
+        )
+        return self.longest
+
+    @abstractmethod
+    def begin(self, row: "Row") -> "Draft":
+        """What drafts for a row, which is about to draw its first token."""
+
+
+class Draft(ABC):
+    """Drafts for one row. hopes: how often a drafted token was right, of late. free: to propose takes no time, so that
+    it is seen how right drafts would be also while none is read. waits: what such a one begins with."""
+
+    hopes = 0.5
+    free = False
+    waits: int | None = None
+
+    def __init__(self, row: "Row") -> None:
+        self.row, self._drawn = row, len(row.ids)
+        self._text = [*row.past, *row.unread] if row.past else [*row.ids]
+
+    @property
+    def text(self) -> list[int]:
+        """All tokens that are known of the row's text."""
+        new, self._drawn = self.row.ids[self._drawn :], len(self.row.ids)
+        self._text += new
+        return self._text
+
+    @abstractmethod
+    def propose(self, most: int) -> list[int]:
+        """Tokens that may follow, `most` of them at most."""
+
+    def learn(self, right: bool) -> None:
+        """A drafted token was right, or it was not."""
+        self.hopes += MEMORY * (right - self.hopes)
+
+    def forget(self) -> None:
+        """Nothing was drafted: what was learnt grows old."""
+        self.hopes += FORGET * (type(self).hopes - self.hopes)
+
+
+class NGrams(Drafter):
+    """Drafts of what followed the text's last tokens where they stood in it before, without a model."""
+
+    def begin(self, row: "Row") -> "Draft":
+        return _NGrams(row)
+
+
+class _NGrams(Draft):
+    free = True
+
+    def __init__(self, row: "Row") -> None:
+        super().__init__(row)
+        self._known = 0
+        # After each n-gram, the place of the token that followed it last.
+        self._after = [dict[tuple[int, ...], int]() for _ in range(LONGEST_NGRAM + 1)]
+
+    def propose(self, most: int) -> list[int]:
+        ids = self.text
+        for at in range(max(1, self._known), len(ids)):
+            for n in range(SHORTEST_NGRAM, min(LONGEST_NGRAM, at) + 1):
+                self._after[n][tuple(ids[at - n : at])] = at
+        self._known = len(ids)
+        for n in range(min(LONGEST_NGRAM, len(ids)), SHORTEST_NGRAM - 1, -1):
+            found = self._after[n].get(tuple(ids[-n:]))
+            if found is not None:
+                period = len(ids) - found  # a draft that comes to the end of the text goes on with itself
+                return [ids[found + i % period] for i in range(most)]
+        return []
+
+
+class DraftModel(Drafter):
+    """Drafts of another model with the same tokens, drawn as the text itself is, with the same noise: the more alike
+    the two models are, the more often they draw the same. Its states are its own.
+
+    ConfigError: a model of other tokens."""
+
+    def __init__(
+        self, model: LanguageModel, tokenizer: "Vocabulary", of: "Vocabulary", longest: int | None = None
+    ) -> None:
+        theirs, ours = (getattr(x, "fingerprint", x) for x in (tokenizer, of))
+        if theirs != ours:
+            raise ConfigError(
+                f"draft: a model of another vocabulary, {tokenizer.vocab_size} tokens, "
+                f"must be the one of the text, {of.vocab_size} tokens"
+            )
+        V, known = of.vocab_size, model.config.vocab_size
+        require(known >= V, "vocab_size of the draft model", known, f"≥ that of the tokenizer, {V}")
+        super().__init__(longest)
+        self.model = model
+
+    def begin(self, row: "Row") -> Draft:
+        return _Model(self.model, row)
+
+
+class _Model(Draft):
+    def __init__(self, model: LanguageModel, row: "Row") -> None:
+        super().__init__(row)
+        self._model = model
+        self._state: LMState = model.init_state(1)
+        self._spare: LMState | None = None
+        self._read = 0
+        positions = model.config.positions or model.config.longest
+        self._longest = positions or 1 << 62
+
+    def propose(self, most: int) -> list[int]:
+        model, row, ids = self._model, self.row, self.text
+        most = min(most, self._longest - len(ids))
+        if most <= 0:
+            return []
+        reset = row.vocabulary.specials.reset
+        steps = steps_of(model)
+        while (left := len(ids) - 1 - self._read) > 0:
+            part = ids[self._read : self._read + (1 if left < FEW else min(left, CHUNK))]
+            fresh = [self._read == 0]
+            _, self._state = read(model, [part], self._state, fresh=fresh, reset=reset, drawn=left < FEW)
+            self._read += len(part)
+        state, found = self._state.fork(self._spare), list[int]()
+        id, recent = ids[-1], row.recent
+        for count in range(most):
+            _, logits_1V, state = stepped(model, steps, torch.tensor([[id]], device=model.device), state)
+            logits_1V = logits_1V[:, : row.vocabulary.vocab_size].cpu()
+            try:
+                id = int(sample(logits_1V, [recent], row.drawn + count, row.sampling, [row.stream]))
+            except NonFiniteError:
+                break
+            found.append(id)
+            recent = [*recent, id]
+        self._spare = state
+        return found
+
+
+class Pace:
+    """How long drafts of the rows of a batch may be, by what steps and longer runs have taken and how often drafts were
+    right. longest: tokens. Times change no bit of a text."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self._steps, self._step, self._more, self._credit = 0, 0.0, 0.0, 0.0
+
+    def stepped(self, seconds: float) -> None:
+        """A step without drafts took so long."""
+        self._steps += 1
+        if self._steps <= FIRST:  # they may make a recording
+            self._step = seconds if self._steps == 1 else min(self._step, seconds)
+            self._more, self._credit = SLOPE * self._step, CREDIT[0] * self._step
+        # What else the machine does makes a step longer, never shorter.
+        self._step += (0.3 if seconds < self._step else 0.05) * (seconds - self._step)
+        self._earn(SPEND * self._step)
+
+    def read(self, tokens: int, rows: int, seconds: float) -> None:
+        """A run of so many tokens of so many rows took so long."""
+        extra = max(0.0, seconds - self._step)
+        more = extra / max(1, tokens - rows)
+        self._more += (0.3 if more < self._more else 0.1) * (more - self._more)
+        self._credit -= extra
+
+    def saved(self, rows: int) -> None:
+        """The token of one of so many rows was at hand."""
+        self._earn(self._step / rows)
+
+    def _earn(self, seconds: float) -> None:
+        self._credit = min(CREDIT[1] * self._step, self._credit + seconds)
+
+    def most(self, hopes: float, rows: int) -> int:
+        """Tokens to draft for one of so many rows, whose drafts are right so often."""
+        if self._steps < FIRST:
+            return 0
+        more = max(self._more, LEAST * self._step)
+        worth, share, count = self._step / rows, hopes, 0
+        while count < self.longest and share * worth > more:
+            count, share = count + 1, share * hopes
+        return max(0, min(count, int(self._credit / more)))

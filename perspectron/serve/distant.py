@@ -1,0 +1,144 @@
+"""Named states in a store of objects: each version an object of its own, `NAME/TIME~TOKENS~PARENT`, so that none is
+ever written over. The latest is the state; who has put one deletes those before."""
+
+import contextlib
+import hashlib
+import os
+import time
+from pathlib import Path
+
+from perspectron.decode.session import Session
+from perspectron.serve.states import ENDING, About, Missing, States, _sign
+from perspectron.util.errors import StorageError
+from perspectron.util.files import remove, temporary_beside
+from perspectron.util.lease import Lease, Leases
+from perspectron.util.objects import Objects
+
+KEPT = 600.0  # seconds for which a file that was fetched stays
+
+
+class DistantStates(States):
+    """States of one model in `place` of a store. folder: for files on the way, of this server alone."""
+
+    def __init__(self, folder: Path, objects: Objects, place: str, leases: Leases) -> None:
+        super().__init__(folder, leases, place)
+        self._objects = objects
+
+    def found(self, name: str) -> Path:
+        """As `States.found`: the file of its latest version. StorageError: the store cannot be reached."""
+        at = self._at(self.path(name))
+        latest = self._latest(name)
+        if latest is None:
+            return super().found(name)  # Missing
+        path = self._local(at, latest)
+        self._forget_old()
+        if path.is_file():
+            return path
+        if (data := self._objects.get(f"{at}/{latest}")) is None:
+            raise StorageError(f"state {name!r}: was written anew while it was read; ask again")
+        self._put(path, data)
+        return path
+
+    def list(self) -> list[About]:
+        """As `States.list`, from names alone."""
+        latest = dict[str, tuple[str, int]]()
+        for at, size in sorted(self._objects.listed(self.place, deep=True).items()):
+            name, _, version = at.rpartition("/")
+            latest[name] = version, size
+        found = [about for name, pair in latest.items() if (about := _about(name, *pair)) is not None]
+        return sorted(found, key=lambda about: (about.created, about.id))
+
+    def about(self, name: str) -> About:
+        """As `States.about`."""
+        at = self._at(self.path(name))
+        versions = self._objects.listed(at)
+        about = _about(name, latest := max(versions, default=""), versions.get(latest, 0))
+        if about is None:
+            raise Missing(f"state {name!r} is not there")
+        return about
+
+    def save(self, name: str, session: Session, parent: str = "", lease: Lease | None = None) -> About:
+        """As `States.save`."""
+        path = temporary_beside(self.path(name))
+        try:
+            with self._told(path, name):
+                session.save(path, extra={"parent": parent})
+            about, kept = self._keep(name, path, len(session.tokens), parent, lease)
+            self._hold(kept, _sign(kept), session)
+            return about
+        finally:
+            remove(path)
+
+    def take(self, name: str, upload: Path, fresh: Session) -> About:
+        """As `States.take`."""
+        with self._told(upload, name):
+            session = fresh.loaded(upload)
+        return self._keep(name, upload, len(session.tokens), str(session.extra.get("parent", "")), None)[0]
+
+    def delete(self, name: str) -> None:
+        """As `States.delete`."""
+        at = self._at(self.path(name))
+        versions = self._objects.listed(at)
+        if not versions:
+            super().found(name)
+        for version in sorted(versions):
+            self._objects.delete(f"{at}/{version}")
+
+    def _keep(
+        self, name: str, path: Path, tokens: int, parent: str, lease: Lease | None
+    ) -> tuple[About, Path]:
+        """Put the version that is in a file, which becomes the server's copy, and delete those before."""
+        at, data = self._at(self.path(name)), path.read_bytes()
+        before = self._objects.listed(at)
+        now = max([round(1e3 * time.time()), *(_time(version) + 1 for version in before)])
+        version = f"{now:015d}~{tokens}~{parent[:64]}"
+        if lease is not None:
+            lease.check()
+        self._objects.put(f"{at}/{version}", data)
+        os.replace(path, kept := self._local(at, version))
+        for other in before:
+            with contextlib.suppress(StorageError):
+                self._objects.delete(f"{at}/{other}")
+        about = _about(name, version, len(data))
+        assert about is not None
+        return about, kept
+
+    def _latest(self, name: str) -> str | None:
+        return max(self._objects.listed(self._at(self.path(name))), default=None)
+
+    def _at(self, path: Path) -> str:
+        return f"{self.place}/{path.name.removesuffix(ENDING)}"
+
+    def _local(self, at: str, version: str) -> Path:
+        """The file of a version: versions never change."""
+        return self.folder / (hashlib.sha256(f"{at}/{version}".encode()).hexdigest()[:32] + ENDING)
+
+    def _put(self, path: Path, data: bytes) -> None:
+        temporary = temporary_beside(path)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
+        except OSError as error:
+            raise StorageError(f"{path.name}: not written ({error.strerror or error})") from None
+        finally:
+            remove(temporary)
+
+    def _forget_old(self) -> None:
+        for path in self.folder.glob(f"*{ENDING}"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > KEPT:
+                    remove(path)
+
+
+def _time(version: str) -> int:
+    start = version.partition("~")[0]
+    return int(start) if start.isascii() and start.isdecimal() else 0
+
+
+def _about(name: str, version: str, size: int) -> About | None:
+    """The entry of a version; None for a name that is none."""
+    parts = version.split("~")
+    if len(parts) != 3 or not _time(version) or not parts[1].isdecimal() or "/" in name:
+        return None
+    return About(name, size, _time(version) // 1000, parts[2], int(parts[1]))

@@ -1,0 +1,75 @@
+"""Saving states under leases, beside the event loop."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from perspectron.decode.session import Session
+from perspectron.serve.states import About, States
+from perspectron.util.errors import PerspectronError, StorageError
+from perspectron.util.lease import Lease
+
+
+@dataclass
+class Writing:
+    """The state that an answer is to be saved as, if it is. error: why it is not, as the answer tells it; the text is
+    drawn all the same."""
+
+    states: States | None = None
+    name: str = ""
+    lease: Lease | None = None
+    error: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    async def of(cls, states: States, name: str | None) -> "Writing":
+        """What is to be saved under a name, with a lease of that. Busy: somebody else writes to it."""
+        made = cls(states, name or "")
+        if name is not None:
+            try:
+                made.lease = await leased(states, name)
+            except StorageError as error:
+                made.error = {"state_error": str(error)}
+        return made
+
+    async def save(self, session: Session, parent: str) -> None:
+        """Save the text and let the lease go, before the client may ask again."""
+        if self.states is None or self.lease is None:
+            return
+        try:
+            await asyncio.to_thread(self.states.save, self.name, session, parent, self.lease)
+        except PerspectronError as error:
+            self.error = {"state_error": str(error)}
+        await asyncio.to_thread(self.states.leases.let_go, self.lease)
+
+    def let_go(self) -> None:
+        """Let the lease go soon."""
+        if self.states is not None and self.lease is not None and not self.lease.over:
+            asyncio.get_running_loop().run_in_executor(None, self.states.leases.let_go, self.lease)
+
+
+async def leased(states: States, name: str) -> Lease:
+    """A lease of a name of states. Busy: somebody else has one for longer than one that is not renewed. StorageError:
+    the store fails."""
+    at = f"{states.place}/{name}"
+    for pause in states.leases.pauses(at):
+        if (lease := await asyncio.to_thread(states.leases.tried, at)) is not None:
+            return lease
+        await asyncio.sleep(pause)
+    raise AssertionError
+
+
+@contextlib.asynccontextmanager
+async def writing(states: States, name: str) -> AsyncIterator[Lease]:
+    """A lease for as long as a block runs; errors as `leased`."""
+    lease = await leased(states, name)
+    try:
+        yield lease
+    finally:
+        await asyncio.to_thread(states.leases.let_go, lease)
+
+
+async def saved(states: States, name: str, session: Session, parent: str = "") -> About:
+    """Save a text under a lease of its own; errors as `leased` and `States.save`."""
+    async with writing(states, name) as lease:
+        return await asyncio.to_thread(states.save, name, session, parent, lease)

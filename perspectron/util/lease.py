@@ -1,0 +1,141 @@
+"""Leases: who writes to a name of a store, for a while.
+
+Whoever wants one puts an object with the name of the owner and the time at which it ends, and lists those of the name:
+if there is another that has not ended, it takes its own back. So there are never two, whether the store has locks or
+not, where lists show what was put and clocks differ by less than SKEW. Two who come at once may both step back; each
+tries again after a while of its own. A lease is renewed until it is let go; that of a server that was killed ends.
+"""
+
+import contextlib
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+from perspectron.util.errors import PerspectronError, StorageError
+from perspectron.util.objects import Objects
+
+SECONDS = 10.0
+SKEW = 2.0  # seconds by which the clocks of machines may differ
+
+
+class Busy(PerspectronError):
+    """Somebody else writes to this name."""
+
+
+class Lease:
+    """A lease of a name, which is that of its objects in the store, too."""
+
+    def __init__(self, objects: Objects, name: str, seconds: float) -> None:
+        self._objects, self.name, self._seconds = objects, name, seconds
+        self._owner, self._ends = os.urandom(8).hex(), 0.0
+        self._lock = threading.Lock()
+        self._gone = False
+
+    @property
+    def over(self) -> bool:
+        """True after it was let go, or has ended."""
+        return self._gone or 0 < self._ends < time.time()
+
+    def taken(self) -> bool:
+        """Try to get it: True if it is ours now."""
+        if self._others():  # who only waits disturbs nobody
+            return False
+        try:
+            self.renew()
+            if self._others():
+                self.let_go()
+                return False
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                self.let_go()
+            raise
+        return True
+
+    def renew(self) -> None:
+        """Move its end on, by an object that is put before the one before is deleted."""
+        with self._lock:
+            if self.over:  # it may be somebody else's by now
+                return
+            before, ends = self._ends, time.time() + self._seconds
+            self._objects.put(self._at(ends), b"", durable=False)
+            self._ends = ends
+            if before:
+                self._objects.delete(self._at(before))
+
+    def check(self) -> None:
+        """Busy: it ended, as of a server that was stopped for a while, and may be somebody else's now. Until it ends
+        nobody else has one."""
+        if self.over:
+            raise Busy(f"{self.name.rpartition('/')[2]}: another server may have written to it meanwhile")
+
+    def let_go(self) -> None:
+        """Delete it; a second time nothing happens."""
+        with self._lock:
+            self._gone = True
+            if self._ends:
+                self._objects.delete(self._at(self._ends))
+
+    def _others(self) -> bool:
+        """True if somebody else's has not ended; those that have are deleted."""
+        now, found = time.time(), False
+        folder, _, name = self.name.rpartition("/")
+        for other in self._objects.listed(folder):
+            whose, _, rest = other.partition("~")
+            owner, _, ends = rest.partition("~")
+            if whose != name or owner == self._owner or not ends.isdecimal():
+                continue
+            if int(ends) / 1e3 + SKEW > now:
+                found = True
+            else:
+                self._objects.delete(f"{folder}/{other}")
+        return found
+
+    def _at(self, ends: float) -> str:
+        return f"{self.name}~{self._owner}~{int(ends * 1e3)}"
+
+
+class Leases:
+    """Leases of a process, which it renews. seconds: how long one lasts."""
+
+    def __init__(self, objects: Objects, seconds: float = SECONDS) -> None:
+        self._objects, self.seconds = objects, seconds
+        self._held, self._changed = set[Lease](), threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def tried(self, name: str) -> Lease | None:
+        """A lease of a name; None while somebody else has one. StorageError as `Objects`."""
+        lease = Lease(self._objects, f"leases/{name}", self.seconds)
+        if not lease.taken():
+            return None
+        with self._changed:
+            self._held.add(lease)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._renewing, name="leases", daemon=True)
+                self._thread.start()
+        return lease
+
+    def pauses(self, name: str) -> Iterator[float]:
+        """Seconds to wait between tries, until a lease that is not renewed has ended. Busy: it is renewed."""
+        until, pause = time.monotonic() + 1.5 * self.seconds + 2 * SKEW, 0.01
+        while time.monotonic() < until:
+            yield pause * random.uniform(0.5, 1.0)
+            pause = min(2 * pause, 0.25)
+        raise Busy(f"{name.rpartition('/')[2]}: another request writes to it; ask again when that is done")
+
+    def let_go(self, lease: Lease) -> None:
+        """Let a lease go. Where the store cannot be reached it ends by itself."""
+        with self._changed:
+            self._held.discard(lease)
+        with contextlib.suppress(StorageError):
+            lease.let_go()
+
+    def _renewing(self) -> None:
+        while True:
+            time.sleep(self.seconds / 4)
+            with self._changed:
+                held = [*self._held]
+            for lease in held:
+                with contextlib.suppress(StorageError):
+                    lease.renew()

@@ -1,0 +1,141 @@
+"""Several servers over one store: any goes on with any conversation, also one that another was killed in."""
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+from fastapi.testclient import TestClient
+
+from perspectron.serve.distant import DistantStates
+from perspectron.serve.web.app import create
+from perspectron.util import lease
+from perspectron.util.errors import StorageError
+from perspectron.util.lease import Leases
+from perspectron.util.objects import Folder, objects_of
+from tests.serve.conftest import served
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[2]
+NUMBERS = itertools.count()
+
+
+def started(store: str) -> tuple[subprocess.Popen, openai.OpenAI]:
+    run = str(ROOT / "tests/vectors/run")
+    command = [sys.executable, "-m", "perspectron", "serve", run, "--port", "0", "--store", store]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        [*command, "--deterministic"], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert server.stderr is not None
+    url = next(line for line in server.stderr if "http://" in line).split()[-1]
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+    def answers() -> bool:
+        with contextlib.suppress(openai.APIConnectionError):
+            return bool(client.models.list())
+        return False
+
+    until(answers)
+    return server, client
+
+
+@pytest.mark.parametrize("kind", ["folder", "url"])
+def test_a_conversation_goes_on_at_another_server_when_its_own_is_killed(kind: str, tmp_path) -> None:
+    store = str(tmp_path / "store") if kind == "folder" else f"file://{tmp_path}/store"
+    (one, first), (two, second) = (started(store) for _ in range(2))
+    alone, whole = started(str(tmp_path / "alone"))
+    try:
+        ask = {"model": "run", "max_tokens": 6, "temperature": 1.0}
+
+        def turn(client: openai.OpenAI, number: int) -> str:
+            state = {"save": f"talk.{number}"} | ({"state": f"talk.{number - 1}"} if number else {})
+            answer = client.completions.create(
+                prompt=f"def turn{number}(self):", seed=number, extra_body=state, **ask
+            )
+            assert "state_error" not in (answer.model_extra or {})
+            return answer.choices[0].text
+
+        expected = [turn(whole, number) for number in range(4)]
+        assert [turn(client, number) for number, client in enumerate((first, second, first))] == expected[:3]
+        # The text is under way, and its name leased, when its server is killed.
+        stream = first.completions.create(
+            prompt="def",
+            stream=True,
+            extra_body={"state": "talk.2", "save": "talk.3"},
+            model="run",
+            max_tokens=4000,
+        )
+        next(iter(stream))
+        one.send_signal(signal.SIGKILL)
+        one.wait()
+        assert turn(second, 3) == expected[3]
+    finally:
+        for server in (one, two, alone):
+            server.kill()
+            server.wait()
+            server.stderr.close()
+
+
+def test_named_states_at_a_url_are_those_of_every_server(tmp_path, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(lease, "SKEW", 0.1)
+    objects = objects_of(f"memory://servers{next(NUMBERS)}")
+    clients, states = [], []
+    with contextlib.ExitStack() as stack:
+        for name in "ab":
+            one = served(tmp_path / name, tokenizer)
+            one.states = DistantStates(tmp_path / name, objects, "states/tiny", Leases(objects, 0.5))
+            states.append(one.states)
+            clients.append(stack.enter_context(TestClient(create([one]), base_url="http://localhost")))
+        a, b = clients
+        body = {"prompt": "The cat", "max_tokens": 5, "seed": 3}
+        assert "state_error" not in a.post("/v1/completions", json=body | {"save": "x"}).json()
+        texts = [
+            client.post("/v1/completions", json=body | {"prompt": " and", "state": "x"}).json()["choices"][0][
+                "text"
+            ]
+            for client in clients
+        ]
+        assert texts[0] == texts[1]
+        assert b.get("/v1/states").json() == a.get("/v1/states").json()
+        assert b.get("/v1/states/x").content == a.get("/v1/states/x").content
+        b.post("/v1/completions", json=body | {"prompt": " and", "state": "x", "save": "x"})
+        tokens = [client.post("/v1/states/x/restore", json={}).json()["tokens"] for client in clients]
+        assert tokens[0] == tokens[1] > 10 and len(objects.listed("states/tiny/x")) == 1
+        held = states[0].leases.tried("states/tiny/x")
+        busy = b.post("/v1/completions", json=body | {"save": "x"})
+        assert busy.status_code == 409 and busy.headers["retry-after"]
+        states[0].leases.let_go(held)
+        assert b.delete("/v1/states/x").status_code == 200 and a.get("/v1/states/x").status_code == 404
+        assert objects.listed("leases", deep=True) == {}
+
+
+def test_a_store_that_is_full_leaves_the_answer_and_names_the_state_that_is_not_saved(
+    tmp_path, tokenizer, monkeypatch
+) -> None:
+    objects = Folder(tmp_path / "store")
+    one = served(tmp_path / "a", tokenizer)
+    one.states = DistantStates(tmp_path / "mirror", objects, "states/tiny", Leases(objects))
+    with TestClient(create([one]), base_url="http://localhost") as client:
+        body = {"prompt": "The cat", "max_tokens": 5, "seed": 3, "save": "x"}
+        first = client.post("/v1/completions", json=body).json()
+
+        def full(*_, **__) -> None:
+            raise StorageError("store: not written (No space left on device)")
+
+        monkeypatch.setattr(objects, "put", full)
+        again = client.post("/v1/completions", json=body).json()
+        assert again["choices"] == first["choices"] and "store" in again["state_error"]
+        assert client.post("/v1/states", json={"id": "y", "prompt": "a"}).status_code == 507
+        monkeypatch.undo()
+        assert client.post("/v1/states/x/restore", json={}).status_code == 200
+        name = next(iter(objects.listed("states/tiny", deep=True)))
+        objects.put(f"states/tiny/{name}", objects.get(f"states/tiny/{name}")[:-1])
+        (tmp_path / "mirror").rename(tmp_path / "gone")
+        one.states._held.clear()
+        assert client.post("/v1/completions", json=body | {"state": "x", "save": "z"}).status_code == 400
