@@ -196,7 +196,9 @@ class Remote(Objects):
         at, names = self._at(folder), dict[str, int]()
         self._system.invalidate_cache()
         try:
-            entries = [*self._system.find(at, detail=True).values()] if deep else self._system.ls(at)
+            entries = (
+                [*self._system.find(at, detail=True).values()] if deep else self._system.ls(at, detail=True)
+            )
         except FileNotFoundError:
             return names
         for entry in entries:
