@@ -215,7 +215,7 @@ MISTAKES = [
     (["train", "--out", "{tmp}/o", "--data", "{tmp}/missing"], ["missing"]),
     (["train", "--out", "{tmp}/o", "--data", "{tmp}/empty"], ["empty"]),
     (["train", "--out", "{tmp}/o", "--config", "{tmp}/missing.toml"], ["missing.toml"]),
-    (["generat", "x", "y"], ["generat", "generate"]),
+    (["inspekt", "x"], ["inspekt", "inspect"]),
     (["train", "--datta", "x"], ["--datta", "--data"]),
     (["generate", "{tmp}/model.gguf", "y"], ["model.gguf", "import"]),
     (["train", "--resume", "{tmp}/missing"], ["missing"]),
