@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from perspectron.decode.ahead import Reading
-from perspectron.decode.drafts import LENGTHS, Draft, Drafter, Pace
+from perspectron.decode.drafts import LENGTHS, Draft, Drafter
 from perspectron.decode.graphs import Graphs
 from perspectron.decode.row import Row
 from perspectron.decode.steps import Steps, stepped, steps_of
@@ -68,7 +68,7 @@ class Batch:
     _drafts: dict[Row, Draft] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._pace = Pace(0 if self.drafter is None else self.drafter.fits(self.model))
+        self._longest = 0 if self.drafter is None else self.drafter.fits(self.model)
 
     def join(self, rows: list[Row]) -> None:
         """Let rows in, with their states."""
@@ -118,7 +118,8 @@ class Batch:
                 self.settle(rows, drop=True)
                 start = time.perf_counter()
                 found = self._stepped(rows, keep=keep)
-                self._pace.stepped(time.perf_counter() - start)
+                if self.drafter is not None:
+                    self.drafter.pace.stepped(time.perf_counter() - start)
             read += found
         for row in self.rows:
             row.start = 1
@@ -145,6 +146,10 @@ class Batch:
     def _drafted(self, rows: Sequence[Row]) -> list[Read] | None:
         """Read the last token of rows, the whole batch or one that stands alone, with drafts where there are some; what
         was read ahead is not read again. None where all rows want a step, or it must be one."""
+        drafter = self.drafter
+        assert drafter is not None
+        if not (drafter.pace.pays or any(row in self._ahead for row in rows)):
+            return None
         start, hand = time.perf_counter(), list[bool]()
         for row in rows:
             ahead, draft, (id,) = self._ahead.get(row), self._drafts[row], row.unread
@@ -157,7 +162,6 @@ class Batch:
         drafts = [self._draft(rows[at], len(wants)) for at in wants]
         if len(wants) > 1:
             drafts = [draft[: next((n for n in LENGTHS if n <= len(draft)), 0)] for draft in drafts]
-        seconds = time.perf_counter() - start
         state = self.state if self.state is not None else rows[0].state
         assert isinstance(self.steps, Steps)
         assert state is not None
@@ -181,26 +185,26 @@ class Batch:
             for at, own in zip(wants, tokens, strict=True):
                 self._ahead[rows[at]] = Ahead(reading, at, own[: reading.lengths[at]])
             more = sum(reading.lengths.values()) - len(wants)
-            assert self.drafter is not None
-            self.drafter.counts.runs += more > 0
-            self.drafter.counts.drafted += more
-            self._pace.read(more + len(wants), len(wants), seconds + reading.seconds)
+            drafter.counts.runs += more > 0
+            drafter.counts.drafted += more
+            seconds = time.perf_counter() - start - reading.making
+            drafter.pace.read(more + len(wants), len(wants), seconds)
         read = list[Read]()
         for row in rows:
             ahead = self._ahead[row]
             hidden_1D, logits_1V = ahead.reading.after(ahead.at, ahead.taken)
             read.append(Read(hidden_1D, 1, logits_1V))
             if ahead.taken > 0:
-                assert self.drafter is not None
-                self.drafter.counts.accepted += 1
-                self._pace.saved(len(rows))
+                drafter.counts.accepted += 1
+                drafter.pace.saved(len(rows))
             ahead.taken += 1
         return read
 
     def _draft(self, row: Row, rows: int) -> list[int]:
         """A draft for one of so many rows that want one."""
         draft = self._drafts[row]
-        most = min(self._pace.most(draft.hopes, rows), row.left - 1)
+        assert self.drafter is not None
+        most = min(self.drafter.pace.most(draft.hopes, rows, self._longest), row.left - 1)
         if most > 0:
             return draft.propose(most)
         if draft.free:

@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 LONGEST = 15
 """Tokens of a draft, unless another number is asked for."""
-SHORTEST_NGRAM, LONGEST_NGRAM = 2, 4
-"""Last tokens of a text that are looked for in it."""
+NGRAMS = 2, 4
+"""Numbers of last tokens of a text that are looked for in it."""
 LENGTHS = 15, 7, 3, 1
 """Tokens that drafts of several rows have, so that their runs have few shapes."""
 FEW = 16
 """A draft model reads fewer tokens step by step."""
 MEMORY = 0.15
 """Share of the latest token in what is known of how often drafts are right."""
-FORGET = 0.01
+FORGET = 0.005
+"""Share of each step by which what was learnt grows old."""
 FIRST = 3
 """Steps of a batch before drafts are read."""
 SPEND = 0.015
@@ -51,12 +52,60 @@ class Counts:
     runs: int = 0
 
 
+class Pace:
+    """How long drafts of the rows of a batch may be, by what steps and longer runs have taken and how often drafts were
+    right. Times change no bit of a text."""
+
+    def __init__(self) -> None:
+        self._steps, self._step, self._more, self._credit = 0, 0.0, 0.0, 0.0
+
+    def stepped(self, seconds: float) -> None:
+        """A step without drafts took so long."""
+        self._steps += 1
+        if self._steps <= FIRST:  # they may make a recording
+            self._step = seconds if self._steps == 1 else min(self._step, seconds)
+            self._more, self._credit = SLOPE * self._step, CREDIT[0] * self._step
+        # What else the machine does makes a step longer, never shorter.
+        self._step += (0.3 if seconds < self._step else 0.05) * (seconds - self._step)
+        self._more += FORGET * (SLOPE * self._step - self._more)
+        self._earn(SPEND * self._step)
+
+    def read(self, tokens: int, rows: int, seconds: float) -> None:
+        """A run of so many tokens of so many rows took so long."""
+        extra = max(0.0, seconds - self._step)
+        more = min(2 * self._step, extra / max(1, tokens - rows))
+        self._more += (0.3 if more < self._more else 0.1) * (more - self._more)
+        self._credit -= min(extra, self._step * tokens)
+
+    def saved(self, rows: int) -> None:
+        """The token of one of so many rows was at hand."""
+        self._earn(self._step / rows)
+
+    @property
+    def pays(self) -> bool:
+        """False where a token more takes as long as a step, so that none is worth to be drafted."""
+        return self._steps < FIRST or self._more < self._step
+
+    def _earn(self, seconds: float) -> None:
+        self._credit = min(CREDIT[1] * self._step, self._credit + seconds)
+
+    def most(self, hopes: float, rows: int, longest: int) -> int:
+        """Tokens to draft, `longest` at most, for one of so many rows, whose drafts are right so often."""
+        if self._steps < FIRST:
+            return 0
+        more = max(self._more, LEAST * self._step)
+        worth, share, count = self._step / rows, hopes, 0
+        while count < longest and share * worth > more:
+            count, share = count + 1, share * hopes
+        return max(0, min(count, int(self._credit / more)))
+
+
 class Drafter(ABC):
     """The source of drafts for many rows of one model. longest: tokens of one; None: LONGEST, or as many as a window
-    of the model has. counts: of all rows so far."""
+    of the model has. counts, pace: of all rows so far."""
 
     def __init__(self, longest: int | None = None) -> None:
-        self.longest, self.counts = longest, Counts()
+        self.longest, self.counts, self.pace = longest, Counts(), Pace()
 
     def fits(self, model: LanguageModel) -> int:
         """Tokens of a draft for a model. ConfigError: more than a window of it has, or none."""
@@ -98,8 +147,10 @@ class Draft(ABC):
     @property
     def text(self) -> list[int]:
         """All tokens that are known of the row's text."""
-        new, self._drawn = self.row.ids[self._drawn :], len(self.row.ids)
-        self._text += new
+        ids = self.row.ids
+        if len(ids) > self._drawn:
+            self._text += ids[self._drawn :]
+            self._drawn = len(ids)
         return self._text
 
     @abstractmethod
@@ -127,18 +178,18 @@ class _NGrams(Draft):
 
     def __init__(self, row: "Row") -> None:
         super().__init__(row)
-        self._known = 0
-        # After each n-gram, the place of the token that followed it last.
-        self._after = [dict[tuple[int, ...], int]() for _ in range(LONGEST_NGRAM + 1)]
+        self._known = 1
+        # After each n-gram, shortest first, the place of the token that followed it last.
+        self._after = [dict[tuple[int, ...], int]() for _ in NGRAMS]
 
     def propose(self, most: int) -> list[int]:
         ids = self.text
-        for at in range(max(1, self._known), len(ids)):
-            for n in range(SHORTEST_NGRAM, min(LONGEST_NGRAM, at) + 1):
-                self._after[n][tuple(ids[at - n : at])] = at
+        for at in range(self._known, len(ids)):
+            for n, after in zip(NGRAMS, self._after, strict=True):
+                after[tuple(ids[at - n : at])] = at  # of what is shorter than n, nothing
         self._known = len(ids)
-        for n in range(min(LONGEST_NGRAM, len(ids)), SHORTEST_NGRAM - 1, -1):
-            found = self._after[n].get(tuple(ids[-n:]))
+        for n, after in zip(reversed(NGRAMS), reversed(self._after), strict=True):
+            found = after.get(tuple(ids[-n:]))
             if found is not None:
                 period = len(ids) - found  # a draft that comes to the end of the text goes on with itself
                 return [ids[found + i % period] for i in range(most)]
@@ -204,46 +255,3 @@ class _Model(Draft):
             recent = [*recent, id]
         self._spare = state
         return found
-
-
-class Pace:
-    """How long drafts of the rows of a batch may be, by what steps and longer runs have taken and how often drafts were
-    right. longest: tokens. Times change no bit of a text."""
-
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
-        self._steps, self._step, self._more, self._credit = 0, 0.0, 0.0, 0.0
-
-    def stepped(self, seconds: float) -> None:
-        """A step without drafts took so long."""
-        self._steps += 1
-        if self._steps <= FIRST:  # they may make a recording
-            self._step = seconds if self._steps == 1 else min(self._step, seconds)
-            self._more, self._credit = SLOPE * self._step, CREDIT[0] * self._step
-        # What else the machine does makes a step longer, never shorter.
-        self._step += (0.3 if seconds < self._step else 0.05) * (seconds - self._step)
-        self._earn(SPEND * self._step)
-
-    def read(self, tokens: int, rows: int, seconds: float) -> None:
-        """A run of so many tokens of so many rows took so long."""
-        extra = max(0.0, seconds - self._step)
-        more = extra / max(1, tokens - rows)
-        self._more += (0.3 if more < self._more else 0.1) * (more - self._more)
-        self._credit -= extra
-
-    def saved(self, rows: int) -> None:
-        """The token of one of so many rows was at hand."""
-        self._earn(self._step / rows)
-
-    def _earn(self, seconds: float) -> None:
-        self._credit = min(CREDIT[1] * self._step, self._credit + seconds)
-
-    def most(self, hopes: float, rows: int) -> int:
-        """Tokens to draft for one of so many rows, whose drafts are right so often."""
-        if self._steps < FIRST:
-            return 0
-        more = max(self._more, LEAST * self._step)
-        worth, share, count = self._step / rows, hopes, 0
-        while count < self.longest and share * worth > more:
-            count, share = count + 1, share * hopes
-        return max(0, min(count, int(self._credit / more)))
