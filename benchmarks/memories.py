@@ -50,7 +50,7 @@ from perspectron.train.optim import OptimConfig
 TESTS = ("tests/decode/test_tuned.py::test_training_reads_what_decoding_reads_and_reaches_every_part",)
 EDGES = (0, 64, 256, 1024, 4096)
 READ = 1024  # tokens that the arm reads which trains nothing
-RATES = {"vectors": 0.1, "lora": 0.03, "weights": 2e-3, "rank 1": 0.3, "scaled": 1.0}
+RATES = {"vectors": 0.1, "lora": 0.03, "weights": 3e-3, "rank 1": 0.3, "scaled": 1.0}
 PAGE = 60  # lines of a page of a generated text
 
 
