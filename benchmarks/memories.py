@@ -475,16 +475,17 @@ def main() -> None:
             return
         done.setdefault("parameters", common.parameters(model))
         arms = done.setdefault("arms", {})
-        for name in args.only or names:
-            for title, text in found.items():
-                known = arms.setdefault(title, {}).setdefault(name, {"numbers": 0, "curves": []})
-                for seed in range(len(known["curves"]), 1 if name in ("nothing", *FORMS) else seeds):
-                    one = measured(model, tokenizer, text, name, seed, settings)
-                    known["numbers"] = one["numbers"]
-                    known["curves"].append(one["curve"])
-                    report.say(f"{title}, {name}, seed {seed}: " + " ".join(f"{x:.3f}" for x in one["curve"]))
-                    if args.json != "-":
-                        report.finish(done)
+        todo = itertools.product(range(seeds), args.only or names, found.items())
+        for seed, name, (title, text) in todo:
+            known = arms.setdefault(title, {}).setdefault(name, {"numbers": 0, "curves": []})
+            if seed < len(known["curves"]) or (seed and name in ("nothing", *FORMS)):
+                continue
+            one = measured(model, tokenizer, text, name, seed, settings)
+            known["numbers"] = one["numbers"]
+            known["curves"].append(one["curve"])
+            report.say(f"{title}, {name}, seed {seed}: " + " ".join(f"{x:.3f}" for x in one["curve"]))
+            if args.json != "-":
+                report.finish(done)
         if not args.only:
             done.setdefault("batch", batched(model, tokenizer, count, 4 if args.quick else 32))
             tall = {"base": model}
