@@ -181,20 +181,25 @@ class _NGrams(Draft):
 
     def __init__(self, row: "Row") -> None:
         super().__init__(row)
-        self._known = 1
+        self._known, self._last = 1, list[tuple[int, ...]]()
         # After each n-gram, shortest first, the place of the token that followed it last.
         self._after = [dict[tuple[int, ...], int]() for _ in NGRAMS]
 
     def propose(self, most: int) -> list[int]:
         ids = self.text
-        for at in range(self._known, len(ids)):
-            for n, after in zip(NGRAMS, self._after, strict=True):
-                after[tuple(ids[at - n : at])] = at  # of what is shorter than n, nothing
-        self._known = len(ids)
-        for n, after in zip(reversed(NGRAMS), reversed(self._after), strict=True):
-            found = after.get(tuple(ids[-n:]))
+        end = len(ids)
+        if self._last and end == self._known + 1:
+            for after, key in zip(self._after, self._last, strict=True):
+                after[key] = end - 1
+        else:
+            for at in range(self._known, end):
+                for n, after in zip(NGRAMS, self._after, strict=True):
+                    after[tuple(ids[at - n : at])] = at  # of what is shorter than n, nothing
+        self._known, self._last = end, [tuple(ids[-n:]) for n in NGRAMS]
+        for after, key in zip(reversed(self._after), reversed(self._last), strict=True):
+            found = after.get(key)
             if found is not None:
-                period = len(ids) - found  # a draft that comes to the end of the text goes on with itself
+                period = end - found  # a draft that comes to the end of the text goes on with itself
                 return [ids[found + i % period] for i in range(most)]
         return []
 
