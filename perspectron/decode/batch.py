@@ -147,8 +147,7 @@ class Batch:
         """Read the last token of rows, the whole batch or one that stands alone, with drafts where there are some; what
         was read ahead is not read again. None where all rows want a step, or it must be one."""
         drafter = self.drafter
-        assert drafter is not None
-        if not (drafter.pace.pays or any(row in self._ahead for row in rows)):
+        if drafter is None or not (drafter.pace.pays or self._ahead):
             return None
         start, hand = time.perf_counter(), list[bool]()
         for row in rows:
@@ -165,8 +164,8 @@ class Batch:
         state = self.state if self.state is not None else rows[0].state
         assert isinstance(self.steps, Steps)
         assert state is not None
-        plain = not any(hand) and not any(drafts)
-        if wants and (plain or (any(hand) and not self.steps.holds(state))):
+        some = any(hand)
+        if not (some or any(drafts)) or (some and wants and not self.steps.holds(state)):
             return None
         if wants:
             self.settle([rows[at] for at in wants], drop=True)

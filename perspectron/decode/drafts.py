@@ -39,8 +39,8 @@ SPEND = 0.015
 """Share of the time of steps that drafts which turn out wrong may cost."""
 CREDIT = 0.75, 30.0
 """Steps' time that they may cost at first, and that is kept of what right ones have saved, at most."""
-SLOPE, LEAST = 0.2, 0.04
-"""A token more costs this share of a step, until it was measured; and at least so much."""
+SLOPE, LEAST = 0.2, 0.06
+"""A token more costs this share of a step, until it was measured; and so much besides."""
 
 
 @dataclass
@@ -65,17 +65,15 @@ class Pace:
         if self._steps <= FIRST:  # they may make a recording
             self._step = seconds if self._steps == 1 else min(self._step, seconds)
             self._more, self._credit = SLOPE * self._step, CREDIT[0] * self._step
-        # What else the machine does makes a step longer, never shorter.
-        self._step += (0.3 if seconds < self._step else 0.05) * (seconds - self._step)
-        self._more += FORGET * (SLOPE * self._step - self._more)
+        self._step = _mostly(self._step, min(seconds, 2 * self._step))
+        self._more += FORGET / 10 * (SLOPE * self._step - self._more)
         self._earn(SPEND * self._step)
 
     def read(self, tokens: int, rows: int, seconds: float) -> None:
         """A run of so many tokens of so many rows took so long."""
-        extra = max(0.0, seconds - self._step)
-        more = min(2 * self._step, extra / max(1, tokens - rows))
-        self._more += (0.3 if more < self._more else 0.1) * (more - self._more)
-        self._credit -= min(extra, self._step * tokens)
+        more = max(0.0, seconds - self._step) / max(1, tokens - rows)
+        self._more = _mostly(self._more, min(more, 2 * self._step))
+        self._credit -= min(more, 2 * self._step) * (tokens - rows)
 
     def saved(self, rows: int) -> None:
         """The token of one of so many rows was at hand."""
@@ -93,11 +91,16 @@ class Pace:
         """Tokens to draft, `longest` at most, for one of so many rows, whose drafts are right so often."""
         if self._steps < FIRST:
             return 0
-        more = max(self._more, LEAST * self._step)
+        more = self._more + LEAST * self._step
         worth, share, count = self._step / rows, hopes, 0
         while count < longest and share * worth > more:
             count, share = count + 1, share * hopes
         return max(0, min(count, int(self._credit / more)))
+
+
+def _mostly(known: float, seconds: float) -> float:
+    """What something takes, after it took so long: what else the machine does makes it longer, never shorter."""
+    return known + (0.3 if seconds < known else 0.06) * (seconds - known)
 
 
 class Drafter(ABC):
@@ -178,20 +181,25 @@ class _NGrams(Draft):
 
     def __init__(self, row: "Row") -> None:
         super().__init__(row)
-        self._known = 1
+        self._known, self._last = 1, list[tuple[int, ...]]()
         # After each n-gram, shortest first, the place of the token that followed it last.
         self._after = [dict[tuple[int, ...], int]() for _ in NGRAMS]
 
     def propose(self, most: int) -> list[int]:
         ids = self.text
-        for at in range(self._known, len(ids)):
-            for n, after in zip(NGRAMS, self._after, strict=True):
-                after[tuple(ids[at - n : at])] = at  # of what is shorter than n, nothing
-        self._known = len(ids)
-        for n, after in zip(reversed(NGRAMS), reversed(self._after), strict=True):
-            found = after.get(tuple(ids[-n:]))
+        end = len(ids)
+        if self._last and end == self._known + 1:
+            for after, key in zip(self._after, self._last, strict=True):
+                after[key] = end - 1
+        else:
+            for at in range(self._known, end):
+                for n, after in zip(NGRAMS, self._after, strict=True):
+                    after[tuple(ids[at - n : at])] = at  # of what is shorter than n, nothing
+        self._known, self._last = end, [tuple(ids[-n:]) for n in NGRAMS]
+        for after, key in zip(reversed(self._after), reversed(self._last), strict=True):
+            found = after.get(key)
             if found is not None:
-                period = len(ids) - found  # a draft that comes to the end of the text goes on with itself
+                period = end - found  # a draft that comes to the end of the text goes on with itself
                 return [ids[found + i % period] for i in range(most)]
         return []
 
