@@ -16,8 +16,10 @@ from torch import Tensor
 from perspectron.decode.ahead import Reading
 from perspectron.decode.drafts import LENGTHS, Draft, Drafter
 from perspectron.decode.graphs import Graphs
+from perspectron.decode.held import with_caches
 from perspectron.decode.row import Row
 from perspectron.decode.steps import Steps, stepped, steps_of
+from perspectron.model.cache import Cache
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 
@@ -79,6 +81,7 @@ class Batch:
             log.warning("%s reads no drafts: its steps are not recorded here", self.model.config.name)
             self.drafter = None
         if self.drafter is not None:
+            self._weigh(self.drafter, rows)
             self._drafts |= {row: self.drafter.begin(row) for row in rows}
         if self.together and rows:
             states = [] if self.state is None else [self.state.select(range(len(self.rows)))]
@@ -88,6 +91,15 @@ class Batch:
                 row.state = None
             self.state = self._filled(states, len(self.rows) + len(rows))
         self.rows += rows
+
+    def _weigh(self, drafter: Drafter, rows: list[Row]) -> None:
+        """Compare the parts of a state that are copied with each token of a draft, all but growing caches, with the
+        weights."""
+        state = next((row.state for row in rows if row.state is not None), None)
+        if state is None or drafter.pace.copied:
+            return
+        weights = sum(x.nbytes for x in (*self.model.parameters(), *self.model.buffers()))
+        drafter.pace.copied = with_caches(state, Cache.emptied).nbytes / max(1, weights)
 
     def leave(self, rows: list[Row]) -> None:
         """Let rows out, each with its state."""

@@ -33,6 +33,8 @@ MEMORY = 0.15
 """Share of the latest token in what is known of how often drafts are right."""
 FORGET = 0.005
 """Share of each step by which what was learnt grows old."""
+SHORTEST = 4e-4
+"""Seconds of a step from which on drafts are looked for, which takes some 10 µs a token."""
 FIRST = 3
 """Steps of a batch before drafts are read."""
 SPEND = 0.015
@@ -58,15 +60,17 @@ class Pace:
 
     def __init__(self) -> None:
         self._steps, self._step, self._more, self._credit = 0, 0.0, 0.0, 0.0
+        self.copied = 0.0
+        """Bytes that are copied of the state with each token of a draft, over those of the weights."""
 
     def stepped(self, seconds: float) -> None:
         """A step without drafts took so long."""
         self._steps += 1
         if self._steps <= FIRST:  # they may make a recording
             self._step = seconds if self._steps == 1 else min(self._step, seconds)
-            self._more, self._credit = SLOPE * self._step, CREDIT[0] * self._step
+            self._more, self._credit = self._guess * self._step, CREDIT[0] * self._step
         self._step = _mostly(self._step, min(seconds, 2 * self._step))
-        self._more += FORGET / 10 * (SLOPE * self._step - self._more)
+        self._more += FORGET / 10 * (self._guess * self._step - self._more)
         self._earn(SPEND * self._step)
 
     def read(self, tokens: int, rows: int, seconds: float) -> None:
@@ -81,8 +85,14 @@ class Pace:
 
     @property
     def pays(self) -> bool:
-        """False where a token more takes as long as a step, so that none is worth to be drafted."""
-        return self._steps < FIRST or self._more < self._step
+        """False where a token more takes as long as a step, and where a step is so short that to look for drafts would
+        be felt."""
+        return self._steps < FIRST or (self._step >= SHORTEST and self._more < self._step)
+
+    @property
+    def _guess(self) -> float:
+        """What a token more costs, in steps."""
+        return SLOPE + 2 * self.copied
 
     def _earn(self, seconds: float) -> None:
         self._credit = min(CREDIT[1] * self._step, self._credit + seconds)
