@@ -20,7 +20,7 @@ from perspectron.util.errors import ConfigError, StateError
 
 AROUND = 12
 """Tokens of a text that are shown before and after one."""
-PROBABILITY = re.compile(r"p\((.+)\)\s*>\s*([0-9.]+(?:e-?[0-9]+)?)", re.DOTALL)
+PROBABILITY = re.compile(r"p\((.+)\)\s*>\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]+)?)", re.DOTALL)
 
 
 class Until(Protocol):

@@ -238,7 +238,8 @@ class Session:
             require(len(unread) > 0, "text", "", "read before: this tokenizer puts nothing before a text")
             if self._start is None:
                 return rows.add(unread, whole=True, **settings)
-            talk = Conversation(self._start.fork(), [unread], [[]], [0])
+            window = settings.get("sampling", SamplingConfig()).repetition_window
+            talk = Conversation(self._start.fork(), [unread], [self._recent(window)], [0])
             return rows.add("", conversation=talk, fresh=True, **settings)
         sampling = settings.get("sampling", SamplingConfig())
         recent, read = self._recent(sampling.repetition_window), self._read

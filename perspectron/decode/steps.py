@@ -40,6 +40,7 @@ from perspectron.experts.router import Routed
 from perspectron.model.cache import LEAST_SLOTS, Cache, room_for
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
+from perspectron.model.tuned import parts
 from perspectron.native import tape
 from perspectron.native.tape import Stale, Unrecordable, memory, places_of
 from perspectron.ops.dispatch import check_consumed, owned, under_tracing
@@ -175,7 +176,7 @@ class Steps:
                 return None
             except Unrecordable as reason:
                 assert one is not None
-                one.ahead = reason
+                one.ahead = reason.with_traceback(None)  # whose frames hold the model
             self.refuses = "its steps have no recording of one row" if one is None else str(one.ahead)
         return None
 
@@ -188,6 +189,8 @@ class Steps:
         assert now.state is not None
         if now.batch_size == 1:
             return now
+        if parts(now.state):  # one row would have other parts than the batch
+            return None
         model, own = self._model(), _bare(_alone(now.state)).take(0)
         assert model is not None
         kind = pytree.tree_structure(own), False, *(x.dtype for x in tensors(own))
@@ -301,6 +304,8 @@ class _Recording:
         self.ahead: Ahead | Unrecordable | None = None
         if rows == 1:
             self.ahead = ahead_of(self._tape, [ids_B1, hidden_BD, logits_BV, *bases, table_LB3], copies)
+            if isinstance(self.ahead, Unrecordable):
+                self.ahead = self.ahead.with_traceback(None)  # whose frames hold the model
         self._tape.pack()
         self.leave()
 

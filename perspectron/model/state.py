@@ -138,7 +138,7 @@ class LMState:
             self._check(row)
         chosen = self._map(lambda part: _selected(part, rows_N), is_leaf=_is_ragged)
         if tuned.parts(chosen):  # rows that have none leave a batch as they came
-            chosen = dataclasses.replace(chosen, layers=tuple(map(tuned.bare, chosen.layers)))
+            chosen = dataclasses.replace(chosen, layers=tuned.bared(chosen.layers))
         return chosen
 
     def take(self, row: int) -> "LMState":

@@ -66,7 +66,9 @@ class Tuned:
             return torch.where(reset_B.view(-1, *[1] * (own.ndim - 1)), start.to(own.dtype), own)
 
         values = {
-            field.name: own if field.name in kept else chosen(getattr(begun, field.name, own), own)
+            field.name: own
+            if field.name in kept
+            else chosen(getattr(begun, field.name, torch.zeros_like(own)), own)
             for field in fields(self.mixer)
             if isinstance(own := getattr(self.mixer, field.name), Tensor)
         }
@@ -154,16 +156,20 @@ def _padded(layer: Any, like: Tuned, whole: dict[str, torch.Size]) -> Tuned:
     return Tuned(layer if own is None else own.mixer, *(part(kind) for kind in KINDS))
 
 
-def bare(layer: Any) -> Any:
-    """A layer's state without parts that are zeros in all rows."""
+def bared(layers: Sequence[Any]) -> tuple[Any, ...]:
+    """Layers' states without the kinds that are zeros in all rows of all layers."""
+    found = [part for layer in layers for part in parts(layer)]
+    kept = [kind for kind in KINDS if any(bool(getattr(part, kind).any()) for part in found)]
+    return tuple(_bare(layer, kept) for layer in layers)
+
+
+def _bare(layer: Any, kept: Sequence[str]) -> Any:
     if isinstance(layer, Tuned):
-        kept = {
-            kind: x if bool(x.any()) else x.new_zeros(len(x), 0)
-            for kind in KINDS
-            for x in [getattr(layer, kind)]
+        empty = {
+            kind: x.new_zeros(len(x), 0) for kind in KINDS if kind not in kept for x in [getattr(layer, kind)]
         }
-        return replace(layer, **kept) if any(x.shape[1] for x in kept.values()) else layer.mixer
-    return _descend(layer, lambda name: bare(getattr(layer, name)))
+        return replace(layer, **empty) if kept else layer.mixer
+    return _descend(layer, lambda name: _bare(getattr(layer, name), kept))
 
 
 def _descend(layer: Any, change: Any) -> Any:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from perspectron.decode.session import Session
-from perspectron.serve.states import ENDING, About, Missing, States, _sign
+from perspectron.serve.states import ENDING, NAME, About, Missing, States, _sign
 from perspectron.util.errors import StorageError
 from perspectron.util.files import remove, temporary_beside
 from perspectron.util.lease import Lease, Leases
@@ -91,7 +91,8 @@ class DistantStates(States):
         at, data = self._at(self.path(name)), path.read_bytes()
         before = self._objects.listed(at)
         now = max([round(1e3 * time.time()), *(_time(version) + 1 for version in before)])
-        version = f"{now:015d}~{tokens}~{parent[:64]}"
+        parent = parent if NAME.fullmatch(parent) else ""  # an upload may claim anything
+        version = f"{now:015d}~{tokens}~{parent}"
         if lease is not None:
             lease.check()
         self._objects.put(f"{at}/{version}", data)

@@ -159,7 +159,7 @@ def test_a_pipe_in_a_checkpoint_is_named(run, name):
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
 def test_a_pipe_in_a_run_is_named(run, name):
     pipe(run / name)
-    with refused(PerspectronError, run / name):
+    with refused(PerspectronError, run if name == "config.json" else run / name):
         perspectron.load(run)
 
 
