@@ -18,6 +18,7 @@ import math
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,13 +43,14 @@ from perspectron.model.state import LMState
 from perspectron.model.tuned import Tuned, kinds_of, parts, with_parts
 from perspectron.opening import load
 from perspectron.train.config import TrainConfig
+from perspectron.train.memory import RATES as FIT
 from perspectron.train.memory import Memory, fit
 from perspectron.train.optim import OptimConfig
 
 TESTS = ("tests/decode/test_tuned.py::test_training_reads_what_decoding_reads_and_reaches_every_part",)
 EDGES = (0, 64, 256, 1024, 4096)
 READ = 1024  # tokens that the arm reads which trains nothing
-RATES = {"vectors": 0.03, "lora": 1e-2, "weights": 1e-3, "rank 1": 0.1, "scaled": 0.1}
+RATES = {"vectors": 0.1, "lora": 0.03, "weights": 3e-3, "rank 1": 0.3, "scaled": 1.0}
 PAGE = 60  # lines of a page of a generated text
 
 
@@ -332,7 +334,9 @@ def measured(
     model.requires_grad_(name == "all weights")
     arm = (ARMS | FORMS)[name](model)
     rate = lr or getattr(arm, "rate", 0.0)
-    optim = OptimConfig(lr=rate or 0.03, warmup=settings.steps // 10, beta2=0.99)
+    if lr and isinstance(arm, Memory):  # of its first kind alone
+        rate = lr * FIT["offset"] / FIT[arm.kinds[0]]
+    optim = OptimConfig(lr=rate or FIT["offset"], warmup=settings.steps // 10, beta2=0.99)
     train = TrainConfig(steps=settings.steps, batch_size=settings.rows, seq_len=settings.length, optim=optim)
     with arm.hooked() if isinstance(arm, Arm) else contextlib.nullcontext():
         fit(model, arm, text.batches(seed, settings.rows, settings.length), train, lambda _: None)
@@ -414,22 +418,18 @@ def batched(model: LanguageModel, tokenizer: Tokenizer, count: int, tokens: int)
 
 
 def cost(model: LanguageModel, rows: int, repeats: int, tokens: int) -> dict[str, Any]:
-    """Seconds of a step of so many rows with memories of their own and without, in turns, as a ratio."""
-    ids = torch.ones(rows, 1, dtype=torch.int64)
+    """Processor time of a step of so many rows with memories of their own and without, in turns, as a ratio."""
+    ids, found = torch.ones(rows, 1, dtype=torch.int64), steps_of(model)
     with torch.inference_mode():
         states = {"with": LMState.stack(memories(model, rows)), "without": model.init_state(rows)}
         assert kinds_of(states["with"]) == ("offset",)
-
-        def steps(name: str) -> Callable[[], None]:
-            def run() -> None:
-                with torch.inference_mode():
-                    found = steps_of(model)
-                    for _ in range(tokens):
-                        _, _, states[name] = stepped(model, found, ids, states[name])
-
-            return run
-
-        taken = common.interleave({name: steps(name) for name in states}, repeats)
+        taken: dict[str, list[float]] = {name: [] for name in states}
+        for turn in range(repeats + 1):  # the first records them
+            for name in states:
+                start = time.process_time()
+                for _ in range(tokens):
+                    _, _, states[name] = stepped(model, found, ids, states[name])
+                taken[name] += [time.process_time() - start] if turn else []
     ratio = common.ratios(taken["with"], taken["without"])
     return {"rows": rows, "ms": 1e3 * statistics.median(taken["without"]) / tokens, "ratio": ratio}
 
@@ -475,16 +475,17 @@ def main() -> None:
             return
         done.setdefault("parameters", common.parameters(model))
         arms = done.setdefault("arms", {})
-        for name in args.only or names:
-            for title, text in found.items():
-                known = arms.setdefault(title, {}).setdefault(name, {"numbers": 0, "curves": []})
-                for seed in range(len(known["curves"]), 1 if name in ("nothing", *FORMS) else seeds):
-                    one = measured(model, tokenizer, text, name, seed, settings)
-                    known["numbers"] = one["numbers"]
-                    known["curves"].append(one["curve"])
-                    report.say(f"{title}, {name}, seed {seed}: " + " ".join(f"{x:.3f}" for x in one["curve"]))
-                    if args.json != "-":
-                        report.finish(done)
+        todo = itertools.product(range(seeds), args.only or names, found.items())
+        for seed, name, (title, text) in todo:
+            known = arms.setdefault(title, {}).setdefault(name, {"numbers": 0, "curves": []})
+            if seed < len(known["curves"]) or (seed and name in ("nothing", *FORMS)):
+                continue
+            one = measured(model, tokenizer, text, name, seed, settings)
+            known["numbers"] = one["numbers"]
+            known["curves"].append(one["curve"])
+            report.say(f"{title}, {name}, seed {seed}: " + " ".join(f"{x:.3f}" for x in one["curve"]))
+            if args.json != "-":
+                report.finish(done)
         if not args.only:
             done.setdefault("batch", batched(model, tokenizer, count, 4 if args.quick else 32))
             tall = {"base": model}

@@ -57,6 +57,7 @@ SCRIPTS = {
     "long_memory": ["--designs", "transformer", "gpt2", "--tasks", "mqar", "mano"],
     "layer_times": [],
     "sessions": [],
+    "merging": ["--designs", "ssd"],
     "memories": [],
     "saves": [],
     "fair": [],

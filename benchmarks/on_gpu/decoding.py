@@ -20,10 +20,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from on_gpu import joined
 from on_gpu.frame import Place, Result, Skip, Unit, in_turns, ratio, spread
 from perspectron import presets
 from perspectron.decode import graphs as graphs_module
-from perspectron.decode.graphs import Compiled, Graphs
+from perspectron.decode.graphs import Graphs
 from perspectron.decode.held import caches
 from perspectron.decode.recorder import Mode
 from perspectron.decode.steps import stepped
@@ -139,15 +140,15 @@ def decoding(place: Place, design: str, size: str, dtype: str, context: int) -> 
 
 
 @torch.inference_mode()
-def compiled(place: Place, what: Compiled, dtype: str) -> Result:
+def compiled(place: Place, what: joined.Compiled, dtype: str) -> Result:
     """One row with a compiled graph beside the modules' graph, and the seconds that compiling took."""
     model = build(place, "perspective2", "125M", DTYPES[dtype])
     context = 48 if place.rehearsed else READ
     if place.device.type != "cuda":
-        graphs_module.COMPILER, attention.stepped = "eager", _stepped
+        joined.COMPILER, attention.stepped = "eager", _stepped
     begun = time.perf_counter()
     state = after(place, model, 1, context)
-    made = stepper(model, Graphs(model, compiled=what), state)
+    made = stepper(model, joined.Joined(model, what), state)
     made()
     place.wait()
     took = time.perf_counter() - begun

@@ -198,35 +198,22 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
         asked = RENAMED.get(name, name)
         if moved := [full for full in known if full.endswith(f" {asked}")]:
             raise ConfigError(f"command = {name!r}, is now: perspectron {moved[0]}")
-        names = ", ".join(within(arguments[0]) or known)
-        raise ConfigError(f"command = {name!r}, must be one of {names} (see perspectron --help)")
+        names = list(within(arguments[0]) or known)
+        from perspectron.util.config import listed
+
+        raise ConfigError(f"command = {name!r}, must be {listed(name, names)} (see perspectron --help)")
     rest = _one_source(rest)
     command = at(known[name])
     if not isinstance(command, type):
         return functools.partial(command, rest)
-    import tyro
+    from perspectron.cli import parser
 
-    tyro._experimental_options["ansi_codes"] = "NO_COLOR" not in os.environ
     default: Any = None
     if name == "train":
         from perspectron.cli.train import defaults
 
         default = replace(defaults(rest), began=began)
-    options = {} if default is None else {"default": default}
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            parsed: Callable[[], int] = tyro.cli(
-                command,
-                args=rest,
-                prog=f"perspectron {name}",
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
-                **options,
-            )
-    except SystemExit as stop:
-        if stop.code == 0:
-            raise
-        raise ConfigError(f"{_one_line(said.getvalue())} (see perspectron {name} --help)") from None
+    parsed: Callable[[], int] = parser.parse(command, name, rest, default)
     _require_bounded(parsed)
     return parsed
 
@@ -312,15 +299,3 @@ def about(name: str) -> str:
     source = Path(str(spec and spec.origin)).read_text(encoding="utf-8")
     found = re.search(rf'^(?:class|def) {attribute}\b.*?"""(.+?)(?:"""|$)', source, re.DOTALL | re.MULTILINE)
     return "" if found is None else found[1]
-
-
-def _one_line(box: str) -> str:
-    """The message inside the parser's box, up to its rule."""
-    words: list[str] = []
-    for line in box.splitlines():
-        text = line.strip("│ ")
-        if set(text) == {"─"}:
-            break
-        if text[:1] not in ("╭", "╰"):
-            words.append(text)
-    return " ".join(" ".join(words).split())

@@ -163,7 +163,7 @@ class Serve:
                 f"host, port: {self.host}:{self.port} cannot be had ({error.strerror})"
             ) from None
 
-    def _served(self, run: Path, opened: "Opened", folder: Path, objects: Objects | None) -> "Served":
+    def _served(self, run: Path, opened: "Opened", folder: Path, objects: Objects | None = None) -> "Served":
         from perspectron.decode.store import PrefixStore
         from perspectron.serve.distant import DistantStates
         from perspectron.serve.engine import Engine

@@ -7,7 +7,7 @@ import time
 import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import tyro
 
@@ -76,6 +76,10 @@ class Train:
     20; the options below, with _ for -) and [train.optim] (lr = 4e-3, warmup and so on).
     """
 
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "--data", "--out", "--minutes", "--preset", "--set", "--steps", "--lr", "--resume", "--init", "--template",
+    )  # fmt: skip
+    """The options that people use first, which --help shows; --help all shows all."""
     out: Path | None = None
     """Folder of the new run (default: in runs/, named after the text)."""
     resume: Path | None = None

@@ -27,6 +27,8 @@ _RUN = 2**22
 _BORDER = re.compile(r"\n(?=[^\W_])|[^\W_](?= )")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _STOP = "<|stop|>"
+TIKTOKEN = "tiktoken.model"
+"""A vocabulary of another library, as Kimi's folders have it: ranks of bytes, and how texts are split in code."""
 """What tokens that end texts begin with in files that an earlier version imported."""
 _NEAR = "a"
 """Text beside which a token is decoded, where its text depends on where it stands."""
@@ -111,8 +113,12 @@ class Tokenizer:
     @classmethod
     def of_transformers(cls, folder: Path) -> "Tokenizer":
         """The tokenizer of a folder of transformers, by whose files its special ids are: that of tokenizer.json, or of
-        RWKV's World vocabulary where there is none. DataError as `load`."""
+        RWKV's World vocabulary where there is none. DataError as `load`, and for one of tiktoken alone."""
         path, vocabulary = folder / "tokenizer.json", folder / world.FILE
+        if not path.exists() and (folder / TIKTOKEN).exists():
+            raise DataError(
+                f"{folder / TIKTOKEN}: of tiktoken, must be a tokenizer.json beside it to be read"
+            )
         text = world.loaded(vocabulary) if not path.exists() and vocabulary.exists() else bpe.read(path)
         made = cls(text, bpe.parse(text, path), path)
         made.specials = made.beside(folder)

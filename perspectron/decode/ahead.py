@@ -57,7 +57,10 @@ class Reading:
     ) -> None:
         order = sorted(range(len(rows)), key=lambda n: -len(tokens[n]))  # for few kinds of programs
         rows, tokens = [rows[n] for n in order], [tokens[n] for n in order]
+        start = time.perf_counter()
         program = of.take([len(own) for own in tokens])
+        self.making = time.perf_counter() - start
+        """Seconds in which its program was made."""
         self._of, self._program, self._left = of, program, set(rows)
         self.lengths = {row: len(own) for row, own in zip(rows, tokens, strict=True)}
         """Tokens that each row has read."""
@@ -73,10 +76,7 @@ class Reading:
         )
         places = places_of([*starts, *(place for own in each for place in own)])
         program.stretch(caches[0].slots if caches else None)
-        start = time.perf_counter()
         program.run(places)
-        self.seconds = time.perf_counter() - start
-        """Time of the run, once its program is there."""
 
     def after(self, row: int, number: int) -> tuple[Tensor, Tensor]:
         """What the head reads [1,D] after a token of a row, from 0 on, and the logits [1,V]."""

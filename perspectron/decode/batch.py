@@ -14,10 +14,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from perspectron.decode.ahead import Reading
-from perspectron.decode.drafts import LENGTHS, Draft, Drafter, Pace
+from perspectron.decode.drafts import LENGTHS, Draft, Drafter
 from perspectron.decode.graphs import Graphs
+from perspectron.decode.held import with_caches
 from perspectron.decode.row import Row
 from perspectron.decode.steps import Steps, stepped, steps_of
+from perspectron.model.cache import Cache
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 
@@ -68,7 +70,7 @@ class Batch:
     _drafts: dict[Row, Draft] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._pace = Pace(0 if self.drafter is None else self.drafter.fits(self.model))
+        self._longest = 0 if self.drafter is None else self.drafter.fits(self.model)
 
     def join(self, rows: list[Row]) -> None:
         """Let rows in, with their states."""
@@ -79,6 +81,7 @@ class Batch:
             log.warning("%s reads no drafts: its steps are not recorded here", self.model.config.name)
             self.drafter = None
         if self.drafter is not None:
+            self._weigh(self.drafter, rows)
             self._drafts |= {row: self.drafter.begin(row) for row in rows}
         if self.together and rows:
             states = [] if self.state is None else [self.state.select(range(len(self.rows)))]
@@ -88,6 +91,15 @@ class Batch:
                 row.state = None
             self.state = self._filled(states, len(self.rows) + len(rows))
         self.rows += rows
+
+    def _weigh(self, drafter: Drafter, rows: list[Row]) -> None:
+        """Compare the parts of a state that are copied with each token of a draft, all but growing caches, with the
+        weights."""
+        state = next((row.state for row in rows if row.state is not None), None)
+        if state is None or drafter.pace.copied:
+            return
+        weights = sum(x.nbytes for x in (*self.model.parameters(), *self.model.buffers()))
+        drafter.pace.copied = with_caches(state, Cache.emptied).nbytes / max(1, weights)
 
     def leave(self, rows: list[Row]) -> None:
         """Let rows out, each with its state."""
@@ -118,7 +130,8 @@ class Batch:
                 self.settle(rows, drop=True)
                 start = time.perf_counter()
                 found = self._stepped(rows, keep=keep)
-                self._pace.stepped(time.perf_counter() - start)
+                if self.drafter is not None:
+                    self.drafter.pace.stepped(time.perf_counter() - start)
             read += found
         for row in self.rows:
             row.start = 1
@@ -145,6 +158,9 @@ class Batch:
     def _drafted(self, rows: Sequence[Row]) -> list[Read] | None:
         """Read the last token of rows, the whole batch or one that stands alone, with drafts where there are some; what
         was read ahead is not read again. None where all rows want a step, or it must be one."""
+        drafter = self.drafter
+        if drafter is None or not (drafter.pace.pays or self._ahead):
+            return None
         start, hand = time.perf_counter(), list[bool]()
         for row in rows:
             ahead, draft, (id,) = self._ahead.get(row), self._drafts[row], row.unread
@@ -157,12 +173,11 @@ class Batch:
         drafts = [self._draft(rows[at], len(wants)) for at in wants]
         if len(wants) > 1:
             drafts = [draft[: next((n for n in LENGTHS if n <= len(draft)), 0)] for draft in drafts]
-        seconds = time.perf_counter() - start
         state = self.state if self.state is not None else rows[0].state
         assert isinstance(self.steps, Steps)
         assert state is not None
-        plain = not any(hand) and not any(drafts)
-        if wants and (plain or (any(hand) and not self.steps.holds(state))):
+        some = any(hand)
+        if not (some or any(drafts)) or (some and wants and not self.steps.holds(state)):
             return None
         if wants:
             self.settle([rows[at] for at in wants], drop=True)
@@ -181,26 +196,26 @@ class Batch:
             for at, own in zip(wants, tokens, strict=True):
                 self._ahead[rows[at]] = Ahead(reading, at, own[: reading.lengths[at]])
             more = sum(reading.lengths.values()) - len(wants)
-            assert self.drafter is not None
-            self.drafter.counts.runs += more > 0
-            self.drafter.counts.drafted += more
-            self._pace.read(more + len(wants), len(wants), seconds + reading.seconds)
+            drafter.counts.runs += more > 0
+            drafter.counts.drafted += more
+            seconds = time.perf_counter() - start - reading.making
+            drafter.pace.read(more + len(wants), len(wants), seconds)
         read = list[Read]()
         for row in rows:
             ahead = self._ahead[row]
             hidden_1D, logits_1V = ahead.reading.after(ahead.at, ahead.taken)
             read.append(Read(hidden_1D, 1, logits_1V))
             if ahead.taken > 0:
-                assert self.drafter is not None
-                self.drafter.counts.accepted += 1
-                self._pace.saved(len(rows))
+                drafter.counts.accepted += 1
+                drafter.pace.saved(len(rows))
             ahead.taken += 1
         return read
 
     def _draft(self, row: Row, rows: int) -> list[int]:
         """A draft for one of so many rows that want one."""
         draft = self._drafts[row]
-        most = min(self._pace.most(draft.hopes, rows), row.left - 1)
+        assert self.drafter is not None
+        most = min(self.drafter.pace.most(draft.hopes, rows, self._longest), row.left - 1)
         if most > 0:
             return draft.propose(most)
         if draft.free:

@@ -23,23 +23,26 @@ if TYPE_CHECKING:
 
 LONGEST = 15
 """Tokens of a draft, unless another number is asked for."""
-SHORTEST_NGRAM, LONGEST_NGRAM = 2, 4
-"""Last tokens of a text that are looked for in it."""
+NGRAMS = 2, 4
+"""Numbers of last tokens of a text that are looked for in it."""
 LENGTHS = 15, 7, 3, 1
 """Tokens that drafts of several rows have, so that their runs have few shapes."""
 FEW = 16
 """A draft model reads fewer tokens step by step."""
 MEMORY = 0.15
 """Share of the latest token in what is known of how often drafts are right."""
-FORGET = 0.01
+FORGET = 0.005
+"""Share of each step by which what was learnt grows old."""
+SHORTEST = 4e-4
+"""Seconds of a step from which on drafts are looked for, which takes some 10 µs a token."""
 FIRST = 3
 """Steps of a batch before drafts are read."""
 SPEND = 0.015
 """Share of the time of steps that drafts which turn out wrong may cost."""
 CREDIT = 0.75, 30.0
 """Steps' time that they may cost at first, and that is kept of what right ones have saved, at most."""
-SLOPE, LEAST = 0.2, 0.04
-"""A token more costs this share of a step, until it was measured; and at least so much."""
+SLOPE, LEAST = 0.2, 0.06
+"""A token more costs this share of a step, until it was measured; and so much besides."""
 
 
 @dataclass
@@ -51,12 +54,71 @@ class Counts:
     runs: int = 0
 
 
+class Pace:
+    """How long drafts of the rows of a batch may be, by what steps and longer runs have taken and how often drafts were
+    right. Times change no bit of a text."""
+
+    def __init__(self) -> None:
+        self._steps, self._step, self._more, self._credit = 0, 0.0, 0.0, 0.0
+        self.copied = 0.0
+        """Bytes that are copied of the state with each token of a draft, over those of the weights."""
+
+    def stepped(self, seconds: float) -> None:
+        """A step without drafts took so long."""
+        self._steps += 1
+        if self._steps <= FIRST:  # they may make a recording
+            self._step = seconds if self._steps == 1 else min(self._step, seconds)
+            self._more, self._credit = self._guess * self._step, CREDIT[0] * self._step
+        self._step = _mostly(self._step, min(seconds, 2 * self._step))
+        self._more += FORGET / 10 * (self._guess * self._step - self._more)
+        self._earn(SPEND * self._step)
+
+    def read(self, tokens: int, rows: int, seconds: float) -> None:
+        """A run of so many tokens of so many rows took so long."""
+        more = max(0.0, seconds - self._step) / max(1, tokens - rows)
+        self._more = _mostly(self._more, min(more, 2 * self._step))
+        self._credit -= min(more, 2 * self._step) * (tokens - rows)
+
+    def saved(self, rows: int) -> None:
+        """The token of one of so many rows was at hand."""
+        self._earn(self._step / rows)
+
+    @property
+    def pays(self) -> bool:
+        """False where a token more takes as long as a step, and where a step is so short that to look for drafts would
+        be felt."""
+        return self._steps < FIRST or (self._step >= SHORTEST and self._more < self._step)
+
+    @property
+    def _guess(self) -> float:
+        """What a token more costs, in steps."""
+        return SLOPE + 2 * self.copied
+
+    def _earn(self, seconds: float) -> None:
+        self._credit = min(CREDIT[1] * self._step, self._credit + seconds)
+
+    def most(self, hopes: float, rows: int, longest: int) -> int:
+        """Tokens to draft, `longest` at most, for one of so many rows, whose drafts are right so often."""
+        if self._steps < FIRST:
+            return 0
+        more = self._more + LEAST * self._step
+        worth, share, count = self._step / rows, hopes, 0
+        while count < longest and share * worth > more:
+            count, share = count + 1, share * hopes
+        return max(0, min(count, int(self._credit / more)))
+
+
+def _mostly(known: float, seconds: float) -> float:
+    """What something takes, after it took so long: what else the machine does makes it longer, never shorter."""
+    return known + (0.3 if seconds < known else 0.06) * (seconds - known)
+
+
 class Drafter(ABC):
     """The source of drafts for many rows of one model. longest: tokens of one; None: LONGEST, or as many as a window
-    of the model has. counts: of all rows so far."""
+    of the model has. counts, pace: of all rows so far."""
 
     def __init__(self, longest: int | None = None) -> None:
-        self.longest, self.counts = longest, Counts()
+        self.longest, self.counts, self.pace = longest, Counts(), Pace()
 
     def fits(self, model: LanguageModel) -> int:
         """Tokens of a draft for a model. ConfigError: more than a window of it has, or none."""
@@ -98,8 +160,10 @@ class Draft(ABC):
     @property
     def text(self) -> list[int]:
         """All tokens that are known of the row's text."""
-        new, self._drawn = self.row.ids[self._drawn :], len(self.row.ids)
-        self._text += new
+        ids = self.row.ids
+        if len(ids) > self._drawn:
+            self._text += ids[self._drawn :]
+            self._drawn = len(ids)
         return self._text
 
     @abstractmethod
@@ -127,20 +191,25 @@ class _NGrams(Draft):
 
     def __init__(self, row: "Row") -> None:
         super().__init__(row)
-        self._known = 0
-        # After each n-gram, the place of the token that followed it last.
-        self._after = [dict[tuple[int, ...], int]() for _ in range(LONGEST_NGRAM + 1)]
+        self._known, self._last = 1, list[tuple[int, ...]]()
+        # After each n-gram, shortest first, the place of the token that followed it last.
+        self._after = [dict[tuple[int, ...], int]() for _ in NGRAMS]
 
     def propose(self, most: int) -> list[int]:
         ids = self.text
-        for at in range(max(1, self._known), len(ids)):
-            for n in range(SHORTEST_NGRAM, min(LONGEST_NGRAM, at) + 1):
-                self._after[n][tuple(ids[at - n : at])] = at
-        self._known = len(ids)
-        for n in range(min(LONGEST_NGRAM, len(ids)), SHORTEST_NGRAM - 1, -1):
-            found = self._after[n].get(tuple(ids[-n:]))
+        end = len(ids)
+        if self._last and end == self._known + 1:
+            for after, key in zip(self._after, self._last, strict=True):
+                after[key] = end - 1
+        else:
+            for at in range(self._known, end):
+                for n, after in zip(NGRAMS, self._after, strict=True):
+                    after[tuple(ids[at - n : at])] = at  # of what is shorter than n, nothing
+        self._known, self._last = end, [tuple(ids[-n:]) for n in NGRAMS]
+        for after, key in zip(reversed(self._after), reversed(self._last), strict=True):
+            found = after.get(key)
             if found is not None:
-                period = len(ids) - found  # a draft that comes to the end of the text goes on with itself
+                period = end - found  # a draft that comes to the end of the text goes on with itself
                 return [ids[found + i % period] for i in range(most)]
         return []
 
@@ -204,46 +273,3 @@ class _Model(Draft):
             recent = [*recent, id]
         self._spare = state
         return found
-
-
-class Pace:
-    """How long drafts of the rows of a batch may be, by what steps and longer runs have taken and how often drafts were
-    right. longest: tokens. Times change no bit of a text."""
-
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
-        self._steps, self._step, self._more, self._credit = 0, 0.0, 0.0, 0.0
-
-    def stepped(self, seconds: float) -> None:
-        """A step without drafts took so long."""
-        self._steps += 1
-        if self._steps <= FIRST:  # they may make a recording
-            self._step = seconds if self._steps == 1 else min(self._step, seconds)
-            self._more, self._credit = SLOPE * self._step, CREDIT[0] * self._step
-        # What else the machine does makes a step longer, never shorter.
-        self._step += (0.3 if seconds < self._step else 0.05) * (seconds - self._step)
-        self._earn(SPEND * self._step)
-
-    def read(self, tokens: int, rows: int, seconds: float) -> None:
-        """A run of so many tokens of so many rows took so long."""
-        extra = max(0.0, seconds - self._step)
-        more = extra / max(1, tokens - rows)
-        self._more += (0.3 if more < self._more else 0.1) * (more - self._more)
-        self._credit -= extra
-
-    def saved(self, rows: int) -> None:
-        """The token of one of so many rows was at hand."""
-        self._earn(self._step / rows)
-
-    def _earn(self, seconds: float) -> None:
-        self._credit = min(CREDIT[1] * self._step, self._credit + seconds)
-
-    def most(self, hopes: float, rows: int) -> int:
-        """Tokens to draft for one of so many rows, whose drafts are right so often."""
-        if self._steps < FIRST:
-            return 0
-        more = max(self._more, LEAST * self._step)
-        worth, share, count = self._step / rows, hopes, 0
-        while count < self.longest and share * worth > more:
-            count, share = count + 1, share * hopes
-        return max(0, min(count, int(self._credit / more)))

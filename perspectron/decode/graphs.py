@@ -12,13 +12,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from perspectron.decode import joined
 from perspectron.decode.held import (
     MOST_UNSETTLED,
     Unsettled,
@@ -51,24 +50,19 @@ LEAST_SLOTS = 256
 """Slots of a cache come in multiples of it, and of a quarter of what is used, so that few graphs do for all."""
 MOST_COMPARED = 1 << 30
 """Bytes of a state up to which it is compared itself with that of the modules, beside what they say."""
-COMPILER = "inductor"
-Compiled = Literal["between", "all"]
-"""Parts of a step that are compiled: those between products with weights; of one row, these products too."""
+Body = Callable[..., tuple[Tensor, Tensor]]
 COPIES = ("to", "_to_copy", "copy_", "copy")
 log = logging.getLogger("perspectron")
 
 
 class Graphs:
     """Graphs of one model's step, by the shapes of its state and the thread that asks. plain: there can be some. told:
-    why not of a model that should have had them, as was said. compiled: what the compiler makes kernels of; None: the
-    modules' own run. A text may change its thread; while the modules read more of it, in a thread that has not stepped
-    it, the one before must step no other."""
+    why not of a model that should have had them, as was said. A text may change its thread; while the modules read more
+    of it, in a thread that has not stepped it, the one before must step no other."""
 
-    def __init__(
-        self, model: LanguageModel, told: str | None = None, *, compiled: Compiled | None = None
-    ) -> None:
+    def __init__(self, model: LanguageModel, told: str | None = None) -> None:
         self._model, self.witness, self.told = weakref.ref(model), Witness(model), told
-        self._compiled = compiled
+        self.made: Callable[[LanguageModel, LMState], Step] = Step
         self.device = model.device
         held = [*model.parameters(), *model.buffers()]
         routed = [m for m in model.modules() if isinstance(m, Routed | Mixed)]
@@ -78,8 +72,8 @@ class Graphs:
         here = all(x.device == self.device for x in held)
         self.plain = self.device.type == "cuda" and here and not fetched and not self.witness.patched
         self._asked, self._refused, self._unsettled = Counter[Any](), set[Any](), Counter[Any]()
-        self._made = dict[Any, _Step | None]()
-        self._latest: _Step | None = None
+        self._made = dict[Any, Step | None]()
+        self._latest: Step | None = None
         self._lock = threading.Lock()
 
     def look(self) -> None:
@@ -102,7 +96,7 @@ class Graphs:
 
     @torch.inference_mode(False)  # a compiler knows no tensors of inference mode
     @torch.no_grad()
-    def _taken(self, state: LMState) -> "tuple[_Step | None, LMState]":
+    def _taken(self, state: LMState) -> "tuple[Step | None, LMState]":
         """The graph for a state of these shapes, and the state with its memory, to go on from; or none."""
         for key, there in self._made.items():
             if there is not None and there.at(state):
@@ -135,11 +129,11 @@ class Graphs:
             return None, state
         return (made, taken) if made.left > 0 else (None, state)
 
-    def _captured(self, model: LanguageModel, state: LMState, kind: Any) -> "_Step | None":
+    def _captured(self, model: LanguageModel, state: LMState, kind: Any) -> "Step | None":
         """A graph. One that is refused is so for states of this kind in all shapes, and for the same reason it is said
         once of a model; not so for want of memory."""
         try:
-            return _Step(model, state, self._compiled)
+            return self.made(model, state)
         except torch.OutOfMemoryError:
             reason: Exception = Unrecordable("too little memory for another state of this size")
         except Exception as why:  # whatever it was, the modules can do it
@@ -164,14 +158,16 @@ class Graphs:
             held -= 0 if made is None else made.nbytes
 
 
-class _Step:
+class Step:
     """The step of a batch whose state has these shapes. The state of the text that took it last stands in its memory;
     when another takes it, that one gets memory elsewhere. left: tokens that it has room for."""
 
-    def __init__(self, model: LanguageModel, state: LMState, compiled: Compiled | None) -> None:
+    asks = True
+    """Whether what would ask the device for something is looked for."""
+
+    def __init__(self, model: LanguageModel, state: LMState) -> None:
         self.batch_size, self.left = state.batch_size, 0
         self._positions, self._number = model.config.positions, model.number
-        self._near = near if compiled is None else joined.nearly
         self._static = with_caches(like(state, self.batch_size, _room), _open)
         self._bases = bases = tensors(self._static)
         self.nbytes = sum(x.nbytes for x in bases)
@@ -180,22 +176,28 @@ class _Step:
             torch.zeros(self.batch_size, n, dtype=model.dtype, device=model.device)
             for n in (model.config.d_model, model.config.vocab_size)
         ]
-        step = body = _body(model, self._static)
-        if compiled is not None:
-            step = joined.joined(body, (ids_B1, *bases), backend=COMPILER, products=compiled == "all")
+        body = _body(model, self._static)
+        step = self.program(body, (ids_B1, *bases))
 
         @torch.inference_mode(False)
         @torch.no_grad()
-        def run(step: Callable[..., tuple[Tensor, Tensor]] = step) -> None:
+        def run(step: Body = step) -> None:
             for into, x in zip((hidden_BD, logits_BV), step(ids_B1, *bases), strict=True):
                 into.copy_(x)
 
-        self._graph = Graph(run, model.device, asks=compiled is None)
+        self._graph = Graph(run, model.device, asks=self.asks)
         self._handed: Callable[[], LMState | None] = _gone
         self._thread = threading.get_ident()  # of the last step
         self._leaves, self._caches = list[Any](), list[Any]()
         self._holders = [_holders(x) for x in bases]
         self._check(model.config.vocab_size, lambda: run(body))
+
+    def program(self, body: Body, given: tuple[Tensor, ...]) -> Body:
+        """What is captured of a step's body, which is called with `given`."""
+        return body
+
+    def near(self, found: Tensor, wanted: Tensor) -> bool:
+        return near(found, wanted)
 
     def _check(self, V: int, modules: Callable[[], None]) -> None:
         """Unrecordable unless some steps, of several tokens, give what the modules give."""
@@ -210,7 +212,7 @@ class _Step:
             return found + [x.clone() for x in self._bases if self.nbytes <= MOST_COMPARED]
 
         both = zip(said(self._graph.replay), said(modules), strict=True)
-        if not all(torch.equal(*pair) or self._near(*pair) for pair in both):
+        if not all(torch.equal(*pair) or self.near(*pair) for pair in both):
             raise Unrecordable("it does not give what the modules give")
 
     def at(self, state: LMState) -> bool:

@@ -334,7 +334,12 @@ def load_config(run: Path) -> RunConfig:
 
 def _known(run: Path) -> Known:
     """A run's config.json, validated once."""
-    values = read_json(run / "config.json", CheckpointError)
+    there = (run / "config.json").is_file()
+    values = read_json(run / "config.json", CheckpointError) if there else None
+    if run.suffix == ".gguf" or (isinstance(values, dict) and "architectures" in values):
+        raise CheckpointError(f"no run at {run}, but a model of others: perspectron import {run} --out DIR")
+    if values is None:
+        raise CheckpointError(f"no run at {run}")
     return Known(values, run_config(values, run / "config.json"))
 
 

@@ -25,7 +25,7 @@ from perspectron.util.config import one_of, require
 from perspectron.util.errors import NonFiniteError
 from perspectron.util.machine import pick_device
 
-RATES = {"offset": 0.03, "gates": 0.03, "first": 0.1}
+RATES = {"offset": 0.5, "gates": 0.2, "first": 1.0}
 """Learning rates, peaks of the schedule, found once (docs/lab-notes.md); `--lr` is the offset's, and the others are in
 proportion to it."""
 STEPS, BETA2 = 200, 0.99

@@ -5,16 +5,19 @@ the subclasses, so that defining a mixer's config registers it.
 """
 
 import dataclasses
+import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from perspectron.util import registry
 from perspectron.util.errors import ConfigError
 
 T = TypeVar("T")
+MANY = 12
+"""Names up to which an error lists them all, although one of them was probably meant."""
 
 
 def require(condition: bool, field: str, value: object, bound: str) -> None:
@@ -199,7 +202,16 @@ def _load_scalar(hint: Any, value: Any, where: str) -> Any:
 
 
 def one_of(value: Any, allowed: Iterable[Any], where: str) -> Any:
-    """Return `value` if it is among `allowed`; otherwise raise a ConfigError that lists them."""
+    """Return `value` if it is among `allowed`; otherwise raise a ConfigError that lists them, or, of many, names the
+    one that was probably meant."""
     allowed = list(allowed)
-    require(value in allowed, where, value, "one of " + ", ".join(map(str, allowed)))
+    if value not in allowed:
+        require(False, where, value, listed(value, allowed))
     return value
+
+
+def listed(value: Any, allowed: Sequence[Any]) -> str:
+    """What a value must be, of these; the nearest is named, and there is no list of many beside it."""
+    near = difflib.get_close_matches(str(value), map(str, allowed), 1, 0.7)
+    names = f"{len(allowed)} names" if near and len(allowed) > MANY else ", ".join(map(str, allowed))
+    return f"one of {names}" + (f"; did you mean {near[0]}?" if near else "")

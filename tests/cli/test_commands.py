@@ -14,6 +14,7 @@ import perspectron
 from perspectron.cli.main import GROUPS, RENAMED, _parse, commands, main
 from perspectron.cli.options import assignments
 from perspectron.cli.quickstart import Quickstart
+from perspectron.cli.train import Train
 from perspectron.data import open_shards
 from perspectron.decode.reading import prefill
 from perspectron.decode.sampling import SamplingConfig, sample
@@ -214,12 +215,15 @@ MISTAKES = [
     (["train", "--out", "{tmp}/o", "--data", "{tmp}/missing"], ["missing"]),
     (["train", "--out", "{tmp}/o", "--data", "{tmp}/empty"], ["empty"]),
     (["train", "--out", "{tmp}/o", "--config", "{tmp}/missing.toml"], ["missing.toml"]),
-    (["train", "--resume", "{tmp}/missing"], ["missing/config.json"]),
-    (["generate", "{tmp}/missing", "hello"], ["missing/config.json"]),
+    (["inspekt", "x"], ["inspekt", "inspect"]),
+    (["train", "--datta", "x"], ["--datta", "--data"]),
+    (["generate", "{tmp}/model.gguf", "y"], ["model.gguf", "import"]),
+    (["train", "--resume", "{tmp}/missing"], ["missing"]),
+    (["generate", "{tmp}/missing", "hello"], ["missing"]),
     (["generate", "{run}", "-", "a"], ["prompts"]),
     (["generate", "{run}", "a", "--top-p", "2"], ["top_p", 2.0]),
     (["generate", "{run}", "a", "--load-state", "{tmp}/empty.txt"], ["empty.txt"]),
-    (["eval", "{tmp}/missing"], ["missing/config.json"]),
+    (["eval", "{tmp}/missing"], ["missing"]),
     (["train", "--resume", "{run}", "--steps", "50"], ["--init", 30]),
     (["train", "--resume", "{run}/checkpoints/step-00000030"], ["{run}"]),
     (["train", "--resume", "{run}", "--lr", "0.1"], ["--lr", "--resume"]),
@@ -478,3 +482,20 @@ def test_training_what_gets_no_gradient_is_one_line(tmp_path, text, capsys):
     command += ["--preset", "perspective-tiny"]
     assert main([*command, *sizes, "--only", "*.route_proj.*"]) == 2
     in_a_line(capsys.readouterr().err.splitlines()[-1], "only")
+
+
+def test_help_of_a_training_is_a_screen_and_all_of_it_another(capsys):
+    texts = []
+    for words in (["train", "--help"], ["train", "--help", "all"]):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 0
+        texts.append(capsys.readouterr().out)
+    first, whole = texts
+    assert (
+        len(first.splitlines()) <= 40
+        and first.count("\n--") == 10
+        and "perspectron train --help all" in first
+    )
+    assert all(flag in whole for flag in (*Train.FIRST, "--recompute"))
+    assert "None" not in first + whole

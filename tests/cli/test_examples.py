@@ -106,7 +106,9 @@ def test_the_examples_run_from_an_empty_folder(folder, monkeypatch, capsys):
         name, *rest = words(short)
         if within(name):
             name, *rest = f"{name} {rest[0]}", *rest[1:]
-        if "--resume" not in rest and "--train" not in rest:
+        if "--state" in rest:
+            rest += ["--steps", "2", "--seq-len", "32", "--batch-size", "2", "--dtype", "float32"]
+        elif "--resume" not in rest and "--train" not in rest:
             rest += QUICK.get(name, "").split()
         read = re.search(r" < (\S+)", line)
         with monkeypatch.context() as patch:

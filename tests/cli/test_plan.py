@@ -231,7 +231,7 @@ MISTAKES = [
     (["plan", "gpt2-tiny", "--ram", "1G", "--context", "0"], ["context", 0]),
     (["plan", "perspective-tiny", "--ram", "1G", "--context", "-1"], ["context", -1]),
     (["plan", "gpt2-tiny", "--ram", "1G", "--shared", "3bit"], ["shared", "3bit"]),
-    (["plan", "{tmp}", "--ram", "1G"], ["config.json"]),
+    (["plan", "{tmp}", "--ram", "1G"], ["{tmp}"]),
     (["plan", "{run}", "--ram", "1G", "--set", "rank=2"], ["set"]),
     (["plan", "perspective-tiny", "--ram", "1G", "--trace", "{tmp}/none"], ["none"]),
     (["plan", "perspective-tiny", "--ram", "1G", "--trace", "{text}"], ["{text}"]),
@@ -256,7 +256,7 @@ def test_a_mistake_is_one_line(command, named, run, dense, text, tmp_path, capsy
     assert main([*filled, *(FAST if command[0] == "plan" else [])]) == 2
     in_a_line(
         capsys.readouterr().err,
-        *(name.format(text=text) if isinstance(name, str) else name for name in named),
+        *(name.format(text=text, tmp=tmp_path) if isinstance(name, str) else name for name in named),
     )
 
 

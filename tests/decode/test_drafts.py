@@ -58,7 +58,8 @@ class _Knows(Draft):
 @pytest.fixture
 def always(monkeypatch):
     """Drafts are as long as they may be."""
-    monkeypatch.setattr(Pace, "most", lambda self, hopes, rows: self.longest)
+    monkeypatch.setattr(Pace, "most", lambda self, hopes, rows, longest: longest)
+    monkeypatch.setattr(Pace, "pays", True)
 
 
 def drawn(model, tokenizer, together: bool, drafts: Drafter | None, rows: int):
@@ -187,18 +188,31 @@ def test_a_hook_that_sees_the_state_sees_that_of_steps(tokenizer: Tokenizer, alw
     assert told[0] == told[1]
 
 
-def test_drafts_that_are_never_right_are_given_up(tokenizer: Tokenizer) -> None:
-    class Wrong(Drafter):
-        def begin(self, row: Row) -> Draft:
-            return _Wrong(row)
+def test_drafts_that_are_never_right_cost_little() -> None:
+    """A token more costs a fifth of a step here; steps and longer runs have noise of a half."""
+    draw, pace, hopes, lost, steps = random.Random(0), Pace(), 0.5, 0.0, 400
+    for _ in range(steps):
+        noise = 1 + draw.random() / 2
+        if count := pace.most(hopes, 1, 15):
+            pace.read(1 + count, 1, noise * (1 + 0.2 * count))
+            hopes, lost = 0.85 * hopes, lost + 0.2 * count
+        else:
+            pace.stepped(noise)
+            hopes += 0.01 * (0.5 - hopes)
+    assert 0 < lost < 0.03 * steps
 
-    class _Wrong(Draft):
-        def propose(self, most: int) -> list[int]:
-            return [0] * most
 
-    drafts = Wrong()
-    generate(small("gdn"), tokenizer, ["the cat"], max_tokens=200, sampling=SETTINGS[1], drafts=drafts)
-    assert drafts.counts.drafted < 60
+def test_drafts_that_are_right_grow_longer() -> None:
+    pace = Pace()
+    for _ in range(5):
+        pace.stepped(1.0)
+    short = pace.most(0.3, 1, 15)
+    for _ in range(9):
+        pace.read(8, 1, 1.5)
+        for _ in range(7):
+            pace.saved(1)
+    assert 0 < short < pace.most(0.9, 1, 15) <= 15
+    assert pace.most(0.9, 8, 15) < pace.most(0.9, 1, 15), "a step of 8 rows is shared by them"
 
 
 def test_rows_that_join_and_leave_change_no_bit(tokenizer: Tokenizer, always) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.on_gpu import joined
 from perspectron import presets
 from perspectron.decode import batch as batch_module
 from perspectron.decode import graphs as graphs_module
@@ -157,7 +158,7 @@ class NoBuild(TorchFunctionMode):
 def test_a_step_on_cuda_asks_the_device_for_nothing(design, monkeypatch):
     monkeypatch.setattr(graphs_module, "Graph", Seen)
     monkeypatch.setattr(graphs_module, "like", lambda state, rows, slots: state)
-    monkeypatch.setattr(graphs_module._Step, "_check", lambda *_: None)
+    monkeypatch.setattr(graphs_module.Step, "_check", lambda *_: None)
     with torch.device("meta"):
         model = LanguageModel(small(design).config).eval()
     with FakeTensorMode(allow_non_fake_inputs=True), NoBuild(), torch.no_grad():
@@ -165,10 +166,10 @@ def test_a_step_on_cuda_asks_the_device_for_nothing(design, monkeypatch):
         state = model.init_state(3, capacity=64)
         assert all(x.device.type == "cuda" for x in tensors(state))
         if design not in ASK:
-            graphs_module._Step(model, state, None)
+            graphs_module.Step(model, state)
             return
         with refused(Unrecordable):
-            graphs_module._Step(model, state, None)
+            graphs_module.Step(model, state)
 
 
 @pytest.mark.parametrize(
@@ -332,10 +333,10 @@ def test_a_graph_that_is_wrong_is_not_used(monkeypatch):
 @pytest.mark.parametrize("compiled", ["between", "all"])
 def test_a_compiled_step_gives_what_the_modules_give(compiled, monkeypatch):
     if DEVICE.type == "cpu":  # its front is the compiler's, its kernels are PyTorch's
-        monkeypatch.setattr(graphs_module, "COMPILER", "aot_eager")
+        monkeypatch.setattr(joined, "COMPILER", "aot_eager")
         monkeypatch.setattr(attention, "stepped", masked)
     model, ids = here("gdn"), tokens(1, 6)
-    found, after = go_on(Graphs(model, compiled=compiled), model, ids, read(model, 1), 6)
+    found, after = go_on(joined.Joined(model, compiled), model, ids, read(model, 1), 6)
     wanted, modules = go_on(None, model, ids, read(model, 1))
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)

@@ -12,6 +12,7 @@ from perspectron.decode.history import digest, history
 from perspectron.decode.merge import merge
 from perspectron.decode.past import bisect, rebase, until_of
 from perspectron.decode.session import Session
+from perspectron.model.tuned import parts
 from perspectron.util.errors import ConfigError, StateError
 from tests.decode.conftest import VOCAB, make
 from tests.decode.recalling import Letters, recalling
@@ -252,3 +253,21 @@ def test_a_merge_of_nothing_or_of_a_text_that_is_not_known_is_refused(tokenizer,
         rebase(bare, a)
     with refused(ConfigError, "merge", model.config.name):
         merge(a, a.fork().begun().read([0, 5, 0]), [5])  # B forgets all that was before it
+
+
+def test_texts_that_begin_with_a_trained_memory_are_merged_and_compared(tokenizer) -> None:
+    model = make("perspective-tiny")
+    start = model.init_state(1, tuned=("offset", "first"))
+    draw = torch.Generator().manual_seed(0)
+    for part in parts(start):
+        part.offset.normal_(generator=draw)
+        part.first.normal_(generator=draw)
+    start = model.begun(start)
+    a, b = (Session(model, tokenizer, start=start).read(prompt_of(n, n)) for n in (30, 12))
+    found = merge(a, b, prompt_of(20, 3))
+    assert found.kl < found.alone
+    plain = Session(model, tokenizer).read(prompt_of(30, 30))
+    assert max(diff(a, plain, [5, 6]).layers) > 0 < diff(a, plain, [5, 6]).mean
+    b.read([0, 5])
+    with refused(ConfigError, "text"):
+        merge(a, b)

@@ -12,14 +12,15 @@ from perspectron.interop.foreign import KINDS
 from perspectron.interop.foreign.source import Source
 from perspectron.model.census import census
 from perspectron.model.model import LanguageModel, build
-from tests.interop import families, test_hybrids, test_later_hybrids, tools
+from tests.interop import families, test_hybrids, test_kimi_linear, test_later_hybrids, tools
 
-CASES = test_hybrids.CASES + test_later_hybrids.CASES + test_later_hybrids.MIXTURES
+MIXTURES = test_later_hybrids.MIXTURES + test_kimi_linear.CASES[:1]
+CASES = test_hybrids.CASES + test_later_hybrids.CASES + MIXTURES
 FIRST = len(test_hybrids.CASES)
 """The place of the first of the later ones."""
 every_case, every_dense_case = (
     pytest.mark.parametrize("index", range(count), ids=[str(family) for family in CASES[:count]])
-    for count in (len(CASES), len(CASES) - len(test_later_hybrids.MIXTURES))
+    for count in (len(CASES), len(CASES) - len(MIXTURES))
 )
 KIND = {
     "qwen3.5-0.8b": "qwen3_5_text", "granite-4.0-h-350m": "granitemoehybrid", "lfm2-350m": "lfm2",

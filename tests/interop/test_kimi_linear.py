@@ -9,9 +9,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.kimi_linear import modeling_kimi_linear
 
+from perspectron.data import Tokenizer
+from perspectron.decode.generate import generate
+from perspectron.decode.sampling import SamplingConfig
 from perspectron.interop import foreign
 from perspectron.model.census import active_parameters
-from perspectron.util.errors import CheckpointError
+from perspectron.quant.convert import convert
+from perspectron.stream.artifact import read_header, save_artifact
+from perspectron.stream.engine import load_artifact
+from perspectron.util.errors import CheckpointError, DataError
 from tests.interop import families
 from tests.interop.families import OUTER, Family
 from tests.refusals import refused
@@ -122,6 +128,32 @@ def test_an_option_that_no_model_of_ours_has_is_named(change, named, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with refused(CheckpointError, *named):
         families.read(tmp_path)
+
+
+def test_experts_in_4_bits_are_read_from_disk_with_the_bits_of_memory(tmp_path):
+    family = Family("kimi_linear", VALUES | {"vocab_size": 300, "num_hidden_layers": 3, "layer_types": None})
+    model = families.read(families.save(families.made(family), tmp_path / "hf"))
+    convert(model, "4bit32")
+    save_artifact(model, Tokenizer.train(["the cat sat on the mat. " * 40], 300), tmp_path / "out")
+    header, told = read_header(tmp_path / "out"), []
+    assert header.experts is not None
+    for cache in (None, 2 * header.experts.shard_bytes):
+        loaded, tokenizer = load_artifact(tmp_path / "out", cache_bytes=cache)
+        with torch.inference_mode():
+            logits = loaded(torch.arange(3, 40)[None]).logits
+        drawn = generate(
+            loaded, tokenizer, ["the cat"], max_tokens=12, sampling=SamplingConfig(temperature=0)
+        ).ids
+        told.append((drawn, logits))
+        assert loaded.cache is not None and loaded.cache.resident == (cache is None)
+    assert told[0][0] == told[1][0] and len(told[0][0][0]) > 0
+    assert torch.equal(told[0][1], told[1][1])
+
+
+def test_a_tokenizer_of_tiktoken_alone_is_refused_by_its_file(tmp_path):
+    (tmp_path / "tiktoken.model").write_text("IQ== 0\nIg== 1\n")
+    with refused(DataError, "tiktoken.model"):
+        Tokenizer.of_transformers(tmp_path)
 
 
 def test_the_published_config_is_that_of_the_published_model(tmp_path, monkeypatch):

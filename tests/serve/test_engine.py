@@ -13,6 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from perspectron.decode.constrain import Matcher, json_object
+from perspectron.decode.drafts import NGrams, Pace
 from perspectron.decode.generate import generate
 from perspectron.decode.row import Piece, Row
 from perspectron.decode.rows import Rows
@@ -24,6 +25,7 @@ from perspectron.util.errors import ConfigError, PerspectronError
 from tests.decode.conftest import make
 from tests.decode.test_processors import STAGES, Failing
 from tests.decode.test_rows import GREEDY, SETTINGS, prompt_of
+from tests.decode.test_store import small
 from tests.waiting import PATIENCE, until
 
 
@@ -381,3 +383,19 @@ def test_the_faster_way_is_chosen_by_measuring(tokenizer, monkeypatch) -> None:
         assert engine.together is together and engine.cost == cost
         engine.close()
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_an_engine_that_reads_drafts_says_the_same(tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(Pace, "most", lambda self, hopes, rows, longest: longest)
+    monkeypatch.setattr(Pace, "pays", True)
+    model, told = small("perspective2"), list[list[list[int | None]]]()
+    for drafts in (None, NGrams(5)):
+        for together in (False, True):
+            engine = Engine(model, tokenizer, rows=3, queue=9, together=together, drafts=drafts)
+            asked = [Asked(engine, prompt_of(9, n) * 3, 20, SETTINGS[n % 2]) for n in range(6)]
+            engine.submit([one.job for one in asked])
+            told.append([one.ids() for one in asked])
+            engine.close()
+    assert told[:2] == told[2:]
+    assert drafts is not None
+    assert drafts.counts.accepted > 0

@@ -247,7 +247,7 @@ def test_leftovers_of_a_kill_are_removed(run, go_on):
 
 
 def test_what_is_no_run_is_refused_with_the_file_that_lacks_or_is_damaged(run, tmp_path):
-    with refused(CheckpointError, tmp_path / "nowhere/config.json"):
+    with refused(CheckpointError, tmp_path / "nowhere"):
         checkpoint.load_run(tmp_path / "nowhere")
     foreign = tmp_path / "foreign"
     foreign.mkdir()

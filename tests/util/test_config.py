@@ -218,9 +218,12 @@ def test_a_torus_of_anything_but_whole_numbers_is_named(torus):
 
 def test_an_unknown_preset_is_named_with_those_there_are():
     known = ", ".join([*presets.names(), *presets.DESIGNS])
-    with refused(ConfigError, "preset", "gpt-5") as caught:
-        presets.get("gpt-5")
+    with refused(ConfigError, "preset", "llama") as caught:
+        presets.get("llama")
     assert known[:300] in str(caught.value) and str(caught.value).endswith(known[-100:])
+    with refused(ConfigError, "preset", "perspectve-tiny", "perspective-tiny") as caught:
+        presets.get("perspectve-tiny")
+    assert "gpt2" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

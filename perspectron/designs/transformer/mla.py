@@ -74,6 +74,10 @@ class MLA(Mixer):
         for weight in (self.key_HRN, self.value_HVR):
             weight.normal_(0, self.config.rank**-0.5, generator=generator)
 
+    def require_onnx(self, name: str) -> None:
+        """Refused: its cache has values of no width, which a step in ONNX does not take."""
+        require(False, name, self.config.kind, "another mixer to be exported to ONNX")
+
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> Cache:

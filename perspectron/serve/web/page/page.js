@@ -259,7 +259,7 @@ at("stop").addEventListener("click", () => listening && listening.abort());
 at("fresh").addEventListener("click", () => act(async () => { clear(); await list(); at("more").focus(); }));
 at("fork").addEventListener("click", () => act(forkHere));
 at("file").addEventListener("change", () => act(restoreFile));
-at("model").addEventListener("change", () => act(async () => { clear(); await list(); }));
+at("model").addEventListener("change", () => act(async () => { suggest(); clear(); await list(); }));
 at("text").addEventListener("click", (event) => {
   if (event.target.dataset.index !== undefined) choose(Number(event.target.dataset.index));
 });

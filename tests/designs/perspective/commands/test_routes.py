@@ -134,7 +134,7 @@ MISTAKES = [
     (["perspective", "routes", "{run}", "--text", "{texts}/0.txt", "--tokens", "-1"],
      ["tokens", -1]),
     (["perspective", "routes", "{tmp}/missing", "--text", "{texts}/0.txt"],
-     ["missing/config.json"]),
+     ["missing"]),
     (["perspective", "routes", "{run}"], ["--text"]),
     (["perspective", "routes", "{run}", "--text"], ["text"]),
 ]  # fmt: skip
