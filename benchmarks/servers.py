@@ -260,7 +260,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=24, help="of an answer (%(default)s)")
     parser.add_argument("--every", type=float, default=3.0, help="seconds between kills (%(default)s)")
-    parser.add_argument("--designs", nargs="+", default=["perspective-tiny-dense", "gpt2-tiny"])
+    parser.add_argument("--designs", nargs="+", default=["perspective-tiny-dense", "transformer-tiny"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[500, 2000])
     args = parser.parse_args()
     if args.nginx is None:
