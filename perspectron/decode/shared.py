@@ -159,15 +159,16 @@ class Shared:
         """The pages up to one, and the slot at which each ends; none where that is not known."""
         if last == "0":
             return []
-        if last not in self._chains:
+        known = self._chains.get(last)  # the writing thread may let it go meanwhile
+        if known is None:
             lines = (self.objects.get(f"chains/{last}") or b"").decode("ascii", "replace").splitlines()
             pairs = [(name, stop) for name, _, stop in (line.partition(" ") for line in lines)]
             if not all(len(name) == 32 and name.isalnum() and stop.isdecimal() for name, stop in pairs):
                 return []
             if len(self._chains) > 4096:
                 self._chains.clear()
-            self._chains[last] = [(name, int(stop)) for name, stop in pairs]
-        return self._chains[last]
+            known = self._chains[last] = [(name, int(stop)) for name, stop in pairs]
+        return known
 
     @contextlib.contextmanager
     def _files(self, contents: Mapping[str, bytes]) -> Iterator[list[Path]]:
