@@ -13,7 +13,7 @@ from perspectron import opening
 from perspectron.cli.options import answer, open_model, printable, say, table
 from perspectron.cli.progress import Work
 from perspectron.decode import apart, merge, past
-from perspectron.decode.history import History, history
+from perspectron.decode.history import History, exhausted, history
 from perspectron.decode.session import Session
 from perspectron.opening import Opened
 from perspectron.util.config import require
@@ -224,7 +224,11 @@ class Rebase:
         opened_ = _model(self.run, self.file, self.device)
         session = _begun(opened_).loaded(self.file)
         begun = _begun(opened_ if self.model is None else _model(self.model, self.file, self.device))
-        if Path(self.onto).is_file():
+        named = Path(self.onto)
+        require(
+            named.is_file() or named.suffix != ".state", "onto", self.onto, "a file that is there, or a text"
+        )
+        if named.is_file():
             begun = begun.loaded(self.onto)
         elif self.onto:
             _worked("reading", begun.reading(self.onto))
@@ -277,7 +281,7 @@ def _model(run: Path | None, file: Path, device: str) -> Opened:
         try:
             opening.describe(file.absolute().parent)
         except PerspectronError:
-            raise ConfigError(f"run = None, must be the folder of the model: {file} is in none") from None
+            raise ConfigError(f"{file}: lies in no folder of a model; name it with --run") from None
     found = open_model(file.absolute().parent if run is None else run)
     found.model.to(pick_device(device))
     return found
@@ -290,12 +294,7 @@ def _begun(found: Opened) -> Session:
 def _worked(what: str, steps: Generator[int, None, T]) -> T:
     """The result of what pauses; what is left is told on the way."""
     with Work(what):
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                result: T = end.value
-                return result
+        return exhausted(steps)
 
 
 def _bytes(path: Path) -> bytes:

@@ -4,6 +4,7 @@ Each function has a twin that is a generator, which pauses before each call of t
 left, as `Session.reading` does: the server's engine runs those between the steps of others.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Generator, Sequence
@@ -20,7 +21,7 @@ from perspectron.util.errors import ConfigError, StateError
 
 AROUND = 12
 """Tokens of a text that are shown before and after one."""
-PROBABILITY = re.compile(r"p\((.+)\)\s*>\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]+)?)", re.DOTALL)
+PROBABILITY = re.compile(r"p\((.+)\)\s*>\s*(\S+)", re.DOTALL)
 
 
 class Until(Protocol):
@@ -72,8 +73,11 @@ def until_of(text: str, *, expressions: bool = True) -> Until:
     bounds; nothing."""
     require(text != "", "until", text, "a text, /an expression/ or p(TEXT) > 0.5")
     if match := PROBABILITY.fullmatch(text.strip()):
-        require(0 <= float(match[2]) < 1, "until", text, "a probability ≥ 0 and < 1")
-        return Likely(match[1], float(match[2]))
+        above = math.nan
+        with contextlib.suppress(ValueError):
+            above = float(match[2])
+        require(0 <= above < 1, "until", text, "a probability ≥ 0 and < 1")
+        return Likely(match[1], above)
     if len(text) > 2 and text[0] == text[-1] == "/":
         require(expressions, "until", text, "a text or p(TEXT) > 0.5: this server runs no expressions")
         try:

@@ -40,7 +40,6 @@ from perspectron.experts.router import Routed
 from perspectron.model.cache import LEAST_SLOTS, Cache, room_for
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
-from perspectron.model.tuned import parts
 from perspectron.native import tape
 from perspectron.native.tape import Stale, Unrecordable, memory, places_of
 from perspectron.ops.dispatch import check_consumed, owned, under_tracing
@@ -189,9 +188,7 @@ class Steps:
         assert now.state is not None
         if now.batch_size == 1:
             return now
-        if parts(now.state):  # one row would have other parts than the batch
-            return None
-        model, own = self._model(), _bare(_alone(now.state)).take(0)
+        model, own = self._model(), _bare(_alone(now.state)).picked([0])
         assert model is not None
         kind = pytree.tree_structure(own), False, *(x.dtype for x in tensors(own))
         key = kind, 1, *(x.shape[1:] for x in tensors(own))

@@ -128,6 +128,13 @@ class LMState:
     def select(self, rows: Tensor | Sequence[int]) -> "LMState":
         """Copy these rows in this order; a row may occur more than once. Caches keep only the capacity that the
         longest row needs. StateError for a row that does not exist."""
+        chosen = self.picked(rows)
+        if tuned.parts(chosen):  # rows that have none leave a batch as they came
+            chosen = dataclasses.replace(chosen, layers=tuned.bared(chosen.layers))
+        return chosen
+
+    def picked(self, rows: Sequence[int] | Tensor) -> "LMState":
+        """`select`, with the trained parts that others of the batch have, which are zeros in these rows."""
         rows_N = torch.as_tensor(rows)
         if rows_N.numel() and (rows_N.is_floating_point() or rows_N.dtype == torch.bool):
             raise StateError(
@@ -136,10 +143,7 @@ class LMState:
         rows_N = rows_N.to(torch.int64)
         for row in rows_N.tolist():
             self._check(row)
-        chosen = self._map(lambda part: _selected(part, rows_N), is_leaf=_is_ragged)
-        if tuned.parts(chosen):  # rows that have none leave a batch as they came
-            chosen = dataclasses.replace(chosen, layers=tuned.bared(chosen.layers))
-        return chosen
+        return self._map(lambda part: _selected(part, rows_N), is_leaf=_is_ragged)
 
     def take(self, row: int) -> "LMState":
         """Copy one row. StateError for a row that does not exist."""

@@ -12,11 +12,13 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from perspectron.util.errors import PerspectronError, StorageError
 from perspectron.util.objects import Objects
 
 SECONDS = 10.0
+AT_ONCE = 16  # renewals
 SKEW = 2.0  # seconds by which the clocks of machines may differ
 
 
@@ -32,6 +34,11 @@ class Lease:
         self._owner, self._ends = os.urandom(8).hex(), 0.0
         self._lock = threading.Lock()
         self._gone = False
+
+    @property
+    def ends(self) -> float:
+        """When it does, in seconds since 1970."""
+        return self._ends
 
     @property
     def over(self) -> bool:
@@ -60,6 +67,10 @@ class Lease:
                 return
             before, ends = self._ends, time.time() + self._seconds
             self._objects.put(self._at(ends), b"", durable=False)
+            if self.over:  # while it was put
+                self._gone = True
+                self._objects.delete(self._at(ends))
+                return
             self._ends = ends
             if before:
                 self._objects.delete(self._at(before))
@@ -131,11 +142,20 @@ class Leases:
         with contextlib.suppress(StorageError):
             lease.let_go()
 
+    def _renewed(self, lease: Lease) -> None:
+        if time.time() < lease.ends - self.seconds / 2:  # an earlier request took long
+            return
+        with contextlib.suppress(StorageError):
+            lease.renew()
+
     def _renewing(self) -> None:
+        pool = ThreadPoolExecutor(AT_ONCE, "leases")  # a request that hangs holds up no other
         while True:
             time.sleep(self.seconds / 4)
             with self._changed:
-                held = [*self._held]
-            for lease in held:
-                with contextlib.suppress(StorageError):
-                    lease.renew()
+                self._held = {lease for lease in self._held if not lease.over}
+                held = sorted(self._held, key=lambda lease: lease.ends)
+            try:
+                wait([pool.submit(self._renewed, lease) for lease in held], timeout=self.seconds / 4)
+            except RuntimeError:  # the program ends
+                return

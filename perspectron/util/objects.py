@@ -67,7 +67,8 @@ class Folder(Objects):
     """A folder, on a disk that several machines may mount."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.url, self._made = folder, str(folder), folder.is_dir()
+        self.folder, self.url = folder, str(folder)
+        self._sign = _place(folder)
 
     def put(self, name: str, data: bytes, *, durable: bool = True) -> None:
         """As `Objects.put`."""
@@ -76,14 +77,14 @@ class Folder(Objects):
         if durable:
             with atomic(path) as temporary:
                 temporary.write_bytes(data)
-            self._made = True
+            self._there()
             return
         temporary = temporary_beside(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_bytes(data)
             os.replace(temporary, path)
-            self._made = True
+            self._there()
         except OSError as error:
             raise StorageError(f"{path}: not written ({error.strerror or error})") from error
         finally:
@@ -136,11 +137,20 @@ class Folder(Objects):
         return safe_join(self.folder, name, StateError)
 
     def _there(self) -> None:
-        """StorageError: the folder itself is gone, as of a disk that is no longer mounted."""
-        there = self.folder.is_dir()
-        self._made |= there
-        if self._made and not there:
-            raise StorageError(f"{self.folder}: no longer a folder")
+        """StorageError: the folder is gone, or another has its place, as that on which its disk was mounted."""
+        there = _place(self.folder)
+        if self._sign is not None and there != self._sign:
+            raise StorageError(f"{self.folder}: no longer the folder that it was")
+        self._sign = there
+
+
+def _place(folder: Path) -> tuple[int, int] | None:
+    """By which a folder is known to be the same; None where there is none."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class Remote(Objects):

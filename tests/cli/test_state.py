@@ -71,6 +71,7 @@ REFUSED = [
     ("read odd.txt --run run --out c.state", ["odd.txt", 1]),
     ("rebase run/a.state --out c.state", ["onto", "model"]),
     ("rebase run/a.state --onto a.txt --out c.state", ["a.txt"]),
+    ("rebase run/a.state --onto typo.state --out c.state", ["onto", "typo.state"]),
     ("rebase run/a.state --after 999 --out c.state", ["after", 999]),
     ("merge run/a.state run/nosuch.state --out c.state", ["run/nosuch.state"]),
 ]

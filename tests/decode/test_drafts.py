@@ -1,6 +1,8 @@
 """Drafts change no bit, greedy or sampled, alone and in batches; what cannot be is refused by name."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -23,8 +25,9 @@ from perspectron.model.model import build
 from perspectron.quant.convert import convert
 from perspectron.util.errors import ConfigError
 from tests.decode.conftest import VOCAB
-from tests.decode.test_rows import GREEDY, SETTINGS, prompt_of
+from tests.decode.test_rows import GREEDY, SETTINGS, equal, prompt_of
 from tests.decode.test_store import small
+from tests.decode.test_tuned import KINDS, trained
 from tests.refusals import refused
 
 pytestmark = [
@@ -249,3 +252,46 @@ def test_what_cannot_be_is_refused_by_name(tokenizer: Tokenizer) -> None:
     other = Tokenizer.train(["something else altogether"] * 9, 270)
     with refused(ConfigError, "draft", "vocabulary"):
         DraftModel(model, other, tokenizer)
+
+
+@pytest.mark.parametrize("design", ["gla", "rwkv7"])
+@pytest.mark.parametrize(
+    "kinds",
+    [((), ("offset",), KINDS), (("gates",), ("offset",), ()), (("first",), ("offset",), ("first", "gates"))],
+    ids=["a plain row first", "gates first", "first memories first"],
+)
+def test_rows_with_trained_memories_of_other_kinds_read_drafts(
+    design, kinds, tokenizer: Tokenizer, always
+) -> None:
+    """A row alone has fewer parts in its state than the batch."""
+    model = small(design)
+    starts = [trained(model, own, seed) if own else None for seed, own in enumerate(kinds)]
+
+    def answers(drafts: Drafter | None) -> list[tuple]:
+        rows, handles = Rows(model, tokenizer, together=True, drafts=drafts), []
+        for n, start in enumerate(starts):
+            session = Session(model, tokenizer, start=start)
+            session.append(prompt_of(5 + 3 * n, n))
+            handles.append(session.enter(rows, max_tokens=12, sampling=SETTINGS[n], stream=n, logprobs=2))
+        pieces = []
+        while rows.active:
+            pieces += rows.step()
+        said = [[(p.id, p.logprob, p.likely) for p in pieces if p.row == handle] for handle in handles]
+        return [(own, rows.remove(handle).state) for own, handle in zip(said, handles, strict=True)]
+
+    wanted = answers(None)
+    drafts = Knows([[piece[0] for piece in own] for own, _ in wanted])
+    for (own, state), (other, before) in zip(answers(drafts), wanted, strict=True):
+        assert own == other
+        equal(state, before)
+    assert drafts.counts.accepted > 0
+
+
+def test_a_model_that_reads_no_drafts_is_not_kept(tokenizer: Tokenizer, always) -> None:
+    """What refuses it has a traceback, whose frames hold the model."""
+    model = small("perspective-experts")
+    drawn(model, tokenizer, True, NGrams(), 1)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

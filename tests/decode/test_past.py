@@ -53,6 +53,12 @@ def test_conditions_are_expressions_and_probabilities_too(recaller, tmp_path) ->
             until_of(until)
 
 
+@pytest.mark.parametrize("until", ["p(x) > 1.2.3", "p(x) > .", "p(x) > 2", "p(x) > nan", "p(x) > much"])
+def test_a_bound_that_is_no_probability_is_refused(until) -> None:
+    with refused(ConfigError, "until"):
+        until_of(until)
+
+
 def test_what_never_or_always_holds_is_refused_with_both_answers(recaller) -> None:
     session = Session(recaller, Letters()).read(planted(300, 500))
     for until in ("y", "p(a)>0"):

@@ -14,7 +14,7 @@ from perspectron.decode.session import Session
 from perspectron.model import appended
 from perspectron.model.block import of_mixer
 from perspectron.model.model import LanguageModel
-from perspectron.model.state import LMState, load_state
+from perspectron.model.state import LMState, load_state, save_state
 from perspectron.model.tuned import KINDS, kinds_of, memory_field, parts
 from perspectron.util.errors import ConfigError, NonFiniteError, StateError
 from perspectron.util.tensors import load_tensors, save_tensors
@@ -289,3 +289,30 @@ def test_a_fork_shares_what_was_trained(tokenizer) -> None:
     for mine, other in zip(parts(start), parts(start.fork()), strict=True):
         assert mine.offset.data_ptr() == other.offset.data_ptr()
         assert mine.mixer.memory_BHKV.data_ptr() != other.mixer.memory_BHKV.data_ptr()
+
+
+def test_a_penalty_counts_the_prompt_after_a_start_too(tokenizer) -> None:
+    """However it was cut, and as without a start where that is zeros."""
+    model, prompt = small("gla"), prompt_of(20, 1)
+    penal = SamplingConfig(temperature=0, repetition_penalty=5.0)
+
+    def said(start: LMState | None, chunk: int) -> list[int]:
+        session = Session(model, tokenizer, chunk=chunk, start=start)
+        session.append(prompt)
+        session.say(8, sampling=penal)
+        return session.tokens[len(prompt) :]
+
+    zeros = model.init_state(1, tuned=("offset",))
+    assert said(zeros, 32) == said(None, 32) == said(None, 8)
+    start = trained(model, ("offset",))
+    assert said(start, 32) == said(start, 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_whose_part_is_zeros_keeps_it_in_a_file(kind, tmp_path) -> None:
+    model = small("gla")
+    state = trained(model, (kind,))
+    getattr(parts(state)[0], kind).zero_()
+    save_state(tmp_path / "a", state.take(0), model)
+    equal(load_state(tmp_path / "a", model), state)
+    assert kinds_of(model.init_state(2, tuned=(kind,)).take(0)) == ()

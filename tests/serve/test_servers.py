@@ -122,6 +122,22 @@ def test_named_states_at_a_url_are_those_of_every_server(tmp_path, tokenizer, mo
         assert objects.listed("leases", deep=True) == {}
 
 
+@pytest.mark.parametrize("parent", ["a/b", "x/../../../escaped", "a~b", "", "fine", 5])
+def test_an_upload_that_claims_any_parent_is_kept_under_its_name(parent, tmp_path, tokenizer) -> None:
+    """The name of its object has what the file says of itself."""
+    one = served(tmp_path / "a", tokenizer)
+    objects = objects_of(f"file://{tmp_path}/store/deep")
+    states = DistantStates(tmp_path / "a", objects, "states/tiny", Leases(objects, 0.5))
+    session = one.engine.session()
+    session.append([5, 6])
+    for _ in range(2):
+        session.save(tmp_path / "upload", extra={"parent": parent})
+        about = states.take("x", tmp_path / "upload", one.engine.session())
+    assert about.id == "x" and about.parent == ("fine" if parent == "fine" else "5" if parent == 5 else "")
+    assert [found.id for found in states.list()] == ["x"] and len(objects.listed("states/tiny/x")) == 1
+    assert {path.parts[len(tmp_path.parts)] for path in tmp_path.rglob("*")} <= {"a", "store"}
+
+
 def test_a_store_that_is_full_leaves_the_answer_and_names_the_state_that_is_not_saved(
     tmp_path, tokenizer, monkeypatch
 ) -> None:

@@ -74,6 +74,12 @@ def test_a_store_that_is_gone_or_does_not_answer_is_named(tmp_path, monkeypatch)
     for work in (lambda: folder.get("a/b"), lambda: folder.listed("a")):
         with refused(StorageError, tmp_path / "mounted"):
             work()
+    (tmp_path / "mounted").mkdir()  # where its disk was
+    works = (lambda: folder.get("a/b"), lambda: folder.listed("a"), lambda: folder.put("a/b", b"2"))
+    for work in works:
+        with refused(StorageError, tmp_path / "mounted"):
+            work()
+    assert list((tmp_path / "mounted").iterdir()) == []
     slow = Remote("memory://slow", patience=0.05)
     monkeypatch.setattr(slow._system, "pipe_file", lambda *_: time.sleep(0.3))
     with refused(StorageError, "memory://slow"):
@@ -134,3 +140,50 @@ def test_a_lease_is_renewed_and_that_of_a_killed_server_is_taken_over(store, mon
     held.renew()
     ours.let_go(held)
     taken.check()
+
+
+def slow(store: Objects, monkeypatch, seconds: list[float]) -> None:
+    """Have objects put so many seconds later."""
+    put = store.put
+
+    def later(name: str, data: bytes, *, durable: bool = True) -> None:
+        time.sleep(seconds[0])
+        put(name, data, durable=durable)
+
+    monkeypatch.setattr(store, "put", later)
+
+
+def test_a_renewal_that_comes_too_late_gives_a_lease_up(store, monkeypatch) -> None:
+    """Another may have it by then."""
+    monkeypatch.setattr(lease, "SKEW", 0.05)
+    delay = [0.0]
+    slow(store, monkeypatch, delay)
+    ours, theirs = Leases(store, 0.4), Leases(store, 0.4)
+    held = ours.tried("a")
+    assert held is not None
+    ours._held.clear()
+    delay[0] = 0.6
+    late = threading.Thread(target=held.renew)
+    late.start()
+    time.sleep(0.5)
+    delay[0] = 0.0
+    taken = theirs.tried("a")
+    late.join()
+    assert taken is not None and held.over
+    with refused(Busy, "a"):
+        held.check()
+    taken.check()
+    theirs.let_go(taken)
+    assert store.listed("leases") == {}
+
+
+def test_many_leases_are_renewed_at_once(store, monkeypatch) -> None:
+    delay = [0.0]
+    own = Leases(store, 1.0)
+    held = [own.tried(f"n{number}") for number in range(40)]
+    slow(store, monkeypatch, delay)
+    delay[0] = 0.05  # two seconds for all, one after another
+    time.sleep(2.0)
+    assert all(one is not None and not one.over for one in held)
+    for one in held:
+        own.let_go(one)

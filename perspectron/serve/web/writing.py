@@ -36,11 +36,19 @@ class Writing:
         """Save the text and let the lease go, before the client may ask again."""
         if self.states is None or self.lease is None:
             return
+        states, lease = self.states, self.lease
+        self.lease = None  # what ends the request meanwhile leaves it to the save
+
+        def saved() -> None:
+            try:
+                states.save(self.name, session, parent, lease)
+            finally:
+                states.leases.let_go(lease)
+
         try:
-            await asyncio.to_thread(self.states.save, self.name, session, parent, self.lease)
+            await asyncio.to_thread(saved)
         except PerspectronError as error:
             self.error = {"state_error": str(error)}
-        await asyncio.to_thread(self.states.leases.let_go, self.lease)
 
     def let_go(self) -> None:
         """Let the lease go soon."""
