@@ -215,7 +215,12 @@ def _name(requirement: str) -> str:
     return re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0]
 
 
-MODULES = {"fla-core": "fla", "flash-linear-attention": "fla.models", "pytest-xdist": "xdist"}
+MODULES = {
+    "fla-core": "fla",
+    "flash-linear-attention": "fla.models",
+    "pytest-xdist": "xdist",
+    "pytest-timeout": "pytest_timeout",
+}
 """The module of a distribution, where its name is another."""
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-PATIENCE = 1800.0  # seconds after which something hangs, on any machine
+PATIENCE = 900  # seconds after which something hangs, on any machine; a test has more (pyproject.toml)
 
 
 def until(condition: Callable[[], object], every: float = 0.005) -> None:

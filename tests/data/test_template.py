@@ -18,6 +18,7 @@ from perspectron.data.template import RESERVED, Template
 from perspectron.util.errors import ConfigError
 from tests.data.templates import CONVERSATIONS, HOSTILE, TEMPLATES, WEATHER
 from tests.refusals import names, refused
+from tests.waiting import PATIENCE
 
 HI = [{"role": "user", "content": "hi"}]
 WAYS: dict[str, dict[str, Any]] = {
@@ -223,11 +224,15 @@ def test_a_fork_of_the_program_starts_a_process_of_its_own() -> None:
     here, there = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(there, template.question("a").encode() + str(process_of(template)).encode())
-        os._exit(0)
+        signal.alarm(PATIENCE)
+        try:
+            os.write(there, template.question("a").encode() + str(process_of(template)).encode())
+        finally:  # else it would go on as a second process of the tests
+            os._exit(0)
     os.waitpid(child, 0)
+    os.close(there)
     said = os.read(here, 1000).decode()
-    os.close(here), os.close(there)
+    os.close(here)
     assert said.startswith("### user\na") and not said.endswith(str(first))
     assert process_of(template) == first and template.question("b").startswith("### user\nb")
 

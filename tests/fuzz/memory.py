@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -39,6 +40,7 @@ from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.util.errors import PerspectronError
 from perspectron.util.files import MAX_JSON
 from tests.fuzz.mutate import header_of, with_header
+from tests.waiting import PATIENCE
 
 ROOM = 64 << 20
 BIG = 160 << 20  # bytes
@@ -200,6 +202,7 @@ def in_a_process(work: Callable[[], str]) -> str:
     with tempfile.TemporaryFile("w+") as said:
         child = os.fork()
         if child == 0:
+            signal.alarm(PATIENCE)
             try:
                 said.write(work())
             except BaseException:

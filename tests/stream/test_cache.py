@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -366,6 +367,7 @@ def test_a_forked_process_gets_an_error(plain, lab) -> None:
         child = os.fork()
         if child == 0:
             code = 1
+            signal.alarm(PATIENCE)
             try:
                 with cache.get(0, 0):
                     pass

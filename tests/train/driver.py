@@ -7,6 +7,7 @@ the midst of a step, and while they write a checkpoint. Prints a JSON summary.
 import json
 import os
 import random
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -32,6 +33,7 @@ def train(run: Path, data: Path, config: RunConfig, death: tuple[str, int, int] 
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
+    signal.alarm(900)  # a child that hangs ends
     try:
         if death:
             dies_in(Trainer, *death)
