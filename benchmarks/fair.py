@@ -84,7 +84,8 @@ class Health:
     def __init__(self, port: int) -> None:
         forked, self.stages = multiprocessing.get_context("fork"), list[tuple[float, str]]()
         self.told: Queue[tuple[float, float]] = forked.Queue()
-        forked.Process(target=signs, args=(port, self.told), daemon=True).start()
+        self.process = forked.Process(target=signs, args=(port, self.told, os.getpid()), daemon=True)
+        self.process.start()
         self.stage("warm")
 
     def stage(self, name: str) -> None:
@@ -99,9 +100,14 @@ class Health:
             found[name] = max(found.get(name, 0.0), seconds)
         return found
 
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
 
-def signs(port: int, said: "Queue[tuple[float, float]]") -> None:
-    while True:
+
+def signs(port: int, said: "Queue[tuple[float, float]]", parent: int) -> None:
+    """Asked for until the process that wants them has gone."""
+    while os.getppid() == parent:
         asked = time.monotonic()
         with contextlib.suppress(OSError, http.client.HTTPException):
             ask(port, "GET", "/health")
@@ -171,7 +177,9 @@ def measured(port: int, tokens: int, count: int, requests: int) -> dict[str, Any
     found["short_beside_text"] = beside(
         "text", "/v1/completions", body, lambda long: shorts(port, draw, count, long.done)
     )
-    return found | {"health": health.slowest()}
+    slowest = health.slowest()
+    health.close()
+    return found | {"health": slowest}
 
 
 def main() -> None:

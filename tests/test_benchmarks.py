@@ -4,20 +4,24 @@ Half of them run in one process and half in another: in a smoke run the times sa
 left out.
 """
 
+import contextlib
 import importlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from benchmarks import common
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -85,12 +89,15 @@ CONDITIONS = {
 }
 
 
-DRIVER = """
-import contextlib, io, json, runpy, sys, traceback
+DRIVER = f"""
+import contextlib, faulthandler, io, json, runpy, sys, traceback
 folder = sys.argv[1]
 sys.path.insert(0, folder)
 for name, options in json.load(sys.stdin):
-    sys.argv = [f"{folder}/{name}.py", *options]
+    faulthandler.dump_traceback_later({PATIENCE}, exit=True)
+    sys.__stderr__.write(name + " begins\\n")
+    sys.__stderr__.flush()
+    sys.argv = [f"{{folder}}/{{name}}.py", *options]
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
@@ -103,27 +110,43 @@ for name, options in json.load(sys.stdin):
 """
 
 
-def start(names: list[str]) -> subprocess.Popen[str]:
-    """A process that runs these benchmarks one after the other, and so imports torch once."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(ROOT / "benchmarks")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    options = ["--quick", "--json", "-", "--threads", "1"]
-    assert process.stdin is not None
-    process.stdin.write(json.dumps([(name, [*options, *SCRIPTS[name]]) for name in names]))
-    process.stdin.close()
-    process.stdin = None
-    return process
+class Driver(NamedTuple):
+    """A process that runs benchmarks one after the other, and so imports torch once. It writes to files: a pipe would
+    stay open as long as any process that a benchmark left behind."""
+
+    process: subprocess.Popen[str]
+    out: Path
+    err: Path
+
+    @classmethod
+    def of(cls, names: list[str], folder: Path) -> "Driver":
+        out, err = folder / "out", folder / "err"
+        with out.open("w") as to, err.open("w") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-c", DRIVER, str(ROOT / "benchmarks")],
+                stdin=subprocess.PIPE, stdout=to, stderr=errors, text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+            )  # fmt: skip
+        options = ["--quick", "--json", "-", "--threads", "1"]
+        assert process.stdin is not None
+        process.stdin.write(json.dumps([(name, [*options, *SCRIPTS[name]]) for name in names]))
+        process.stdin.close()
+        return cls(process, out, err)
 
 
 @pytest.fixture(scope="module")
-def outcomes():
+def outcomes(tmp_path_factory):
     names, found = list(SCRIPTS), {}
-    for process in [start(names[first::2]) for first in range(2)]:
-        for line in process.communicate()[0].splitlines():
-            name, code, out, err = json.loads(line)
-            found[name] = (code, out, err)
+    drivers = [Driver.of(names[first::2], tmp_path_factory.mktemp("driver")) for first in range(2)]
+    for first, driver in enumerate(drivers):
+        code = driver.process.wait()  # it ends itself where a benchmark takes too long
+        with contextlib.suppress(ProcessLookupError):  # what benchmarks left behind
+            os.killpg(driver.process.pid, signal.SIGKILL)
+        why = f"their process ended with {code}: {driver.err.read_text()[-4000:]}"
+        found |= dict.fromkeys(names[first::2], (why, "", why))
+        for line in driver.out.read_text().splitlines():
+            name, *outcome = json.loads(line)
+            found[name] = tuple(outcome)
     return found
 
 
