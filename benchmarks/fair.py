@@ -60,9 +60,11 @@ def serving(run: Path) -> Iterator[int]:
     """The port of a server of its own."""
     command = [sys.executable, "-m", "perspectron", "serve", str(run), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        yield int(next(line for line in server.stderr if "http://" in line).rsplit(":", 1)[1])
-        server.kill()
+        try:
+            assert server.stderr is not None
+            yield int(next(line for line in server.stderr if "http://" in line).rsplit(":", 1)[1])
+        finally:  # else it would be waited for
+            server.kill()
 
 
 def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, float, float]:

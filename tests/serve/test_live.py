@@ -256,21 +256,24 @@ def test_a_signal_lets_what_is_under_way_end(tmp_path) -> None:
     command = [sys.executable, "-m", "perspectron", "serve", run, "--port", "0", "--store", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
-        assert server.stderr is not None
-        url = next(line for line in server.stderr if "http://" in line).split()[-1]
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        try:
+            assert server.stderr is not None
+            url = next(line for line in server.stderr if "http://" in line).split()[-1]
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
-        def answers() -> bool:
-            with contextlib.suppress(openai.APIConnectionError):
-                return bool(client.models.list())
-            return False
+            def answers() -> bool:
+                with contextlib.suppress(openai.APIConnectionError):
+                    return bool(client.models.list())
+                return False
 
-        until(answers)
-        stream = client.completions.create(model="run", prompt="def", max_tokens=300, seed=1, stream=True)
-        parts = [next(iter(stream))]
-        server.send_signal(signal.SIGTERM)
-        parts += list(stream)
-        assert parts[-1].choices[0].finish_reason in ("length", "stop") and server.wait(30) == 0
+            until(answers)
+            stream = client.completions.create(model="run", prompt="def", max_tokens=300, seed=1, stream=True)
+            parts = [next(iter(stream))]
+            server.send_signal(signal.SIGTERM)
+            parts += list(stream)
+            assert parts[-1].choices[0].finish_reason in ("length", "stop") and server.wait(30) == 0
+        finally:  # a server that goes on would be waited for
+            server.kill()
 
 
 def test_a_seed_and_its_stream_are_the_sampling(url, tiny) -> None:
