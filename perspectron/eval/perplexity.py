@@ -1,14 +1,85 @@
-"""Held-out loss in bits per byte, which is comparable across tokenizers, and in perplexity per token."""
+"""Held-out loss in bits per byte, which is comparable across tokenizers, and in perplexity per token.
+
+Two scores. Windows: separate windows of the training length, each from an empty state. Streaming: memory carried
+through each document from its start, as in use; attention that has no window of its own sees the last tokens, as many
+as a training window has, in a ring, so that no design's state grows with the text.
+"""
 
 import gzip
 import lzma
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
 from perspectron.data.shards import Split
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.eval.subject import Subject
-from perspectron.train.heldout import heldout
+from perspectron.model.cache import ringed
+from perspectron.model.model import LanguageModel
+from perspectron.train.heldout import Heldout, heldout
+from perspectron.util.config import require
+
+CHUNK = 1024
+"""Tokens of a document that are read at once."""
+
+
+@dataclass(frozen=True)
+class Streaming(Heldout):
+    """The loss with memory carried. state_bytes: of one document, however long, in the model's dtype."""
+
+    state_bytes: int
+
+
+def streaming(
+    model: LanguageModel,
+    split: Split,
+    tokenizer: Tokenizer,
+    *,
+    window: int,
+    limit_tokens: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Streaming:
+    """The loss over the same targets as `heldout`, with memory that is carried through each document and emptied at the
+    start of the next. Attention to all earlier tokens sees the last `window`, itself counted; rotary positions count
+    on. dtype: of autocast.
+
+    ConfigError: window < 1, or the model cannot be read so: its learned table of positions ends, or its state grows
+    with the text in a way that a ring does not end.
+    """
+    size = streaming_state_bytes(model, window)
+    found = heldout(
+        model,
+        split,
+        tokenizer,
+        seq_len=CHUNK,
+        limit_tokens=limit_tokens,
+        carry=True,
+        dtype=dtype,
+        start=ringed(model.init_state(1, capacity=1), window),
+    )
+    return Streaming(**asdict(found), state_bytes=size)
+
+
+def streaming_state_bytes(model: LanguageModel, window: int) -> int:
+    """Bytes of the state of one document in `streaming`. ConfigError as there."""
+    require(window >= 1, "window", window, "≥ 1")
+    name, table = model.config.name, model.config.positions
+    bound = "0 to be read as a stream: a table of positions ends within a document"
+    require(table == 0, f"{name}: positions", table, bound)
+    sizes = [ringed(model.init_state(1, capacity=n, device="meta"), window).nbytes for n in (1, 2 * window)]
+    require(sizes[0] == sizes[1], f"{name}: bytes of state", sizes[1], f"{sizes[0]}, as of an empty document")
+    return sizes[0]
+
+
+def mean_context(split: Split, seq_len: int = 0) -> float:
+    """Tokens that stand before a target, in its window of `seq_len` tokens and its document; 0: in its document."""
+    at = np.arange(split.tokens - 1)
+    starts = np.asarray(split.starts)
+    begins = np.concatenate([[0], starts])[np.searchsorted(starts, at, side="right")]
+    begins = np.maximum(begins, at // seq_len * seq_len) if seq_len else begins
+    return float((at + 1 - begins).mean())
 
 
 @dataclass(frozen=True)

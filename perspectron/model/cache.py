@@ -10,13 +10,17 @@ width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor
 
-from perspectron.model.state import Ragged, cat, register
+from perspectron.model.ring import Ring
+from perspectron.model.ring import attend as attend_ring
+from perspectron.model.state import LMState, Ragged, cat, register
 from perspectron.native.tape import piece_of
 from perspectron.ops import attention
 from perspectron.ops.dispatch import forward_mode, recorder, under_tracing
@@ -337,24 +341,50 @@ def empty(
     return Cache(k, v, length, max(0, capacity - 1) if device.type == "meta" else 0)
 
 
+def ringed(state: LMState, window: int) -> LMState:
+    """An empty state in which each cache is a ring of the last `window` tokens: the model attends to those alone, and
+    its state stops growing."""
+
+    def ring_of(part: Cache) -> Ring:
+        k, v = (x.new_zeros(*x.shape[:2], window, x.shape[3]) for x in (part.k_BHSK, part.v_BHSV))
+        return Ring(k, v, part.length_B)
+
+    rings: LMState = pytree.tree_map(
+        lambda part: ring_of(part) if isinstance(part, Cache) else part,
+        state,
+        is_leaf=lambda part: isinstance(part, Cache),
+    )
+    return rings
+
+
+Keys = TypeVar("Keys", Cache, Ring)
+
+
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cache: Cache,
+    cache: Keys,
     at: attention.Places,
     *,
     scale: float | None = None,
     cap: float | None = None,
     consume_state: bool = False,
     drop: attention.Drop = None,
-) -> tuple[Tensor, Cache]:
+) -> tuple[Tensor, Keys]:
     """softmax(scale · q kᵀ) v over the cache and the chunk (outputs [B,H,T,V], the cache after it); k and v may have
-    fewer heads than q. A cache of keys alone is for values that are the first numbers of them.
+    fewer heads than q. A cache of keys alone is for values that are the first numbers of them. A ring in the place of a
+    cache (`ringed`) holds the last tokens, which are all that is attended to.
 
     `at`: `attention.places` of the chunk after `cache.length_B`. cap: of scores, as `attention.attend`. The cache
     grows when it is full. consume_state: tokens are written into the cache handed in.
     """
+    if isinstance(cache, Ring):
+        over = partial(attend_ring, window=cache.k_BGWK.shape[2], scale=scale, cap=cap, drop=drop)
+        if cache.v_BGWK.shape[3]:
+            return over(q, k, v, cache, at, consume_state=consume_state)
+        o, after = over(q, k, k, replace(cache, v_BGWK=cache.k_BGWK), at)
+        return o[..., : v.shape[3]], replace(after, v_BGWK=cache.v_BGWK)
     if cache.shared and (at.resets or (q.shape[2] == 1 and recorder() is None)):
         # One token attends to one piece of memory, with the bits of before; a document that starts needs the slots.
         cache, consume_state = cache.whole(1), True

@@ -66,7 +66,9 @@ def heldout(
             if state is None and start is not None:
                 state = start.select([0] * len(ids))
             output = model(ids, state, reset_BT=reset, consume_state=True)
-            losses = F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+            logits_NV = output.logits.flatten(0, 1)
+            logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+            losses = F.cross_entropy(logits_NV, targets.flatten(), reduction="none")
             read_N = targets[targets != IGNORE].cpu()
             found = (losses.double().sum().item(), len(read_N), int(counts_V[read_N].sum()))
             sums += counts * torch.tensor(found, dtype=torch.float64)
