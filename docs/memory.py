@@ -62,7 +62,7 @@ def facts_table(cells: Cells) -> str:
     chance = ["chance", *[""] * 6]
     for name, each in cells.items():
         row = [title(name)]
-        for task, asked in (("depo", ("hops 1, fewest 1", "hops 2, fewest 2", "fewest 3")), ("brevo", ("",)),
+        for task, asked in (("depo", ("hops 1", "hops 2, fewest 2", "fewest 3")), ("brevo", ("",)),
                             ("mano", ("operations 1", "fewest 2"))):  # fmt: skip
             cell = each.get(task)
             row += [_mean(cell and (cell["also"][other] if other else cell["accuracy"])) for other in asked]
