@@ -107,7 +107,7 @@ def main() -> None:
             report.say(line(design, task, cells[design][task]))
     if args.real is not None:
         opened = open_model(args.real)
-        name = f"{opened.folder.model.name}, {'float32' if opened.folder.quant is None else 'few bits'}"
+        name = f"{args.real.resolve().name}, {'float32' if opened.folder.quant is None else 'few bits'}"
         asked = conversation.Options(DISTANCES, conversations=args.conversations)
         talks[name] = conversation.measure(Subject(opened, None, 128), asked)
         write()

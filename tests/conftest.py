@@ -42,6 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in long.MARKERS:
         config.addinivalue_line("markers", line)
     name = config.getoption("--device")
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # kernels run on a CPU; Triton asks when it is imported, by whatever test
+    )
     if name == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: this machine has no CUDA device that PyTorch can use")
     if name == "cuda":

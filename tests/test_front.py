@@ -76,6 +76,12 @@ def test_a_design_that_was_not_timed_is_named_and_stands_on_the_page_of_results(
     assert "| GLA |" in front.results_table(measured) and "| GLA |" not in front.readme_table(measured)
 
 
+def test_the_page_of_long_memories_is_what_the_results_say():
+    memory = script("memory")
+    for path, text in memory.pages(memory.read()).items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python docs/memory.py"
+
+
 # ---------------------------------------------------------------- records
 
 
