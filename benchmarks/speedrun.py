@@ -50,14 +50,14 @@ def answer(*words: str) -> Any:
 
 def measured(run: Path) -> dict[str, Any]:
     """The losses of a run, of its packed model, and of the compressors for the same bytes."""
-    found = answer("eval", str(run), "--carry")
+    found = answer("eval", str(run))
     pack = ["--out", f"{run}-packed", "--linear", "int8", "--calibrate", "none"]
     small = answer("quantize", str(run), *pack)
     updates = [line for line in read_metrics(run) if "loss" in line]
     at = {line["step"]: line["seconds"] for line in updates}
     bits = "heldout_bits_per_byte"
     return {
-        "bits_per_byte": found["bits_per_byte"],
+        "bits_per_byte": found["streaming"]["bits_per_byte"],
         "text_bytes": found["text_bytes"],
         "compressors": found["compressors"],
         "packed_bytes": small["bytes_written"],

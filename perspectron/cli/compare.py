@@ -13,9 +13,10 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 from perspectron.cli.console import Console, progress
-from perspectron.cli.options import count
+from perspectron.cli.options import count, table
 from perspectron.cli.progress import Work
 from perspectron.compare import measure, pool, results, run
 from perspectron.compare.plan import (
@@ -28,6 +29,8 @@ from perspectron.compare.plan import (
     threads_for,
 )
 from perspectron.compare.pool import Ended
+from perspectron.compare.report import tables
+from perspectron.compare.report.summary import STREAMING, ranked
 from perspectron.compare.run import Cell, Rate
 from perspectron.data import Tokenizer, absolute, with_encoding
 from perspectron.eval.suites import BESIDE_LOSS
@@ -186,15 +189,28 @@ def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
             train(folder, what, cells, jobs, console)
             finished = [cell for cell in cells if run.trained(cell).status == "finished"]
             failed = _measure(folder, what, finished, jobs, console)
-            results.write(folder, results.collect(folder, what, rates, tried))
+            found = results.collect(folder, what, rates, tried)
+            results.write(folder, found)
     except pool.StoppedBy as stop:
         console.print(f"stopped and saved; resume with: perspectron compare --resume {folder}")
         return 128 + stop.number
+    console.print(_table(found))
     console.print(f"report: {folder / results.PAGE}; numbers: {folder / results.RESULTS}")
     missing = [cell for cell in cells if run.trained(cell).status == "missing"]
     for cell in missing:
         console.print(f"not trained: {cell.arm}, seed {cell.seed} (see {cell.folder / pool.LOG})")
     return 1 if missing or failed else 0
+
+
+def _table(found: dict[str, Any]) -> Table:
+    """Both scores of each arm, the state of one that streams, and the compressors."""
+    both = ranked(found), ranked(found, STREAMING)
+    whole = tables.ranking(*both, found["plan"]["reference"], found["compressors"], "")
+    columns = [
+        whole.head.index(name) for name in ("", "windows", "streaming", "streaming, state", "parameters")
+    ]
+    rows = [[row[column].text for column in columns] for row in whole.rows]
+    return table("held-out bits per byte", [whole.head[column] for column in columns], rows)
 
 
 def _measure(folder: Path, what: Plan, finished: list[Cell], jobs: int, console: Console) -> list[Ended]:

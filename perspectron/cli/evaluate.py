@@ -24,7 +24,8 @@ SEQ_LEN = 128  # tokens of a window where nothing says how long they were in tra
 
 @dataclass(frozen=True)
 class Eval:
-    """Measure a run: held-out loss in bits per byte beside gzip and xz, or another suite.
+    """Measure a run: held-out loss in bits per byte, in windows and with memory carried, beside compressors, or another
+    suite.
 
     Example: perspectron eval runs/letters
 
@@ -46,9 +47,7 @@ class Eval:
     heldout: float | None = None
     """Share of --data to hold out (default: half)."""
     seq_len: int | None = None
-    """Tokens in a window (default: as in training)."""
-    carry: bool = False
-    """Carry the state from window to window in the suite perplexity, and reset it only at the start of a document."""
+    """Tokens in a window, and of the ring that attention has with memory carried (default: as in training)."""
     tokens: int | None = None
     """Number of tokens to measure, from the start; 0 is all (default: all, or fewer in the other suites)."""
     cache: str | None = None
@@ -94,8 +93,6 @@ class Eval:
     def _options(self, suite: Suite) -> Any:
         """The suite's options. ConfigError for one that it does not have."""
         values = assignments(self.set)
-        if self.carry:
-            values["carry"] = True
         if self.tokens is not None:
             values["tokens"] = self.tokens
         return load(suite.code.Options, values, f"suite {self.suite}")

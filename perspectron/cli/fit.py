@@ -181,10 +181,10 @@ def _result(trainer: Trainer) -> str:
 
 
 def _whole(trainer: Trainer, each: float) -> float:
-    """Seconds to read all held-out text, of which a token costs about half of one that is trained on. each: of an
+    """Seconds to read all held-out text twice, of which a token costs about half of one that is trained on. each: of an
     update."""
     train = trainer.config.train
-    return each * trainer.heldout_split.tokens / (train.batch_size * train.seq_len * train.accumulate) / 2
+    return each * trainer.heldout_split.tokens / (train.batch_size * train.seq_len * train.accumulate)
 
 
 def _patience(seconds: float) -> float:

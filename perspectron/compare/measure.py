@@ -16,6 +16,7 @@ from perspectron.compare.plan import Plan, Settings, read
 from perspectron.compare.pool import Job
 from perspectron.compare.run import Cell
 from perspectron.eval import cost
+from perspectron.eval.perplexity import compressors, end_of, text_of
 from perspectron.eval.subject import Subject
 from perspectron.eval.suites import OF_TEXT, SUITES
 from perspectron.opening import open_model
@@ -26,6 +27,8 @@ from perspectron.util.machine import pick_device
 
 MODULE = "perspectron.compare.measure"
 OF_CELLS = ("perplexity", *OF_TEXT)
+COMPRESSORS = "compressors"
+"""Measured of the first cell beside its suites: their text is that of all."""
 
 
 def jobs(out: Path, settings: Settings, finished: list[Cell]) -> list[Job]:
@@ -33,7 +36,8 @@ def jobs(out: Path, settings: Settings, finished: list[Cell]) -> list[Job]:
     missing_jobs = []
     wanted = [name for name in OF_CELLS if name in ("perplexity", *settings.suites)]
     for cell in finished:
-        missing = [name for name in wanted if not path_of(cell, name).is_file()]
+        asked = [*wanted, COMPRESSORS] if cell is finished[0] else wanted
+        missing = [name for name in asked if not _has(cell, name)]
         if missing:
             missing_jobs.append(
                 Job(f"{cell.arm} {cell.seed}", cell.folder, (MODULE, str(cell.folder), *missing))
@@ -45,6 +49,12 @@ def jobs(out: Path, settings: Settings, finished: list[Cell]) -> list[Job]:
             arguments = (MODULE, "recall", settings.recall, str(first.folder), str(path))
             missing_jobs.append(Job(f"{name} recall", out / "recall" / name, arguments))
     return missing_jobs
+
+
+def _has(cell: Cell, name: str) -> bool:
+    """True if a suite of a cell was measured; the loss, with memory carried too, which older versions did not."""
+    path = path_of(cell, name)
+    return path.is_file() and (name != "perplexity" or "streaming" in read_json(path, ConfigError))
 
 
 def cost_jobs(out: Path) -> list[Job]:
@@ -74,8 +84,16 @@ def main(arguments: Sequence[str]) -> int:
         case [cell, *names]:
             subject = opened(Path(cell))
             for name in names:
-                write_json(Path(cell) / "suites" / f"{name}.json", plain(SUITES[name].code.measure(subject)))
+                alone = name == COMPRESSORS
+                found = packed(subject, Path(cell)) if alone else SUITES[name].code.measure(subject)
+                write_json(Path(cell) / "suites" / f"{name}.json", plain(found))
     return 0
+
+
+def packed(subject: Subject, cell: Path) -> dict[str, float]:
+    """Bits per byte of compressors for the held-out text, alone and after the training text."""
+    text = text_of(subject.text, subject.tokenizer, subject.text.tokens)
+    return compressors(text, end_of(subject.opened.shards(cell).split("train"), subject.tokenizer))
 
 
 def costs(plan: Plan) -> dict[str, Any]:

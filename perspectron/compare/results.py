@@ -15,6 +15,7 @@ from perspectron.compare.plan import CURVE_TOKENS, REFERENCE, Arm, Plan, prepare
 from perspectron.compare.report.page import VERSION
 from perspectron.compare.run import Cell
 from perspectron.data import NAMED, Shards
+from perspectron.eval.perplexity import mean_context
 from perspectron.model.census import census
 from perspectron.util import machine
 from perspectron.util.config import dump, require
@@ -60,10 +61,7 @@ def collect(
     curve = shards.split("dev") if plan.settings.dev else heldout
     settings: dict[str, Any] = dump(plan.settings)
     shown = ("params", "tokens", "match", "data", "seq_len", "batch_size", "rates", "warmups", "rate_share")
-    measured = [measure.suites_of(cell) for cell in cells]
-    compressors: dict[str, float] = next(
-        (m["perplexity"]["compressors"] for m in measured if "perplexity" in m), {}
-    )
+    packed = [path for cell in cells if (path := measure.path_of(cell, measure.COMPRESSORS)).is_file()]
     return {
         "version": VERSION,
         "kind": plan.kind,
@@ -80,8 +78,12 @@ def collect(
             "curve_on": curve.name,
             "text_digest": shards.corpus_fingerprint.partition(":")[2][:12],
             "heldout_bytes": heldout.text_bytes,
+            "context": {
+                "windows": mean_context(heldout, plan.settings.seq_len),
+                "streaming": mean_context(heldout),
+            },
         },
-        "compressors": compressors,
+        "compressors": read_json(packed[0], ConfigError) if packed else {},
         "designs": {
             name: _arm(out, arm, [c for c in cells if c.arm == name], tried[name], costs.get(name))
             for name, arm in plan.arms.items()
@@ -190,11 +192,19 @@ def _arm(
         "active_parameters": counted.active_parameters,
         "train_flops_per_token": arm.train_flops_per_token,
         "state_bytes": {str(context): size for context, size in counted.state_bytes.items()},
+        "streaming": _streaming(cells),
         "rates": tried,
         **cells[0].rate._asdict(),
         "cells": [_cell(cell, arm) for cell in cells],
         "suites": suites,
     }
+
+
+def _streaming(cells: list[Cell]) -> dict[str, Any] | None:
+    """Bytes of the state with memory carried, or why the design is not scored so; None before that was measured."""
+    found = (measure.suites_of(cell).get("perplexity", {}) for cell in cells)
+    one = next((loss for loss in found if "streaming" in loss), None)
+    return one and {"state_bytes": (one["streaming"] or {}).get("state_bytes"), "why": one["why"]}
 
 
 def _cell(cell: Cell, arm: Arm) -> dict[str, Any]:
@@ -208,5 +218,6 @@ def _cell(cell: Cell, arm: Arm) -> dict[str, Any]:
         "why": state.why,
         **run.history(cell, arm.train_flops_per_token),
         "heldout_bits_per_byte": perplexity["bits_per_byte"] if perplexity else None,
+        "streaming_bits_per_byte": ((perplexity or {}).get("streaming") or {}).get("bits_per_byte"),
         "suites": suites,
     }

@@ -5,8 +5,11 @@ through each document from its start, as in use; attention that has no window of
 as a training window has, in a ring, so that no design's state grows with the text.
 """
 
+import bz2
 import gzip
 import lzma
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,9 +23,17 @@ from perspectron.model.cache import ringed
 from perspectron.model.model import LanguageModel
 from perspectron.train.heldout import Heldout, heldout
 from perspectron.util.config import require
+from perspectron.util.errors import ConfigError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 CHUNK = 1024
 """Tokens of a document that are read at once."""
+PRIMED = 64 << 20
+"""Bytes that a compressor reads before the text: as far as xz -9 looks back."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +84,10 @@ def streaming_state_bytes(model: LanguageModel, window: int) -> int:
     return sizes[0]
 
 
-def mean_context(split: Split, seq_len: int = 0) -> float:
-    """Tokens that stand before a target, in its window of `seq_len` tokens and its document; 0: in its document."""
-    at = np.arange(split.tokens - 1)
+def mean_context(split: Split, seq_len: int = 0, tokens: int = 0) -> float:
+    """Tokens that stand before a target, in its window of `seq_len` tokens and its document; 0: in its document. Over
+    the first `tokens` of the split; 0 is all."""
+    at = np.arange(min(tokens or split.tokens, split.tokens) - 1)
     starts = np.asarray(split.starts)
     begins = np.concatenate([[0], starts])[np.searchsorted(starts, at, side="right")]
     begins = np.maximum(begins, at // seq_len * seq_len) if seq_len else begins
@@ -84,31 +96,52 @@ def mean_context(split: Split, seq_len: int = 0) -> float:
 
 @dataclass(frozen=True)
 class Options:
-    """tokens: of the text, from its start; 0 is all. carry: as in `heldout`."""
+    """tokens: of the text, from its start; 0 is all."""
 
     tokens: int = 0
-    carry: bool = False
 
 
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
-    """The fields of `Heldout`, and the compressors' results for the same bytes."""
-    result = heldout(
-        subject.model,
-        subject.text,
-        subject.tokenizer,
-        seq_len=subject.seq_len,
-        limit_tokens=options.tokens or None,
-        carry=options.carry,
-        dtype=subject.opened.folder.dtype,
-    )
-    others = compressors(text_of(subject.text, subject.tokenizer, options.tokens or subject.text.tokens))
-    whole = not 0 < options.tokens < subject.text.tokens
-    return asdict(result) | {"whole": whole, "compressors": others}
+    """The fields of `Heldout` in windows, and `context`, the mean tokens before a target; under "streaming" those of
+    `Streaming` with theirs, or None and under "why" the reason; and the compressors' results for the same bytes."""
+    split, model, limit = subject.text, subject.model, options.tokens or None
+    dtype, window = subject.opened.folder.dtype, subject.seq_len
+    result = heldout(model, split, subject.tokenizer, seq_len=window, limit_tokens=limit, dtype=dtype)
+    streamed, why = None, None
+    try:
+        streaming_state_bytes(model, window)
+    except ConfigError as error:
+        why = str(error)
+    else:
+        carried = streaming(model, split, subject.tokenizer, window=window, limit_tokens=limit, dtype=dtype)
+        streamed = asdict(carried) | {"context": mean_context(split, 0, options.tokens)}
+    return asdict(result) | {
+        "seq_len": window,
+        "context": mean_context(split, window, options.tokens),
+        "streaming": streamed,
+        "why": why,
+        "whole": not 0 < options.tokens < split.tokens,
+        "compressors": compressors(text_of(split, subject.tokenizer, options.tokens or split.tokens)),
+    }
 
 
 def lines(result: dict[str, Any]) -> list[str]:
     """The result as lines for the terminal."""
-    return [said(result), f"perplexity {result['perplexity']:.1f} per token, {result['tokens']:,} tokens"]
+    window, streamed = result["seq_len"], result["streaming"]
+    carried = f"not scored, {result['why']}"
+    if streamed:
+        carried = (
+            f"{streamed['bits_per_byte']:.3f}, memory carried through each document ({streamed['context']:,.0f} "
+            f"tokens before a target on average), attention to the last {window:,}; "
+            f"{streamed['state_bytes']:,} bytes of state"
+        )
+    return [
+        said(result),
+        f"windows: {result['bits_per_byte']:.3f}, separate windows of {window:,} tokens from an empty state "
+        f"({result['context']:,.0f} tokens before a target on average)",
+        f"streaming: {carried}",
+        f"perplexity {result['perplexity']:.1f} per token in windows, {result['tokens']:,} tokens",
+    ]
 
 
 def said(result: dict[str, Any]) -> str:
@@ -118,14 +151,51 @@ def said(result: dict[str, Any]) -> str:
     return f"{result['bits_per_byte']:.3f} bits per byte on {text} ({others} on the same bytes)"
 
 
-def text_of(split: Split, tokenizer: Tokenizer, tokens: int) -> bytes:
-    """The bytes that the first `tokens` ids of a split stand for, or those of them that are learned."""
-    stop = min(tokens, split.tokens)
-    ids = split.read(0, stop)[split.is_learned(0, stop)]
+def text_of(split: Split, tokenizer: Tokenizer, stop: int, start: int = 0) -> bytes:
+    """The bytes that the ids from `start` to `stop` of a split stand for, or those of them that are learned."""
+    stop = min(stop, split.tokens)
+    ids = split.read(start, stop)[split.is_learned(start, stop)]
     return b"".join(map(tokenizer.token_bytes, ids.tolist()))
 
 
-def compressors(text: bytes) -> dict[str, float]:
-    """Bits per byte that `gzip -9` and `xz -9` need for the same bytes."""
-    sizes = {"gzip -9": len(gzip.compress(text, 9)), "xz -9": len(lzma.compress(text, preset=9))}
-    return {name: 8 * size / max(len(text), 1) for name, size in sizes.items()}
+def end_of(split: Split, tokenizer: Tokenizer) -> bytes:
+    """The last PRIMED bytes of a split, or all."""
+    parts, start = list[bytes](), split.tokens
+    while start and sum(map(len, parts)) < PRIMED:
+        stop, start = start, max(0, start - 2**20)
+        parts.insert(0, text_of(split, tokenizer, stop, start))
+    return b"".join(parts)[-PRIMED:]
+
+
+def compressors(text: bytes, before: bytes = b"") -> dict[str, float]:
+    """Bits per byte that compressors need for a text, alone and, with what models were trained on `before` it, primed:
+    how much longer the archive of both is. xz and zstd look back over all of it, gzip over 32 kB; bzip2 has blocks of
+    900 kB."""
+
+    def bits(size: int) -> float:
+        return 8 * size / max(len(text), 1)
+
+    found = {name: bits(len(pack(text))) for name, pack in COMPRESSORS.items()}
+    primed = {
+        name: len(pack(before + text)) - len(pack(before)) for name, pack in COMPRESSORS.items() if before
+    }
+    return found | {f"{name}, primed": bits(size) for name, size in primed.items()}
+
+
+def _xz(text: bytes) -> bytes:
+    window = min(max(PRIMED, len(text)), 2 * PRIMED)
+    return lzma.compress(text, filters=[{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": window}])
+
+
+def _zstd(text: bytes) -> bytes:
+    setting, window = zstd.CompressionParameter, (2 * PRIMED).bit_length() - 1
+    options: dict[int, int] = {setting.compression_level: 22, setting.window_log: window}
+    return zstd.compress(text, options=options | {setting.enable_long_distance_matching: 1})
+
+
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip -9": lambda text: gzip.compress(text, 9),
+    "bzip2 -9": lambda text: bz2.compress(text, 9),
+    "xz -9": _xz,
+    "zstd -22": _zstd,
+}

@@ -122,7 +122,6 @@ def test_the_harness_computes_as_eval_does(run, text, capsys):
     ("arguments", "named"),
     [
         (["--suite", "nope"], ["suite", "nope", *SUITES]),
-        (["--suite", "position", "--carry"], ["position", "carry", "tokens"]),
         (["--suite", "position", "--set", "bins=4"], ["position", "bins", "tokens"]),
         (["--suite", "calibration", "--set", "bins=0"], ["bins", 0]),
         (["--suite", "calibration", "--set", "bins=many"], ["calibration.bins", "many"]),

@@ -72,7 +72,11 @@ def test_it_trains_measures_and_reports(whole):
         assert 0 <= cell["suites"]["calibration"]["ece"] <= 1
     page = (whole / "results.html").read_text()
     assert all(presets.title(name) in page for name in cells(found))
-    assert 0 < found["compressors"]["gzip -9"] < 8
+    assert 0 < found["compressors"]["gzip -9, primed"] < found["compressors"]["gzip -9"] < 8
+    assert found["plan"]["context"]["windows"] < 32 < found["plan"]["context"]["streaming"]
+    both = {name: cell["streaming_bits_per_byte"] for name, cell in cells(found).items()}
+    assert both["adr"] is None and "positions" in found["designs"]["adr"]["streaming"]["why"]
+    assert both["transformer"] < 8 and found["designs"]["transformer"]["streaming"]["state_bytes"] > 0
 
 
 def test_the_page_is_made_of_the_results_alone(whole, tmp_path, capsys):

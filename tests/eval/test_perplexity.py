@@ -1,5 +1,6 @@
 """Bits per byte against a plain, slow computation."""
 
+import bz2
 import gzip
 import itertools
 import json
@@ -14,7 +15,8 @@ import torch
 from perspectron import build, presets
 from perspectron.data import Split, Tokenizer, encode, open_corpus
 from perspectron.data.template import Template
-from perspectron.eval.perplexity import Options, compressors, measure, text_of
+from perspectron.eval import perplexity
+from perspectron.eval.perplexity import Options, compressors, end_of, measure, text_of
 from perspectron.eval.subject import Subject
 from perspectron.opening import Folder, Opened
 from perspectron.train.heldout import Heldout, heldout
@@ -156,11 +158,31 @@ def test_measuring_changes_nothing(data):
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_primed_compressors_find_what_is_far_back():
+    draw = random.Random(0)
+    text = bytes(draw.choices(range(256), k=20_000))
+    found = compressors(text, text + bytes(draw.choices(range(256), k=950_000)))
+    cold = compressors(text)
+    assert {name: found[name] for name in cold} == cold and len(found) == 2 * len(cold)
+    for name in cold:
+        far = name.startswith(("xz", "zstd"))
+        assert found[f"{name}, primed"] < 0.2 if far else found[f"{name}, primed"] > 7.9
+
+
+def test_the_end_of_a_split_is_read_from_its_pieces(data, monkeypatch):
+    tokenizer, split = data
+    whole = text_of(split, tokenizer, split.tokens)
+    assert end_of(split, tokenizer) == whole
+    monkeypatch.setattr(perplexity, "PRIMED", 100)
+    assert end_of(split, tokenizer) == whole[-100:]
+
+
 @pytest.mark.parametrize("text", [b"", b"x", b"the quick brown fox " * 50, Path(__file__).read_bytes()])
-def test_compressors_equal_the_sizes_of_gzip_and_xz(text):
+def test_compressors_equal_the_sizes_of_their_archives(text):
     found = compressors(text)
-    assert found == {
+    assert {name: found[name] for name in ("gzip -9", "bzip2 -9", "xz -9")} == {
         "gzip -9": 8 * len(gzip.compress(text, compresslevel=9)) / max(1, len(text)),
+        "bzip2 -9": 8 * len(bz2.compress(text, 9)) / max(1, len(text)),
         "xz -9": 8 * len(lzma.compress(text, format=lzma.FORMAT_XZ, preset=9)) / max(1, len(text)),
     }
     if len(text) == 1000:

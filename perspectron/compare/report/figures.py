@@ -32,8 +32,8 @@ def _figures(slug: str, charts: Sequence[Chart]) -> list[str]:
     return [draw([chart], slug=f"{slug}{i}-") for i, chart in enumerate(drawn)]
 
 
-def ranking(rows: Sequence[Row], style: Styles, compressors: dict[str, Any]) -> list[str]:
-    """Mean loss of each design with its interval and its seeds, and the compressors across."""
+def ranking(rows: Sequence[Row], style: Styles, compressors: dict[str, Any], how: str) -> list[str]:
+    """Mean loss of each design with its interval and its seeds, and the compressors across. how: it was scored."""
     dots = [
         Dot(
             row.title,
@@ -45,8 +45,8 @@ def ranking(rows: Sequence[Row], style: Styles, compressors: dict[str, Any]) -> 
         for row in rows
         if row.mean is not None
     ]
-    title = "Held-out bits per byte; lower is better"
-    return [draw_dots(Dots(title, "bits per byte", dots, compressors), slug="ranking-")] if dots else []
+    title = f"Held-out bits per byte, {how}; lower is better"
+    return [draw_dots(Dots(title, "bits per byte", dots, compressors), slug=f"{how}-")] if dots else []
 
 
 def losses(rows: Sequence[Row], style: Styles) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from perspectron.compare.report import figures, tables
 from perspectron.compare.report.numbers import context, fixed, grouped, short
-from perspectron.compare.report.summary import Row, leader, ranked
+from perspectron.compare.report.summary import STREAMING, Row, leader, ranked
 from perspectron.compare.report.tables import Table
 from perspectron.presets import title
 from perspectron.util.errors import ConfigError
@@ -57,10 +57,11 @@ def html(results: dict[str, Any]) -> str:
             f"the results are not those of `compare` or `ablate` in version {VERSION}; use their results.json"
         )
     plan, rows, noun = results["plan"], ranked(results), _noun(results)
+    streamed = ranked(results, STREAMING)
     heading = (
         f"Comparison of {len(rows)} {noun}{'s' * (len(rows) != 1)} at {short(plan['params'])} parameters"
     )
-    return rendered(heading, _lede(plan, rows, noun), sections(results))
+    return rendered(heading, _lede(plan, rows, streamed, noun), sections(results))
 
 
 def rendered(title: str, lede: str, sections: Sequence[Section]) -> str:
@@ -93,7 +94,7 @@ def _noun(results: dict[str, Any]) -> str:
     return "arm" if results.get("kind") == "ablations" else "design"
 
 
-def _lede(plan: dict[str, Any], rows: Sequence[Row], noun: str) -> str:
+def _lede(plan: dict[str, Any], rows: Sequence[Row], streamed: Sequence[Row], noun: str) -> str:
     others = (
         f" ({title(plan['reference'])}; the others {ALLOWS[plan['match']]})"
         if plan["match"] in ALLOWS
@@ -101,7 +102,8 @@ def _lede(plan: dict[str, Any], rows: Sequence[Row], noun: str) -> str:
     )
     seeds = len(plan["seeds"])
     text = f"Trained on {short(plan['tokens'])} tokens of {plan['data']}{others}, {seeds} seed{'s' * (seeds != 1)}, at "
-    return f"{_winner(rows, noun)} {text}{MATCHES[plan['match']]}."
+    carried = f"With memory carried, {_winner(streamed, noun)} " if leader(streamed) else ""
+    return f"{_winner(rows, noun)} {carried}{text}{MATCHES[plan['match']]}."
 
 
 def _winner(rows: Sequence[Row], noun: str) -> str:
@@ -150,9 +152,10 @@ def _conditions(plan: dict[str, Any], conditions: dict[str, Any]) -> Section:
 
 
 def _ranking(rows: Sequence[Row], results: dict[str, Any], noun: str, style: figures.Styles) -> Section:
-    plan = results["plan"]
-    table = tables.ranking(rows, plan["reference"], results.get("compressors", {}), noun)
-    note = f"{noun.capitalize()}s with a diverged or missing seed rank last, without a number. "
+    plan, packed, streamed = results["plan"], results.get("compressors", {}), ranked(results, STREAMING)
+    note = (
+        f"{_scores(plan)} {noun.capitalize()}s with a diverged or missing seed rank last, without a number. "
+    )
     if len(plan["seeds"]) == 1:
         note += "One seed gives no interval, and a small difference may be chance."
     else:
@@ -161,8 +164,22 @@ def _ranking(rows: Sequence[Row], results: dict[str, Any], noun: str, style: fig
             "of a paired t test; both assume normal differences, and there is no correction for multiple "
             "comparisons. Seeds vary only the training; they say nothing about other texts or sizes."
         )
-    drawn = figures.ranking(rows, style, results.get("compressors", {}))
-    return Section("ranking", "Ranking", note, drawn, [table, tables.differences(rows, noun)])
+    both = (rows, "windows"), (streamed, "streaming")
+    drawn = [svg for scored, how in both for svg in figures.ranking(scored, style, packed, how)]
+    listed = [tables.differences(scored, noun, how) for scored, how in both]
+    table = tables.ranking(rows, streamed, plan["reference"], packed, noun)
+    return Section("ranking", "Ranking", note, drawn, [table, *listed])
+
+
+def _scores(plan: dict[str, Any]) -> str:
+    """What the two scores are, and that compressors have a third."""
+    window, before = grouped(plan.get("seq_len")), plan.get("context") or {}
+    means = {how: f", {grouped(tokens)} tokens before a target on average" for how, tokens in before.items()}
+    return (
+        f"Windows: separate windows of {window} tokens, each from an empty state{means.get('windows', '')}. "
+        f"Streaming: memory carried through each document from its start{means.get('streaming', '')}, attention to the "
+        f"last {window} tokens, and the bytes of that state. Primed compressors read the training text first."
+    )
 
 
 def _loss_note(plan: dict[str, Any]) -> str:

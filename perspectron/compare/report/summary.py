@@ -12,7 +12,8 @@ from typing import Any
 from perspectron.presets import title
 from perspectron.util.stats import Paired, paired
 
-LOSS = "heldout_bits_per_byte"
+WINDOWS, STREAMING = "heldout_bits_per_byte", "streaming_bits_per_byte"
+"""Scores of a cell: in windows, and with memory carried."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,10 @@ class Row:
         return [cell["suites"][name] for cell in self.finished if cell["suites"].get(name)]
 
 
-def ranked(results: dict[str, Any]) -> list[Row]:
-    """Complete designs by their mean loss, then those with faults by theirs, then those without any loss; equals in
-    the order of the results."""
-    rows = [_row(name, entry) for name, entry in results["designs"].items()]
+def ranked(results: dict[str, Any], score: str = WINDOWS) -> list[Row]:
+    """Complete designs by their mean score, then those with faults by theirs, then those without any; equals in the
+    order of the results."""
+    rows = [_row(name, entry, score) for name, entry in results["designs"].items()]
     return sorted(rows, key=lambda row: (row.mean is None, bool(row.faults), row.mean or 0.0))
 
 
@@ -81,11 +82,11 @@ def leader(rows: Sequence[Row]) -> Row | None:
     return rows[0] if rows and not rows[0].faults else None
 
 
-def _row(name: str, entry: dict[str, Any]) -> Row:
+def _row(name: str, entry: dict[str, Any], score: str) -> Row:
     losses, faults = dict[int, float](), dict[int, tuple[str, str]]()
     for cell in entry["cells"]:
-        if cell["status"] == "finished" and cell[LOSS] is not None:
-            losses[cell["seed"]] = cell[LOSS]
+        if cell["status"] == "finished" and cell.get(score) is not None:
+            losses[cell["seed"]] = cell[score]
         else:
             faults[cell["seed"]] = cell["status"].replace("finished", "without a loss"), cell["why"] or ""
     return Row(name, entry, losses, faults)

@@ -18,7 +18,7 @@ from perspectron.compare.report.numbers import (
     signed,
     size,
 )
-from perspectron.compare.report.summary import Row, leader
+from perspectron.compare.report.summary import STREAMING, Row, leader
 from perspectron.util.stats import interval
 
 Text = Callable[[Any], str]
@@ -57,34 +57,54 @@ def ranged(value: Any, spread: dict[str, Any] | None, text: Text) -> Cell:
     return Cell(text(value), f"{text(spread['low'])} to {text(spread['high'])}" if spread else "")
 
 
-def ranking(rows: Sequence[Row], reference: str, compressors: dict[str, Any], noun: str) -> Table:
-    """Every arm by rank, then the compressors, which have a loss and nothing else."""
-    best, other = leader(rows), {row.name: row for row in rows}[reference]
-    # as the cost suite measured them, else as they are counted
-    states = {
-        row.title: measured(row.cost.get("state_bytes")) or measured(row.entry["state_bytes"]) for row in rows
-    }
-    contexts = {at for sizes in states.values() for at in sizes}
-    ends = sorted({min(contexts), max(contexts)}) if contexts else []
-    head = [noun, "rank", "bits per byte", f"against {other.title}", "parameters", "tokens", "learning rate"]
-    head += ["training tokens/s", *(f"state at {context(end)}" for end in ends)]
+def ranking(
+    rows: Sequence[Row],
+    streamed: Sequence[Row],
+    reference: str,
+    compressors: dict[str, Any],
+    noun: str,
+) -> Table:
+    """Every arm by rank in windows, with both scores, then the compressors, which have a loss and nothing else.
+    streamed: the rows with their scores with memory carried."""
+    carried = {row.name: row for row in streamed}
+    other = {row.name: row for row in rows}[reference]
+    bold = [best and best.name for best in (leader(rows), leader(streamed))]
+    head = [
+        noun,
+        "rank",
+        "windows",
+        f"against {other.title}",
+        "streaming",
+        f"streaming, against {other.title}",
+    ]
+    head += ["streaming, state", "parameters", "tokens", "learning rate", "training tokens/s"]
     body, place = list[list[Cell]](), 0
     for row in rows:
         place += not row.faults
-        kind = "best" if best is not None and row.name == best.name else ""
         faults = "; ".join(f"seed {seed} {status}" for seed, (status, _) in row.faults.items())
         parameters, active = row.entry["parameters"], row.entry["active_parameters"]
+        how = row.entry.get("streaming") or {}
+        pairs = zip((row, carried[row.name]), (other, carried[reference]), bold, strict=True)
+        scores = [
+            (
+                estimate(list(one.losses.values()), kind="best" if one.name == best else ""),
+                _difference(one, to),
+            )
+            for one, to, best in pairs
+        ]
+        if how.get("why"):
+            scores[1] = Cell(NONE, how["why"]), Cell(NONE, kind="quiet")
         body.append([
             Cell(row.title, faults), Cell(NONE if row.faults else str(place)),
-            estimate(list(row.losses.values()), kind=kind), _difference(row, other),
+            *scores[0], *scores[1], Cell(size(how.get("state_bytes"))),
             Cell(short(parameters, 4), f"{short(active)} active" if active != parameters else ""),
             Cell(short(row.average("tokens"))), Cell(rate(row.entry["lr"])), Cell(short(row.speed)),
-            *(Cell(size(states[row.title].get(end))) for end in ends),
         ])  # fmt: skip
     for compressor, bits in compressors.items():
-        gap = NONE if other.mean is None else signed(bits - other.mean)
-        cells = [Cell(compressor, "compressor"), Cell(""), Cell(fixed(bits)), Cell(gap)]
-        body.append([*cells, *[Cell("")] * (len(head) - 4)])
+        gaps = [NONE if to.mean is None else signed(bits - to.mean) for to in (other, carried[reference])]
+        cells = [Cell(compressor, "compressor"), Cell("")]
+        cells += [cell for gap in gaps for cell in (Cell(fixed(bits)), Cell(gap))]
+        body.append([*cells, *[Cell("")] * (len(head) - len(cells))])
     return Table("Held-out bits per byte, mean over the seeds that finished; lower is better", head, body)
 
 
@@ -99,13 +119,15 @@ def _difference(row: Row, other: Row) -> Cell:
     return Cell(signed(pair.mean), note)
 
 
-def differences(rows: Sequence[Row], noun: str) -> Table:
+def differences(rows: Sequence[Row], noun: str, how: str) -> Table:
     """Each finished arm's loss less each other's: strong where it is lower, red where it is higher, grey where the
     interval includes zero and it stays open. None of fewer than three arms or two seeds."""
     whole = [row for row in rows if row.mean is not None and not row.faults]
     body = [[Cell(row.title), *(_sign(row, other) for other in whole)] for row in whole]
     tested = len(whole) > 2 and all(len(row.losses) > 1 for row in whole)
-    caption = f"Bits per byte of the {noun} on the left minus the one above. Bold: lower. Red: higher. "
+    caption = (
+        f"Bits per byte, {how}, of the {noun} on the left minus the one above. Bold: lower. Red: higher. "
+    )
     caption += "Grey: undecided, the interval includes zero"
     return Table(caption, [noun, *(row.title for row in whole)], body if tested else [])
 
@@ -278,12 +300,13 @@ def cells(rows: Sequence[Row], noun: str) -> Table:
             fault = row.faults.get(cell["seed"])
             numbers = [
                 fixed(row.losses.get(cell["seed"]), 4),
+                fixed(cell.get(STREAMING), 4),
                 grouped(cell["steps"]),
                 grouped(cell["tokens"]),
             ]
             numbers += [short(cell["seconds"]), short(cell["tokens_per_second"]), cell["losses_sha256"][:12]]
             status = Cell(*fault, "bad") if fault else Cell("finished")
             body.append([Cell(row.title), Cell(str(cell["seed"])), status, *map(Cell, numbers)])
-    head = [noun, "seed", "status", "held-out bits per byte", "steps", "tokens", "seconds", "tokens/s"]
+    head = [noun, "seed", "status", "windows", "streaming", "steps", "tokens", "seconds", "tokens/s"]
     caption = "Every training; equal digests mean equal training losses"
     return Table(caption, [*head, "losses, SHA-256"], body, (0, 2))

@@ -12,12 +12,12 @@ import scipy.stats
 
 from perspectron.compare.report import figures, html
 from perspectron.compare.report.page import sections
-from perspectron.compare.report.summary import ranked
+from perspectron.compare.report.summary import STREAMING, WINDOWS, ranked
 from perspectron.compare.report.tables import estimate, varied_of
 from perspectron.presets import title
 from perspectron.util import plot
 from perspectron.util.errors import ConfigError
-from tests.refusals import refused
+from tests.refusals import names, refused
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_it_is_well_formed_and_alone(page):
 
 def test_every_picture_is_well_formed_and_named(page):
     pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert len(pictures) == 6  # the ranking, 3 losses, 2 costs
+    assert len(pictures) == 7  # the ranking by each score, 3 losses, 2 costs
     for picture in pictures:
         root = ET.fromstring(picture)
         assert root.get("aria-label") and root.find("title").text
@@ -133,7 +133,8 @@ def test_every_design_is_in_the_tables_and_the_legends(results, page):
     cells = [row[0] for row in Parsed(page).rows if row]
     for name in results["designs"]:
         assert sum(cell == title(name) for cell in cells) >= 5  # ranking, rates, three trainings
-        assert page.count(f">{title(name)}</text>") == (4 if name == "ssd" else 6)
+        pictures = 7 - 2 * (name == "ssd") - (name in ("adr", "lens", "gpt2"))  # costs; with memory carried
+        assert page.count(f">{title(name)}</text>") == pictures
 
 
 def test_the_same_results_give_the_same_bytes(make_results, results, page):
@@ -217,8 +218,11 @@ def test_the_first_sentence_says_who_won_by_how_much(results):
 
 
 def test_differences_are_strong_red_or_open(results):
-    _, table = tables_of(results, "ranking")
-    whole = [row for row in ranked(results) if not row.faults]
+    for table, score in zip(tables_of(results, "ranking")[1:], (WINDOWS, STREAMING), strict=True):
+        differences_are(table, [row for row in ranked(results, score) if not row.faults])
+
+
+def differences_are(table, whole):
     assert list(table.head) == ["design", *(row.title for row in whole)]
     for line, row in zip(table.rows, whole, strict=True):
         for cell, other in zip(line[1:], whole, strict=True):
@@ -253,6 +257,40 @@ def test_compressors_stand_beside_the_designs(results):
     row = ranking(results)["xz -9"]
     mean = next(row.mean for row in ranked(results) if row.name == "transformer")
     assert (row[2].text, row[3].text) == ("1.752", f"{1.752 - mean:+.3f}".replace("-", "−"))
+
+
+def test_both_scores_stand_in_one_table_and_what_has_no_second_says_why(results):
+    reference = [cell["streaming_bits_per_byte"] for cell in results["designs"]["transformer"]["cells"]]
+    cells = [cell["streaming_bits_per_byte"] for cell in results["designs"]["perspective"]["cells"]]
+    row = ranking(results)["Perspective"]
+    assert row[4].text == f"{np.mean(cells):.3f}"
+    low, high = scipy.stats.ttest_rel(cells, reference).confidence_interval(0.95)
+    assert row[5].note.splitlines()[0] == f"{low:+.3f} to {high:+.3f}".replace("-", "−")
+    assert row[6].text == "90.1 kB"
+    assert (ranking(results)["Lens"][4].text, ranking(results)["Lens"][6].text) == ("–", "–")
+    assert ranking(results)["Lens"][4].note == "lens: positions = 256, must be 0"
+    first = ranked(results, STREAMING)[0]
+    assert ranking(results)[first.title][4].kind == "best"
+    lede = re.search(r'<p class="lede">(.*?)</p>', html(results))[1]
+    assert f"With memory carried, {first.title} has" in lede
+    note = next(section.note for section in sections(results) if section.slug == "ranking")
+    assert names(note, "Windows", "Streaming", 256, 126) and "4\u202f711" in note
+
+
+def test_results_of_one_score_have_dashes_for_the_other(results):
+    old = copy.deepcopy(results)
+    del old["plan"]["context"]
+    for design in old["designs"].values():
+        del design["streaming"]
+        for cell in design["cells"]:
+            del cell["streaming_bits_per_byte"]
+    for name in old["designs"]:
+        row = ranking(old)[title(name)]
+        assert [cell.text for cell in row[4:7]] == ["–", "–", "–"] and row[2] == ranking(results)[
+            title(name)
+        ][2]
+    assert len(tables_of(old, "ranking")) == 2
+    assert "With memory carried" not in html(old)
 
 
 def test_one_seed_has_no_interval(make_results):
