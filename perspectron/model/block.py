@@ -19,10 +19,11 @@ from perspectron.model.config import (
     ParallelConfig,
     RouteGatedConfig,
     SequentialConfig,
+    Shift,
 )
 from perspectron.model.ffn import FFNS, TiedConfig
 from perspectron.model.mixer import Mixer, build
-from perspectron.model.parts import Dropout, Shared, TokenShift, ValueResidual
+from perspectron.model.parts import MIX_EXPONENTS, Dropout, Shared, TokenShift, ValueResidual
 from perspectron.model.state import register
 from perspectron.model.tuned import Tuned, around
 from perspectron.ops.dispatch import check_consumed
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 NORMS: dict[str, type[nn.Module]] = {"rms": RMSNorm, "layer": nn.LayerNorm}
 ROUTE_START = 2.2  # sigmoid: 0.9
-MIX_EXPONENTS = (0.7,)  # of the mix of a network
 ROWS = 8  # of a call, to a multiple of which products of matrices that are not packed are filled up
 
 
@@ -107,7 +107,8 @@ class RouteGate(nn.Module):
 class Block(nn.Module):
     """One layer: h adds the mixer's output to the input, y adds the network's. `config.residual` says how.
 
-    shift: both also read the token before. `first_values`, which the model sets: what the mixer's values lean on."""
+    shift: both also read the token before, or these inputs of theirs do. `first_values`, which the model sets: what the
+    mixer's values lean on."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class Block(nn.Module):
         config: BlockConfig,
         dropout: float = 0.0,
         *,
-        shift: bool = False,
+        shift: Shift = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -134,12 +135,12 @@ class Block(nn.Module):
             self.mixer = build(d_model, norm_eps, config.mixer)
             if config.beside is not None:
                 self.beside = build(d_model, norm_eps, config.beside)
-            if shift and not self.mixer.own_token_shift:
-                self.mixer_shift = TokenShift(config.mixer.d_token or d_model, self.mixer.mix_exponents)
+            if exponents := self._exponents(shift):
+                self.mixer_shift = TokenShift(config.mixer.d_token or d_model, exponents)
         if config.ffn is not None:
             self.ffn_norm = NORMS[norm](d_model, norm_eps)
-            if shift:
-                self.ffn_shift = TokenShift(d_model, MIX_EXPONENTS)
+            if shift is True or (shift is not False and "network" in shift):
+                self.ffn_shift = TokenShift(d_model, [MIX_EXPONENTS["network"]])
             if not isinstance(config.ffn, TiedConfig):
                 self.ffn = FFNS[config.ffn.kind](d_model, config.ffn)
         if isinstance(config.residual, RouteGatedConfig):
@@ -149,6 +150,17 @@ class Block(nn.Module):
             if dropout and mixer.drops:
                 mixer.dropout = Dropout(dropout)
 
+    def _exponents(self, shift: Shift) -> Sequence[float | None]:
+        """Exponents of the initial mixes of the mixer's inputs; none where it reads no token before."""
+        if shift is False or self.mixer.own_token_shift:
+            return ()
+        if shift is True:
+            return self.mixer.mix_exponents
+        if "x" in shift:
+            return (MIX_EXPONENTS["x"],)
+        found = [MIX_EXPONENTS[name] if name in shift else None for name in self.mixer.inputs]
+        return found if any(found) else ()
+
     @property
     def mixers(self) -> tuple[Mixer, ...]:
         """Those of the layer: none, one or two."""
@@ -156,6 +168,12 @@ class Block(nn.Module):
         return tuple(
             cast(Mixer, getattr(self, name)) for name in names if getattr(self.config, name) is not None
         )
+
+    @property
+    def inputs(self) -> set[str]:
+        """Names of those that can read the token before."""
+        found = {name for mixer in self.mixers if not mixer.own_token_shift for name in ("x", *mixer.inputs)}
+        return found | ({"network"} if self.config.ffn is not None else set())
 
     @property
     def networks(self) -> tuple[nn.Module, ...]:

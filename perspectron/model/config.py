@@ -107,6 +107,10 @@ class BlockConfig:
         return tuple(mixer for mixer in (self.mixer, self.beside) if mixer is not None)
 
 
+Shift = bool | tuple[str, ...]
+"""Which inputs of mixers and networks read the token before: all as the mixer has it, or those of these names."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A language model: embedding, blocks, final norm, head.
@@ -118,7 +122,8 @@ class ModelConfig:
     factor · l, or cap · tanh(factor · l / cap) where the cap is not 0. positions: length of a learned position table,
     which bounds the length of a document; 0 for none. norm: "rms", or "layer" with biases. dropout: share of the
     numbers that are zeroed in training, in the embedding, in what mixers and networks add, and in the weights of
-    attention. shift: mixers and networks read a learned mix of each token and the one before
+    attention. shift: mixers and networks read a learned mix of each token and the one before, or these inputs of theirs
+    do: q, k, v, g (gates), x (all of a mixer's, with one mix), network
     (docs/designs/baselines.md#two-parts-for-every-design). first_values: values of mixers lean on those of the first
     mixer with as many channels. longest: tokens of the longest document that rotary positions were made for, past which
     nothing is generated; 0 for no bound.
@@ -139,7 +144,7 @@ class ModelConfig:
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     dropout: float = 0.0
-    shift: bool = False
+    shift: Shift = False
     first_values: bool = False
     longest: int = 0
 

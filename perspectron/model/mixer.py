@@ -37,8 +37,12 @@ class Mixer(nn.Module, abc.ABC):
     value_channels: int = 0
     """Channels of its values, which a value residual mixes with those of the first mixer that has as many (`forward`
     then takes `value_residual`); 0 for none."""
+    inputs: tuple[str, ...] = ("x",)
+    """Names of the inputs that `forward` takes apart (`parts.split_inputs`): q, k, v, g (what gates are made of), or x
+    for all. A token shift may be asked for each of them."""
     mix_exponents: tuple[float, ...] = (0.7,)
-    """Exponents of the initial token shifts, one for each input that `forward` takes apart (`parts.split_inputs`)."""
+    """Exponents of the initial token shifts where a model does not say which inputs have them: one for each, or one for
+    all."""
     own_token_shift: bool = False
     """True if it reads the token before by itself, so that a model with token shift adds none."""
     takes_shared: bool = False

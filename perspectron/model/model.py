@@ -83,6 +83,12 @@ class LanguageModel(nn.Module):
             reads = getattr(getattr(self.ffn_of(each), "config", None), "reads", "stream")
             mixed = reads == "stream" or each.config.mixer is not None
             require(mixed, "reads", reads, "stream in a layer without a mixer")
+        if not isinstance(config.shift, bool):
+            known = {name for each in cast("list[Block]", self.blocks) for name in each.inputs}
+            for name in config.shift:
+                one_of(name, sorted(known), "shift")
+            alone = "x" not in config.shift or set(config.shift) <= {"x", "network"}
+            require(alone, "shift", "+".join(config.shift), "x, or single inputs of the mixers")
         if config.first_values:
             self._lean()
         self.norm = NORMS[config.norm](config.d_model, config.norm_eps)

@@ -21,6 +21,8 @@ from perspectron.util.streams import stream
 STEP = (0.001, 0.1)  # what Mamba draws its steps Δ from, evenly in their logarithm
 UNIT_EPS = 1e-6
 LEAST_SQUARE = 1e-24
+MIX_EXPONENTS = {"x": 0.7, "q": 0.2, "k": 0.7, "v": 0.7, "g": 0.2, "network": 0.7}
+"""Of the initial mixes of a token shift, by the input that has it: those of RWKV-7's first layer."""
 ValueFunction = Callable[[Tensor, Tensor], Tensor]
 """A function of a mixer's values [B,T,C] and of their input [B,T,D]: values that lean on the first mixer's
 (`ValueResidual`)."""
@@ -130,14 +132,16 @@ def between(
 
 class TokenShift(nn.Module):
     """Inputs that lie between a token and the one before it in its document, each by a learned mix for each channel
-    (Peng et al. 2023, arXiv 2305.13048). mix_exponents: of the initial mixes, one for each input."""
+    (Peng et al. 2023, arXiv 2305.13048). mix_exponents: of the initial mixes, one for each input; None where an input
+    reads the token alone."""
 
     no_decay = ("mix_ND",)
 
-    def __init__(self, d_model: int, mix_exponents: tuple[float, ...]) -> None:
+    def __init__(self, d_model: int, mix_exponents: Sequence[float | None]) -> None:
         super().__init__()
-        self.mix_exponents = mix_exponents
-        self.mix_ND = nn.Parameter(torch.empty(len(mix_exponents), d_model))
+        self.mixed = [exponent is not None for exponent in mix_exponents]
+        self.mix_exponents = [exponent for exponent in mix_exponents if exponent is not None]
+        self.mix_ND = nn.Parameter(torch.empty(len(self.mix_exponents), d_model))
 
     def init_weights(self, generator: torch.Generator) -> None:
         self.mix_ND.copy_(
@@ -146,8 +150,25 @@ class TokenShift(nn.Module):
 
     def forward(self, x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple[Inputs, Tensor]:
         """The inputs, as one tensor where there is only one, and the last token [B,D]."""
-        inputs, last_BD = between(x_BTD, last_BD, self.mix_ND, reset_BT, pad_BT)
+        some, last_BD = between(x_BTD, last_BD, self.mix_ND, reset_BT, pad_BT)
+        rest = iter(some)
+        inputs = tuple(next(rest) if mixed else x_BTD for mixed in self.mixed)
         return inputs if len(inputs) > 1 else inputs[0], last_BD
+
+
+def projected(linear: nn.Module, inputs: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """The outputs of a linear layer, in parts of these sizes, each of an input of its own."""
+    if all(x is inputs[0] for x in inputs):
+        whole: Tensor = linear(inputs[0])
+        return whole
+    if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
+        # who packs a layer or looks at what it reads has all of it
+        parts = [linear(x).split(list(sizes), -1)[i] for i, x in enumerate(inputs)]
+    else:
+        weights = linear.weight.split(list(sizes))
+        biases = [None] * len(weights) if linear.bias is None else linear.bias.split(list(sizes))
+        parts = [F.linear(x, W, b) for x, W, b in zip(inputs, weights, biases, strict=True)]
+    return torch.cat(parts, -1)
 
 
 def split_inputs(x: Inputs, inputs: int) -> tuple[Tensor, ...]:

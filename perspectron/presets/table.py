@@ -214,8 +214,9 @@ def sizes_of(make: Make) -> dict[str, Size]:
                     found[key] = known._replace(paths=(*known.paths, *size.paths))
                     for one in (known, size):
                         found.setdefault(".".join(one.paths[0]), one._replace(paths=one.paths[:1]))
+    hints = get_type_hints(ModelConfig)
     for key, value in OF_EVERY_MODEL.items():
-        found.setdefault(key, Size(value, type(value), ((key,),)))
+        found.setdefault(key, Size(value, hints[key], ((key,),)))
     return found
 
 

@@ -155,11 +155,15 @@ def _load(hint: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        (hint,) = (arg for arg in args if arg is not type(None))
+        hints = [arg for arg in args if arg is not type(None)]
+        listed_one = isinstance(value, str | list | tuple)
+        hint = next((one for one in hints if (typing.get_origin(one) is tuple) == listed_one), hints[0])
         return _load(hint, value, where)
     if origin is Literal:
         return one_of(value, args, where)
     if origin is tuple:
+        if isinstance(value, str) and args[0] is str:
+            value = value.split("+")
         require(isinstance(value, list | tuple), where, value, "a list")
         items: list[Any] = []
         for i, item in enumerate(value):  # a model's layers are alike: each kind is validated once

@@ -43,7 +43,8 @@ DESIGNS = list(presets.DESIGNS)
 FORMATS = ("2bit", "4bit", "int8")
 VARIANTS = [
     "perspective2[gated=true]", "perspective2[shift=false,first_values=false]",
-    "transformer[shift=true,first_values=true]",
+    "transformer[shift=true,first_values=true]", "transformer[shift=k+v+network]", "gdn[shift=q+k]",
+    "ssd[shift=v+g]", "perspective2[shift=k]",
     "gdn[negative=true]", "kda[negative=true,shift=true]", "mamba3[shift=true]", "lens2[output_gate=false]",
     "perspective[embedding_norm=false]",
 ]  # fmt: skip

@@ -15,14 +15,17 @@ from torch import Tensor
 
 import perspectron
 from perspectron import presets
-from perspectron.designs.delta.gdn import GDNConfig
+from perspectron.designs.delta.gdn import GDN, GDNConfig
 from perspectron.designs.lens.prune import prune
+from perspectron.designs.mamba3.mixer import Mamba3
+from perspectron.designs.ssd.mixer import SSD
 from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.model.block import Block, ShiftedState
 from perspectron.model.census import census
 from perspectron.model.config import ModelConfig
+from perspectron.model.mixer import Mixer
 from perspectron.model.model import LanguageModel
-from perspectron.model.parts import TokenShift
+from perspectron.model.parts import TokenShift, projected
 from perspectron.model.state import load_state, save_state
 from perspectron.presets.fit import small
 from perspectron.util.errors import ConfigError
@@ -39,12 +42,13 @@ LEANING = {
 def config(design: str) -> ModelConfig:
     """With both parts, or with the shift alone where no mixer has values that lean. "mixed": Mamba-3 leans on Mamba-2,
     whose convolution has values at padding that are not 0."""
+    design, _, names = design.partition(":")
     if design == MIXED:
         below, above = config("ssd"), config("mamba3")
         return replace(above, blocks=(below.blocks[0], *above.blocks[1:]))
     made = small(design, vocab_size=V, d_model=32, layers=3, seq_len=2 * T)
     leaning = any(block.mixer is not None and block.mixer.kind in LEANING for block in made.blocks)
-    return replace(made, shift=True, first_values=leaning)
+    return replace(made, shift=tuple(names.split("+")) if names else True, first_values=leaning)
 
 
 def build(design: str | ModelConfig, seed: int = 0) -> LanguageModel:
@@ -69,7 +73,30 @@ def close(a, b) -> None:
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-every_design = pytest.mark.parametrize("design", [*presets.DESIGNS, MIXED])
+SINGLE = (
+    *(
+        "transformer:k",
+        "transformer:k+v+network",
+        "transformer:x",
+        "gpt2:q+v",
+        "lens2:k+v",
+        "adr:k",
+        "adr2:v+network",
+    ),
+    *(
+        "perspective:q+g+network",
+        "perspective2:k",
+        "gla:v+g",
+        "gdn:k+g",
+        "kda:q",
+        "gdn2:k+v",
+        "hgrn2:k",
+        "ssd:v+g",
+    ),
+    *("ssd:q+k", "mamba3:k+network", "mingru:x"),
+)
+"""Designs of which these inputs read the token before."""
+every_design = pytest.mark.parametrize("design", [*presets.DESIGNS, MIXED, *SINGLE])
 
 
 @every_design
@@ -171,11 +198,15 @@ def test_what_reads_and_what_leans_is_there(design):
     """Every mixer and network has a shift of its own or by design; of the mixers with values all but the first of a
     width have a gate."""
     model, seen = build(design), set()
+    names = set() if model.config.shift is True else set(model.config.shift)
     for block in model.blocks:
         assert isinstance(block, Block)
         if block.config.mixer is not None:
-            assert (block.mixer_shift is None) == (block.config.mixer.kind in ("rwkv7", "rwkv7_channel"))
-        assert (block.ffn_shift is None) == (block.config.ffn is None)
+            every = model.config.shift is True and block.config.mixer.kind not in ("rwkv7", "rwkv7_channel")
+            reads = every or bool(names & {"x", *block.mixer.inputs})
+            assert (block.mixer_shift is not None) == reads
+        reads = model.config.shift is True or "network" in names
+        assert (block.ffn_shift is not None) == (reads and block.config.ffn is not None)
         leans = block.config.mixer is not None and block.config.mixer.kind in LEANING
         assert (block.first_values is not None) == leans
         if leans:
@@ -208,6 +239,72 @@ def test_the_token_before_is_read_by_hand():
         close(torch.stack(inputs), torch.stack([given] if isinstance(given, torch.Tensor) else given))
     assert isinstance(after, ShiftedState)
     close(after.last_BND, torch.stack([part[:, -1] for part in read], 1))
+
+
+def columns(mixer: Mixer) -> list[tuple[str, int]]:
+    """Of its first layer, each part's input and how many columns it has."""
+    if isinstance(mixer, SSD):
+        inner, _, heads = mixer.split
+        keys = mixer.config.groups * mixer.config.state
+        return [("g", inner), ("v", inner), ("k", keys), ("q", keys), ("g", heads)]
+    if isinstance(mixer, Mamba3):
+        return list(zip(("g", "v", "k", "q", *"gggg"), mixer.split, strict=True))
+    if isinstance(mixer, GDN):
+        heads, K, V = mixer.shape
+        return [("q", heads * K), ("k", heads * K), ("v", heads * V)]
+    return [(name, 32) for name in "qkv"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("design", ["transformer:k+network", "gdn:q+v", "ssd:k+g", "mamba3:v", "lens2:v"])
+def test_single_inputs_read_it_by_hand(design):
+    """The layer's own columns of what it gives for each input, which lies between a token and the one before."""
+    block = build(design).blocks[1]
+    mixer, x = block.mixer, torch.randn(1, 6, 32, dtype=torch.float64)
+    before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+    mixes = iter(block.mixer_shift.mix_ND)
+    names = design.partition(":")[2].split("+")
+    inputs = {name: x + next(mixes) * (before - x) if name in names else x for name in mixer.inputs}
+    given, _ = block.mixer_shift(x, torch.zeros_like(x[:, 0]), None, None)
+    close(torch.stack(given), torch.stack(list(inputs.values())))
+    y, _, _ = mixer(given)
+    linear = next(part for part in mixer.children() if isinstance(part, torch.nn.Linear))
+    order, sizes = zip(*columns(mixer), strict=True)
+    made = [linear(inputs[name]).split(list(sizes), -1)[i] for i, name in enumerate(order)]
+    linear.register_forward_hook(lambda *_: torch.cat(made, -1))
+    close(mixer(x)[0], y)
+    assert not torch.allclose(mixer(x)[0], x)
+
+
+@torch.no_grad()
+def test_parts_of_a_layer_have_inputs_of_their_own():
+    """With hooks, packed or bare, the columns are those of the whole layer."""
+    draw = torch.Generator().manual_seed(0)
+    linear, sizes = torch.nn.Linear(8, 12).double(), [2, 7, 3]
+    inputs = [torch.randn(2, 5, 8, generator=draw, dtype=torch.float64) for _ in sizes]
+    expected = torch.cat([linear(x).split(sizes, -1)[i] for i, x in enumerate(inputs)], -1)
+    close(projected(linear, inputs, sizes), expected)
+    assert torch.equal(projected(linear, [inputs[0]] * 3, sizes), linear(inputs[0]))
+    seen = []
+    linear.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    close(projected(linear, inputs, sizes), expected)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("shift", [("k", "z"), ("x", "k"), ("g",), ("network", "")])
+def test_inputs_that_a_design_has_not_are_refused(shift):
+    with refused(ConfigError, "shift"):
+        perspectron.build(replace(config("transformer"), shift=shift))
+
+
+def test_names_stand_in_a_variant():
+    assert presets.get("transformer-tiny", shift="k+v+network").shift == ("k", "v", "network")
+    made = presets.solve("gdn[shift=k+g]", 100_000, vocab_size=300, seq_len=64)
+    assert made.shift == ("k", "g") and perspectron.build(made)
+    assert presets.get("transformer-tiny", shift="k").shift == ("k",)
+    assert presets.get("transformer-tiny", shift=True).shift is True
+    with refused(ConfigError, "shift", 3):
+        presets.get("transformer-tiny", shift=3)
 
 
 def test_values_lean_by_hand():

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from perspectron.designs.adr import gru
 from perspectron.model import cache
 from perspectron.model.cache import Cache
-from perspectron.model.masks import Mask, masked
+from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
-from perspectron.model.parts import ValueFunction
+from perspectron.model.parts import ValueFunction, projected, split_inputs
 from perspectron.model.state import register
 from perspectron.ops import attention, rope
 from perspectron.util.config import MixerConfig, divides, one_of, require
@@ -99,6 +99,7 @@ class ADR(Mixer):
     about = "attention to recurrent memories (decayed GRUs) of keys and values"
     source = "docs/designs/adr.md#the-five-laws"
     drops = True
+    inputs = ("q", "k", "v")
     exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: ADRConfig) -> None:
@@ -152,17 +153,17 @@ class ADR(Mixer):
     @masked
     def forward(
         self,
-        x_BTD: Tensor,
+        x: Inputs,
         state: ADRState,
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
         value_residual: ValueFunction | None = None,
     ) -> tuple[Tensor, ADRState, dict[str, Term]]:
-        B, T, D = x_BTD.shape
+        B, T, D = split_inputs(x, 3)[0].shape
         at = attention.places(state.cache.length_B, T, reset_BT, pad_BT)
         qkv, memory, seen, after_B2HK = self.remember(
-            x_BTD,
+            x,
             state,
             at,
             reset_BT=reset_BT,
@@ -190,7 +191,7 @@ class ADR(Mixer):
 
     def remember(
         self,
-        x_BTD: Tensor,
+        x: Inputs,
         state: ADRState,
         at: attention.Places,
         *,
@@ -201,11 +202,12 @@ class ADR(Mixer):
     ) -> Remembered:
         """The input of attention for tokens that come after `state`, at these places."""
         config, of = self.config, self.config.remembered
-        qkv_BTC = self.qkv_proj(x_BTD)
+        inputs = split_inputs(x, 3)
+        qkv_BTC = projected(self.qkv_proj, inputs, [self.value_channels] * 3)
         if value_residual is not None:
             qk_BTC, v_BTD = qkv_BTC.split([2 * self.value_channels, self.value_channels], -1)
-            qkv_BTC = torch.cat([qk_BTC, value_residual(v_BTD, x_BTD)], -1)
-        qkv_BT3HK = qkv_BTC.view(*x_BTD.shape[:2], 3, config.heads, -1)
+            qkv_BTC = torch.cat([qk_BTC, value_residual(v_BTD, inputs[2])], -1)
+        qkv_BT3HK = qkv_BTC.view(*qkv_BTC.shape[:2], 3, config.heads, -1)
         kv = qkv_BT3HK[:, :, 1:]
         own, G = kv[:, :, of], len(self.input_GKF)
         B, T, kinds, H, K = own.shape

@@ -11,9 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from perspectron.model.masks import Mask, masked
+from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
-from perspectron.model.parts import ShortConv, ValueFunction, softplus, softplus_of_steps, unit
+from perspectron.model.parts import (
+    ShortConv,
+    ValueFunction,
+    projected,
+    softplus,
+    softplus_of_steps,
+    split_inputs,
+    unit,
+)
 from perspectron.model.state import register
 from perspectron.model.tuned import Tuned
 from perspectron.ops import delta
@@ -40,6 +48,7 @@ class Delta(Mixer):
     rates: what e^{A_log} starts at, evenly between. A: 1, or K for decays of each channel. key_heads: G, which H / G
     heads in a row share; None is H."""
 
+    inputs = ("q", "k", "v", "g")
     exact_cells = 8
 
     def __init__(
@@ -90,7 +99,7 @@ class Delta(Mixer):
     @masked
     def forward(
         self,
-        x_BTD: Tensor,
+        x: Inputs,
         state: DeltaState,
         reset_BT: Mask,
         pad_BT: Mask,
@@ -98,12 +107,15 @@ class Delta(Mixer):
         value_residual: ValueFunction | None = None,
         tuned: Tuned | None = None,
     ) -> tuple[Tensor, DeltaState, dict[str, Term]]:
-        u_BTC, window_BZC = self.conv1d(self.qkv_proj(x_BTD), state.window_BZC, reset_BT, pad_BT)
+        x_q, x_k, x_v, x_g = split_inputs(x, len(self.inputs))
         (H, K, V), G = self.shape, self.key_heads
-        q, k, v = u_BTC.split([G * K, G * K, H * V], -1)
-        v = v if value_residual is None else value_residual(v, x_BTD)
+        sizes = [G * K, G * K, H * V]
+        u_BTC = projected(self.qkv_proj, (x_q, x_k, x_v), sizes)
+        u_BTC, window_BZC = self.conv1d(u_BTC, state.window_BZC, reset_BT, pad_BT)
+        q, k, v = u_BTC.split(sizes, -1)
+        v = v if value_residual is None else value_residual(v, x_v)
         q, k, v = (x.unflatten(-1, (heads, -1)) for x, heads in ((q, G), (k, G), (v, H)))
-        f, beta, write, gate_BTV = self.gates(x_BTD)
+        f, beta, write, gate_BTV = self.gates(x_g)
         if tuned is not None:
             f = tuned.decays(f)
         full = torch.promote_types(f.dtype, torch.float32)
@@ -120,5 +132,5 @@ class Delta(Mixer):
         )
         if tuned is not None:
             o_BHTV = tuned.read(o_BHTV, q, K**-0.5)
-        o_BTV = self.norm(o_BHTV.transpose(1, 2).to(x_BTD.dtype)).flatten(2)
+        o_BTV = self.norm(o_BHTV.transpose(1, 2).to(x_g.dtype)).flatten(2)
         return self.o_proj(o_BTV * gate_BTV), DeltaState(memory_BHKV, window_BZC), {}

@@ -55,6 +55,7 @@ class GLA(Mixer):
     framed = GLAConfig(heads=4)
     hidden = 440
 
+    inputs = ("q", "k", "v", "g")
     mix_exponents = (0.2, 0.7, 0.7, 0.2)  # of q, k, v and both gates
     exact_cells = 8
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.masks import Mask, masked
+from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
-from perspectron.model.parts import Shared, ValueFunction
+from perspectron.model.parts import Shared, ValueFunction, split_inputs
 from perspectron.model.state import register
 from perspectron.model.tuned import Tuned
 from perspectron.ops import gla
@@ -61,6 +61,7 @@ class HGRN2(Mixer):
     hidden = 448
 
     takes_shared = True
+    inputs = ("q", "k", "v")  # keys are made of what decays are
     exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: HGRN2Config) -> None:
@@ -96,7 +97,7 @@ class HGRN2(Mixer):
     @masked
     def forward(
         self,
-        x_BTD: Tensor,
+        x: Inputs,
         state: HGRN2State,
         reset_BT: Mask,
         pad_BT: Mask,
@@ -105,7 +106,8 @@ class HGRN2(Mixer):
         value_residual: ValueFunction | None = None,
         tuned: Tuned | None = None,
     ) -> tuple[Tensor, HGRN2State, dict[str, Term]]:
-        f_BTD = self.f_proj(x_BTD)
+        x_q, x_k, x_v = split_inputs(x, len(self.inputs))
+        f_BTD = self.f_proj(x_k)
         if tuned is not None:
             f_BTD = tuned.decays(f_BTD)
         f_BTD = f_BTD.to(torch.promote_types(f_BTD.dtype, torch.float32))
@@ -127,13 +129,13 @@ class HGRN2(Mixer):
         gate_BTD = 1 - k_BTD
         if reset_BT is not None:
             gate_BTD = gate_BTD.masked_fill(reset_BT[:, :, None], 0)
-        v_BTD = self.i_proj(x_BTD) if value_residual is None else value_residual(self.i_proj(x_BTD), x_BTD)
-        inputs = (batch_invariant(F.silu, self.q_proj(x_BTD)), k_BTD, v_BTD, gate_BTD)
+        v_BTD = self.i_proj(x_v) if value_residual is None else value_residual(self.i_proj(x_v), x_v)
+        inputs = (batch_invariant(F.silu, self.q_proj(x_q)), k_BTD, v_BTD, gate_BTD)
         q, k, v, gate = (x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for x in inputs)
         o_BHTK, memory_BHKK = gla.scan(
             q, k, v, gate, state.memory_BHKK, consume_state=consume_state, checked=False
         )
         if tuned is not None:
             o_BHTK = tuned.read(o_BHTK, q, q.shape[-1] ** -0.5)
-        o_BTD = o_BHTK.transpose(1, 2).flatten(2).to(x_BTD.dtype)
+        o_BTD = o_BHTK.transpose(1, 2).flatten(2).to(x_q.dtype)
         return self.o_proj(self.norm(o_BTD)), HGRN2State(memory_BHKK), {}

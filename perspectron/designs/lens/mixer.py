@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from perspectron.designs.lens import op as lens
 from perspectron.model import cache
 from perspectron.model.cache import Cache
-from perspectron.model.masks import Mask, masked
+from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
-from perspectron.model.parts import ValueFunction
+from perspectron.model.parts import ValueFunction, projected, split_inputs
 from perspectron.ops import attention, rope
 from perspectron.ops.fused import batch_invariant
 from perspectron.util.config import MixerConfig, divides, require
@@ -59,6 +59,7 @@ class Lens(Mixer):
         "attention with three scores: query to key, key to query, and a bias for keys that want to be found"
     )
     source = "docs/designs/lens.md#three-lenses"
+    inputs = ("q", "k", "v")
     drops = True
 
     def __init__(self, d_model: int, norm_eps: float, config: LensConfig) -> None:
@@ -108,17 +109,18 @@ class Lens(Mixer):
     @masked
     def forward(
         self,
-        x_BTD: Tensor,
+        x: Inputs,
         state: Cache,
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
         value_residual: ValueFunction | None = None,
     ) -> tuple[Tensor, Cache, dict[str, Term]]:
-        B, T, D = x_BTD.shape
-        parts = self.qkv_proj(x_BTD).view(B, T, 3, D).unbind(2)
+        inputs = split_inputs(x, 3)
+        B, T, D = inputs[0].shape
+        parts = projected(self.qkv_proj, inputs, [D] * 3).view(B, T, 3, D).unbind(2)
         if value_residual is not None:
-            parts = (*parts[:2], value_residual(parts[2], x_BTD))
+            parts = (*parts[:2], value_residual(parts[2], inputs[2]))
         q, k, v = (part.view(B, T, self.config.heads, -1).transpose(1, 2) for part in parts)
         scale = q.shape[-1] ** -0.5
         u_HK = self.u_HK if self.config.discoverability else None
@@ -141,7 +143,7 @@ class Lens(Mixer):
         )
         o_BTD = o.transpose(1, 2).reshape(B, T, D)
         if self.config.output_gate:
-            o_BTD = o_BTD * batch_invariant(torch.sigmoid, self.gate_proj(x_BTD))
+            o_BTD = o_BTD * batch_invariant(torch.sigmoid, self.gate_proj(inputs[0]))
         return self.o_proj(o_BTD), state, {}
 
     def _turned(self, x_BHTF: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:

@@ -11,9 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.masks import Mask, masked
+from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
-from perspectron.model.parts import ValueFunction, sigmoid, softplus, softplus_of_steps
+from perspectron.model.parts import (
+    ValueFunction,
+    projected,
+    sigmoid,
+    softplus,
+    softplus_of_steps,
+    split_inputs,
+)
 from perspectron.model.state import register
 from perspectron.model.tuned import Tuned
 from perspectron.ops import gla
@@ -65,6 +72,7 @@ class Mamba3(Mixer):
     framed = Mamba3Config(head_dim=32, state=64)
     hidden = 304
 
+    inputs = ("q", "k", "v", "g")
     no_decay = ("b_bias", "c_bias")
 
     def __init__(self, d_model: int, norm_eps: float, config: Mamba3Config) -> None:
@@ -106,7 +114,7 @@ class Mamba3(Mixer):
     @masked
     def forward(
         self,
-        x_BTD: Tensor,
+        x: Inputs,
         state: Mamba3State,
         reset_BT: Mask,
         pad_BT: Mask,
@@ -114,9 +122,11 @@ class Mamba3(Mixer):
         value_residual: ValueFunction | None = None,
         tuned: Tuned | None = None,
     ) -> tuple[Tensor, Mamba3State, dict[str, Term]]:
-        projected = self.in_proj(x_BTD).to(x_BTD.dtype).split(self.split, -1)
-        (z_BTI, v_BTI, b_BTN, c_BTN), steps = projected[:4], projected[4:]
-        full = torch.promote_types(x_BTD.dtype, torch.float32)
+        x_q, x_k, x_v, x_g = split_inputs(x, len(self.inputs))
+        read = (x_g, x_v, x_k, x_q, *[x_g] * len(self.split[4:]))
+        made = projected(self.in_proj, read, self.split).to(x_g.dtype).split(self.split, -1)
+        (z_BTI, v_BTI, b_BTN, c_BTN), steps = made[:4], made[4:]
+        full = torch.promote_types(x_g.dtype, torch.float32)
         delta_BTH, rate_BTH, mix_BTH, theta_BTF = (step.to(full) for step in steps)
         if tuned is not None:
             delta_BTH = tuned.decays(delta_BTH)
@@ -132,7 +142,7 @@ class Mamba3(Mixer):
         angle_BTHF = _angles(turn_BTHF, state.angle_BHF, reset_BT)
         k_BTHN = _turned(self.b_norm(b_BTN).to(full)[:, :, None] + self.b_bias, angle_BTHF)
         q_BTHN = _turned(self.c_norm(c_BTN).to(full)[:, :, None] + self.c_bias, angle_BTHF)
-        v_BTI = v_BTI if value_residual is None else value_residual(v_BTI, x_BTD)
+        v_BTI = v_BTI if value_residual is None else value_residual(v_BTI, x_v)
         v_BTHP = v_BTI.to(full).unflatten(-1, (-1, self.config.head_dim))
         # A token is written for itself and, before it has faded, for the next one: both at once, into a memory that is
         # ahead of S by the second part. The outputs are read from it, less that part of the token that reads.
@@ -151,7 +161,7 @@ class Mamba3(Mixer):
             o_BHTP = tuned.read(o_BHTP, q)
         skip_BTH = self.D - (q_BTHN * k_BTHN).sum(-1) * late_BTH
         y_BTHP = torch.addcmul(o_BHTP.transpose(1, 2), v_BTHP, skip_BTH[..., None])
-        y_BTD = self.o_proj((y_BTHP.flatten(2) * batch_invariant(F.silu, z_BTI)).to(x_BTD.dtype))
+        y_BTD = self.o_proj((y_BTHP.flatten(2) * batch_invariant(F.silu, z_BTI)).to(x_g.dtype))
         key_BHN = _last(k_BTHN, state.key_BHN, reset_BT, pad_BT)
         input_BHP = _last(v_BTHP, state.input_BHP, reset_BT, pad_BT)
         return y_BTD, Mamba3State(memory_BHNP, angle_BTHF[:, -1].clone(), key_BHN, input_BHP), {}

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.designs.perspective import eligibility
-from perspectron.model.masks import Mask, masked
+from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
+from perspectron.model.parts import split_inputs
 from perspectron.model.state import register
 from perspectron.model.tuned import Tuned
 from perspectron.ops import pdr
@@ -114,6 +115,7 @@ class PDR(Mixer):
     about = "Perspective Decay Recurrence: a matrix memory with a decay for each row"
     source = "docs/designs/perspective.md#the-recurrence"
     kept_at_reset = ("down_BrD", "up_BDr")  # an adapter's
+    inputs = ("q", "k", "v", "g")
     exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: PDRConfig) -> None:
@@ -156,15 +158,16 @@ class PDR(Mixer):
     @masked
     def forward(
         self,
-        x_BTD: Tensor,
+        x: Inputs,
         state: PDRState,
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
         tuned: Tuned | None = None,
     ) -> tuple[Tensor, PDRState, dict[str, Term]]:
-        read_BTD = self.p_down(x_BTD)
-        p_BTD, v_BTD = self.p_proj(read_BTD), self.v_proj(x_BTD)
+        x_q, x_k, x_v, x_p = split_inputs(x, len(self.inputs))
+        read_BTD = self.p_down(x_p)
+        p_BTD, v_BTD = self.p_proj(read_BTD), self.v_proj(x_v)
         if isinstance(state, Adapted):
             p_BTD, u_BTr = state.gates(p_BTD, read_BTD)
         if tuned is not None:
@@ -174,8 +177,8 @@ class PDR(Mixer):
             gamma_BTD = gamma_BTD.masked_fill(pad_BT[:, :, None], 1)  # v is 0 there: it has no bias
         if reset_BT is not None:
             gamma_BTD = gamma_BTD.masked_fill(reset_BT[:, :, None], 0)
-        at = places(state.length_B, x_BTD.shape[1], reset_BT, pad_BT)
-        inputs = [self.q_proj(x_BTD), self.k_proj(x_BTD), v_BTD, gamma_BTD]
+        at = places(state.length_B, x_q.shape[1], reset_BT, pad_BT)
+        inputs = [self.q_proj(x_q), self.k_proj(x_k), v_BTD, gamma_BTD]
         memory_BDR, more = state.memory_BDR, dict[str, Tensor]()
         if isinstance(state, AdaptedState) and state.traced:  # before the memory is written into
             _, k, v, gamma = inputs
@@ -185,7 +188,7 @@ class PDR(Mixer):
         if tuned is not None:
             scale = self.config.rank**-0.5 if self.config.scale is None else self.config.scale
             o_BTD = tuned.read(o_BTD, inputs[0], scale)
-        y_BTD = self.o_proj(self.norm(o_BTD.to(x_BTD.dtype)))
+        y_BTD = self.o_proj(self.norm(o_BTD.to(x_q.dtype)))
         return y_BTD, replace(state, memory_BDR=memory_BDR, length_B=at.length_B, **more), {}
 
     def _scan(

@@ -69,6 +69,7 @@ class PDR2(Mixer):
     framed = PDR2Config(rank=32)
     kept_at_reset = ("down_BrD", "up_BDr")  # an adapter's
 
+    inputs = ("q", "k", "v", "g")
     mix_exponents = (0.2, 0.7, 0.7, 0.2)  # of q and z, k, v, γ: those of RWKV-7's first layer
     exact_cells = 8
 

@@ -9,7 +9,7 @@ from perspectron.designs.perspective.pdr import PDRConfig
 from perspectron.designs.perspective.pdr2 import PDR2Config
 from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.experts.router import RoutedConfig
-from perspectron.model.config import BlockConfig, ModelConfig, ParallelConfig, SequentialConfig
+from perspectron.model.config import BlockConfig, ModelConfig, ParallelConfig, SequentialConfig, Shift
 from perspectron.model.ffn import SwiGLUConfig, TiedConfig
 from perspectron.model.mixer import numbered
 from perspectron.presets.frame import FRAMES
@@ -34,7 +34,7 @@ def perspective(
     period: int = 4,
     residual: Literal["sequential", "parallel"] = "sequential",
     embedding_norm: bool = True,
-    shift: bool = False,
+    shift: Shift = False,
     first_values: bool = False,
 ) -> ModelConfig:
     """A recurrence, PDR, and in every fourth layer windowed GQA (docs/designs/perspective.md#stack).

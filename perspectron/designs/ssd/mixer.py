@@ -13,9 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.masks import Mask, masked
+from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
-from perspectron.model.parts import ShortConv, ValueFunction, softplus, softplus_of_steps
+from perspectron.model.parts import (
+    ShortConv,
+    ValueFunction,
+    projected,
+    softplus,
+    softplus_of_steps,
+    split_inputs,
+)
 from perspectron.model.state import register
 from perspectron.model.tuned import Tuned
 from perspectron.ops import gla
@@ -82,6 +89,7 @@ class SSD(Mixer):
     about = "Mamba-2's state-space dual: a matrix memory with one decay per head, behind a short convolution"
     source = "docs/designs/baselines.md#mamba-2"
     framed = SSDConfig(head_dim=32, state=64)
+    inputs = ("q", "k", "v", "g")
     exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: SSDConfig) -> None:
@@ -126,7 +134,7 @@ class SSD(Mixer):
     @masked
     def forward(
         self,
-        x_BTD: Tensor,
+        x: Inputs,
         state: SSDState,
         reset_BT: Mask,
         pad_BT: Mask,
@@ -134,7 +142,12 @@ class SSD(Mixer):
         value_residual: ValueFunction | None = None,
         tuned: Tuned | None = None,
     ) -> tuple[Tensor, SSDState, dict[str, Term]]:
-        z_BTI, u_BTC, delta_BTH = self.in_proj(x_BTD).split(self.split, -1)
+        x_q, x_k, x_v, x_g = split_inputs(x, len(self.inputs))
+        G, N = self.config.groups, self.config.state
+        inner, _, heads = self.split
+        sizes = [inner, inner, G * N, G * N, heads]
+        made_BTP = projected(self.in_proj, (x_g, x_v, x_k, x_q, x_g), sizes)
+        z_BTI, u_BTC, delta_BTH = made_BTP.split(self.split, -1)
         u_BTC, window_BZC = self.conv1d(u_BTC, state.window_BZC, reset_BT, pad_BT)
         full = torch.promote_types(delta_BTH.dtype, torch.float32)
         if tuned is not None:
@@ -147,9 +160,8 @@ class SSD(Mixer):
         gate_BTH = torch.exp(-delta_BTH * torch.exp(self.A_log.to(full)))
         if reset_BT is not None:
             gate_BTH = gate_BTH.masked_fill(reset_BT[:, :, None], 0)
-        G, N = self.config.groups, self.config.state
         v_BTI, k, q = u_BTC.split([u_BTC.shape[-1] - 2 * G * N, G * N, G * N], -1)
-        v_BTI = v_BTI if value_residual is None else value_residual(v_BTI, x_BTD)
+        v_BTI = v_BTI if value_residual is None else value_residual(v_BTI, x_v)
         v_BTHP = v_BTI.unflatten(-1, (-1, self.config.head_dim))
         q, k = (x.unflatten(-1, (G, N)).transpose(1, 2) for x in (q, k))
         o_BHTP, memory_BHNP = gla.scan(
@@ -167,8 +179,8 @@ class SSD(Mixer):
         y_BTHP = torch.addcmul(o_BHTP.transpose(1, 2), v_BTHP, self.D[:, None])
         y_BTI, gate_BTI = y_BTHP.flatten(2), batch_invariant(F.silu, z_BTI)
         if self.config.norm == "before":
-            y_BTI = self.norm(y_BTI.to(x_BTD.dtype)) * gate_BTI
+            y_BTI = self.norm(y_BTI.to(x_g.dtype)) * gate_BTI
         else:
-            y_BTI = (y_BTI * gate_BTI).to(x_BTD.dtype)
+            y_BTI = (y_BTI * gate_BTI).to(x_g.dtype)
             y_BTI = self.norm(y_BTI) if self.config.norm == "after" else y_BTI
         return self.o_proj(y_BTI), SSDState(memory_BHNP, window_BZC), {}

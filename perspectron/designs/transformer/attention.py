@@ -15,7 +15,7 @@ from perspectron.model import cache, ring
 from perspectron.model.cache import Cache
 from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
-from perspectron.model.parts import ValueFunction
+from perspectron.model.parts import ValueFunction, projected, split_inputs
 from perspectron.model.ring import Ring
 from perspectron.ops import attention, rope
 from perspectron.ops.fused import RMSNorm, batch_invariant
@@ -98,6 +98,7 @@ class Attention(Mixer):
     small: ClassVar[MixerConfig] = AttentionConfig(heads=2)
     about = "attention to all earlier tokens or a window, with the options of transformers"
     source = "docs/designs/baselines.md#attention"
+    inputs = ("q", "k", "v")
     drops = True
 
     def __init__(self, d_model: int, norm_eps: float, config: AttentionConfig) -> None:
@@ -173,10 +174,11 @@ class Attention(Mixer):
 
     def _inputs(self, x: Inputs) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Queries, keys and values of all heads, and what queries, and keys and values, are made of."""
-        assert isinstance(x, Tensor)
         H, G, K = self.options.heads, self.options.groups, self.width
-        q, k, v = self.qkv_proj(x).split([H * K, G * K, G * K], -1)
-        return (q, k, v), (x, x)
+        x_q, x_k, x_v = split_inputs(x, 3)
+        sizes = [H * K, G * K, G * K]
+        q, k, v = projected(self.qkv_proj, (x_q, x_k, x_v), sizes).split(sizes, -1)
+        return (q, k, v), (x_q, x_v)
 
 
 def _normed(norm: RMSNorm, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from perspectron.designs.transformer.attention import Attention, AttentionConfig
 from perspectron.model.masks import Inputs
-from perspectron.model.parts import split_inputs
+from perspectron.model.parts import projected, split_inputs
 from perspectron.util.config import MixerConfig, at_least, require
 
 
@@ -53,6 +53,7 @@ class WindowGQA(Attention):
         self.kv_proj = nn.Linear(d_model, 2 * self.value_channels, bias=False)
 
     def _inputs(self, x: Inputs) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-        x_q, x_kv = split_inputs(x, len(self.mix_exponents))
-        k, v = self.kv_proj(x_kv).chunk(2, -1)
-        return (self.q_proj(x_q), k, v), (x_q, x_kv)
+        x_q, *x_kv = split_inputs(x, len(self.mix_exponents))
+        x_k, x_v = x_kv[0], x_kv[-1]  # keys and values may have an input for both
+        k, v = projected(self.kv_proj, (x_k, x_v), [self.value_channels] * 2).chunk(2, -1)
+        return (self.q_proj(x_q), k, v), (x_q, x_v)
