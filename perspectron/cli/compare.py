@@ -72,8 +72,8 @@ class Compare:
     seeds: int = Settings.seeds
     """Number of trainings of each design, with different weights and order of the text."""
     data: str = Settings.data
-    """ "stdlib", "sources" or "prose" (of the packages installed), a text file, a folder, a table such as .jsonl, or a
-    folder written by `tokenize`."""
+    """ "stdlib", "sources" or "prose" (of the packages installed), "books", a text file, a folder, a table such as
+    .jsonl, or a folder written by `tokenize`."""
     encoding: str = ""
     """Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
     heldout: float = Settings.heldout

@@ -1,4 +1,4 @@
-"""Texts that every machine with Python has."""
+"""Texts that have a name: those that every machine with Python has, and books."""
 
 import fnmatch
 import platform
@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+from perspectron.data.books import open_books
 from perspectron.data.corpus import Corpus, Shares, fingerprint
 from perspectron.data.texts import HIDDEN, Files, divide, walk
 from perspectron.util.files import sha256
@@ -23,7 +24,7 @@ class _Named(NamedTuple):
 
 
 _NOT_TEXT = (*HIDDEN, "__pycache__", "perspectron", "perspectron-*")
-NAMED = {
+_FOLDERS = {
     "stdlib": _Named(
         "stdlib",
         ("*.py",),
@@ -38,12 +39,15 @@ NAMED = {
         alike=False,
     ),
 }
+NAMED = (*_FOLDERS, "books")
 """`stdlib`: the sources of Python's own library without its tests. Of the packages that are installed, `sources`: their
-Python files; `prose`: what documents and licenses them."""
+Python files; `prose`: what documents and licenses them. `books`: as Debian packages them, the same text everywhere."""
 
 
 def open_named(name: str, shares: Shares) -> Corpus:
-    folder, patterns, left_out, alike = NAMED[name]
+    if name == "books":
+        return open_books(shares)
+    folder, patterns, left_out, alike = _FOLDERS[name]
     root = Path(sysconfig.get_path(folder))
     files = [
         (path, file)

@@ -17,8 +17,8 @@ class TrainConfig:
     """Settings of a training: `steps` updates of batch_size × seq_len × accumulate tokens each."""
 
     data: str = "stdlib"
-    """ "stdlib", "sources" or "prose" (of the packages installed), a text file, .jsonl, .json, .csv, .tsv or .parquet
-    (PATH#FIELD, if its text is not under "text"), also .gz or .zst, a folder or a pattern of such files,
+    """ "stdlib", "sources" or "prose" (of the packages installed), "books", a text file, .jsonl, .json, .csv, .tsv or
+    .parquet (PATH#FIELD, if its text is not under "text"), also .gz or .zst, a folder or a pattern of such files,
     hf:NAME[:SPLIT], or a folder written by `tokenize`. Several with weights: --data code=0.7:PATH --data
     prose=0.3:PATH."""
     tokenizer: str = "bpe"
