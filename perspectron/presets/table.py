@@ -16,6 +16,9 @@ from perspectron.util.config import assignment, between_commas, load, one_of, re
 Sizes = Mapping[str, Any]
 OF_EVERY_MODEL: Sizes = {"dropout": 0.0, "shift": False, "first_values": False}
 """Fields of a model's config that are sizes of every design."""
+BEST_PARTS: dict[str, Sizes] = {"transformer": {"shift": ("k", "v", "network"), "first_values": True}}
+"""Of designs, the parts that "DESIGN+" has, and docs/designs/baselines.md#the-best-parts says how they were chosen. A
+design that is not here has `shift` as its mixer has it, and `first_values` where values can lean."""
 Make = Callable[..., ModelConfig]
 """Takes the model's name, and sizes as keywords that all have a default. A keyword whose default is a config is a part
 of the model: each field of it is a size too."""
@@ -129,39 +132,61 @@ def sizes(name: str) -> dict[str, Any]:
 
 def variant(name: str) -> tuple[Design, dict[str, Any]]:
     """(design, its sizes that are given) of "DESIGN" or "DESIGN[KEY=VALUE,…]", such as "gla[embedding_norm=false]" or
-    "perspective[kda,rank=16]". ConfigError for what is neither."""
+    "perspective[kda,rank=16]"; "DESIGN+" gives the best parts too, as in "transformer+" or "perspective+[kda,heads=2]".
+    ConfigError for what is neither."""
     closed = name.count("[") == name.count("]") and name.endswith("]") == ("[" in name)
     require(closed, "design", name, "as in gla[rank=16,embedding_norm=false]")
-    design, given = _parts(name)
+    design, with_parts, given = _parts(name)
     table = DESIGNS[one_of(design, DESIGNS, "design")]
     known = sizes_of(table.make)
     for key in given:
         require(key != table.knob, f"{name}: key", key, "left out: it is solved to match the parameters")
         one_of(key, known, f"{name}: key")
-    return table, given
+    return table, best_parts(design) | given if with_parts else given
 
 
-def _parts(name: str) -> tuple[str, dict[str, Any]]:
-    """A design's name, of which a word in brackets is a part, and the sizes beside it."""
+@cache
+def best_parts(design: str) -> dict[str, Any]:
+    """The sizes by which "DESIGN+" differs from the design. ConfigError for one that has all there are by itself."""
+    make = DESIGNS[one_of(design, DESIGNS, "design")].make
+    bare = made(make, design, {})
+    shifted = replace(bare, shift=True)
+    best = BEST_PARTS.get(design) or {
+        "shift": True, **({"first_values": True} if _leans(replace(shifted, first_values=True)) else {})
+    }  # fmt: skip
+    with torch.device("meta"):
+        has, gets = (
+            [name for name, _ in LanguageModel(config).named_parameters()]
+            for config in (bare, made(make, design, best))
+        )
+    require(has != gets, "design", f"{design}+", f"{design}, which reads the token before by itself")
+    return dict(best)
+
+
+def _parts(name: str) -> tuple[str, bool, dict[str, Any]]:
+    """A design's name, of which a word in brackets is a part; true with a + after its first word; and the sizes beside
+    it."""
     head, bracket, inside = name.partition("[")
     items = between_commas(inside.removesuffix("]")) if bracket else []
     words = [item for item in items if "=" not in item]
-    head += f"[{','.join(words)}]" if words else ""
-    return head, dict(assignment(item) for item in items if "=" in item)
+    design = head.removesuffix("+") + (f"[{','.join(words)}]" if words else "")
+    return design, head.endswith("+"), dict(assignment(item) for item in items if "=" in item)
 
 
 def title(name: str) -> str:
     """A design's or a variant's name as people write it: "Mamba-2" of ssd, "Perspective[KDA, rank=16]" of
-    perspective[kda,rank=16], "Transformer[shift]" of transformer[shift=true]. Other names are returned as they are."""
+    perspective[kda,rank=16], "Transformer[shift]" of transformer[shift=true], "Transformer+" of transformer+. Other
+    names are returned as they are."""
     head, bracket, inside = name.partition("[")
     items = [registry.title(item.removesuffix("=true")) for item in between_commas(inside.removesuffix("]"))]
-    return registry.title(head) + (f"[{', '.join(items)}]" if bracket else "")
+    plus = "+" if head.endswith("+") else ""
+    return registry.title(head.removesuffix("+")) + plus + (f"[{', '.join(items)}]" if bracket else "")
 
 
 def design_of(config: ModelConfig) -> str:
     """The design of a model, by its name, which is that of a preset, of a design or of a variant of one. ConfigError
     when it is none of them."""
-    name, _ = _parts(config.name)
+    name, *_ = _parts(config.name)
     if name in PRESETS:
         name = PRESETS[name].design
         if name == "perspective" and any(getattr(block.ffn, "torus", None) for block in config.blocks):

@@ -138,8 +138,35 @@ def test_a_part_is_named_where_several_have_a_size():
         presets.get("perspective[kda]", **{"gqa.window": 4})
 
 
+def test_the_best_parts_go_by_a_plus():
+    made = presets.solve("transformer+", 100_000, vocab_size=300, seq_len=64)
+    assert (made.shift, made.first_values, made.name) == (("k", "v", "network"), True, "transformer+")
+    assert presets.design_of(made) == "transformer"
+    assert presets.variant("gdn+[first_values=false]")[1] == {"shift": True, "first_values": False}
+    assert presets.variant("mingru+")[1] == {"shift": True}  # no values that lean
+    kda = presets.solve("perspective+[kda,heads=2]", 200_000, vocab_size=300, seq_len=64)
+    assert kda.shift is True and presets.design_of(kda) == "perspective[kda]"
+
+
+@pytest.mark.parametrize(
+    "name", ["nothing+", "transformer++", "rwkv7+", "perspective2+", "transformer[shift=k]+"]
+)
+def test_parts_of_no_design_or_of_one_that_has_them_are_refused(name):
+    with refused(ConfigError, "design"):
+        presets.variant(name)
+
+
+def test_every_design_with_its_best_parts_is_a_model():
+    for design in presets.DESIGNS.keys() - {"rwkv7", "perspective2"}:
+        head, bracket, rest = design.partition("[")
+        made = presets.solve(f"{head}+{bracket}{rest}", 300_000, vocab_size=300, seq_len=64)
+        assert made.shift and presets.design_of(made) == design
+
+
 def test_titles_are_names_that_readers_know():
     assert presets.title("transformer[shift=true,first_values=true]") == "Transformer[shift, first_values]"
+    assert presets.title("transformer+") == "Transformer+"
+    assert presets.title("perspective+[kda,rank=16]") == "Perspective+[KDA, rank=16]"
     assert presets.title("ssd") == "Mamba-2" and presets.title("perspective") == "Perspective"
     assert presets.title("perspective[kda,rank=16]") == "Perspective[KDA, rank=16]"
     assert presets.title("without the gate") == "without the gate"
