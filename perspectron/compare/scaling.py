@@ -135,10 +135,12 @@ def transferred(out: Path, study: Study, size: int) -> dict[str, float]:
     to be tried."""
     first = study.sizes[0]
     if not study.rates:
-        return {name: rate(name.partition("[")[0], size) for name in study.designs}
-    if size == first:
+        return {name: rate(name.partition("[")[0].rstrip("+"), size) for name in study.designs}
+    if size == first and len(study.rates) > 1:
         return {}
-    chosen = read_json(folder_of(out, first) / "rates.json", ConfigError)["chosen"]
+    chosen = dict.fromkeys(study.designs, (study.rates[0], WARMUP))
+    if len(study.rates) > 1:
+        chosen = read_json(folder_of(out, first) / "rates.json", ConfigError)["chosen"]
     return {name: float(f"{chosen[name][0] * (size / first) ** FALL:.3g}") for name in study.designs}
 
 

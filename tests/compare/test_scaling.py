@@ -1,5 +1,6 @@
 """A scaling study: the lines by hand, a study in slices, and what is refused."""
 
+import dataclasses
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from perspectron.cli.main import main
 from perspectron.compare import pool, scaling
 from perspectron.compare.report.summary import WINDOWS
 from perspectron.compare.scaling import Study
+from perspectron.presets.rates import rate
 from perspectron.util.errors import ConfigError
 from tests.refusals import names, refused
 
@@ -101,6 +103,20 @@ def test_lines_and_crossings_are_those_of_the_numbers_they_were_made_of():
     (cross,) = scaling.crossings(lines, study.sizes)
     assert cross["designs"] == ["a", "b"] and cross["ahead_beyond"] == "b"
     assert cross["parameters"] == pytest.approx(1.01 * 4e6)
+
+
+def test_rates_go_by_the_cube_root_of_the_parameters(tmp_path):
+    study = Study(("transformer", "ssd"), (100_000, 800_000), rates=(8e-3,))
+    assert scaling.transferred(tmp_path, study, 100_000) == {"transformer": 8e-3, "ssd": 8e-3}
+    assert scaling.transferred(tmp_path, study, 800_000) == {"transformer": 4e-3, "ssd": 4e-3}
+    tried = dataclasses.replace(study, rates=(8e-3, 1.6e-2))
+    assert scaling.transferred(tmp_path, tried, 100_000) == {}
+    (tmp_path / "100k").mkdir()
+    chosen = {"transformer": [1.6e-2, 0.2], "ssd": [8e-3, 0.2]}
+    (tmp_path / "100k" / "rates.json").write_text(json.dumps({"chosen": chosen, "tried": {}}))
+    assert scaling.transferred(tmp_path, tried, 800_000) == {"transformer": 8e-3, "ssd": 4e-3}
+    plain = scaling.transferred(tmp_path, dataclasses.replace(study, rates=()), 800_000)
+    assert plain == {name: rate(name, 800_000) for name in study.designs}
 
 
 def test_a_seed_that_lacks_a_size_has_no_line_and_no_interval_comes_of_one():
