@@ -21,6 +21,8 @@ import pytest
 import torch
 
 from benchmarks import common
+from perspectron.util.errors import DataError
+from tests.refusals import refused
 from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,6 +67,7 @@ SCRIPTS = {
     "memories": [],
     "saves": [],
     "fair": [],
+    "clean": [],
     "determinism": [],
     "drafts": [],
     "step": ["--rows", "4"],
@@ -181,6 +184,26 @@ def test_pdr_scan(results):
         assert 0 < shape["share_of_matmul_peak"] < 1
         few = shape["ratio_to_loop"]["median"] < found["bars"]["ratio_to_loop"]
         assert ("ratio_to_loop" in shape["missed"]) == few
+
+
+def test_clean(results, tmp_path, monkeypatch):
+    found = results("clean")
+    assert list(found["designs"]) == ["transformer", "perspective2", "gpt2"]
+    row = found["designs"]["perspective2"]
+    for score in ("windows", "streaming"):
+        by_seed, by_document = row[score]["by_seed"], row[score]["by_document"]
+        means = [sum(found["designs"][name][score]["seeds"]) / 2 for name in ("perspective2", "transformer")]
+        assert by_seed["mean"] == pytest.approx(means[0] - means[1])
+        assert by_document[0] < by_seed["mean"] < by_document[1]
+    assert "streaming" not in found["designs"]["gpt2"] and "positions" in found["designs"]["gpt2"]["why"]
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    clean = importlib.import_module("clean")
+    with refused(DataError, "clean", "documents", 3):
+        clean.compared({"gla": []}, [9, 9, 9])
+    (kept := tmp_path / "clean.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["clean.py", "--json", str(kept)])
+    with refused(SystemExit, "clean.json"):
+        clean.main()
 
 
 def test_decode(results):

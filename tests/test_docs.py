@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from perspectron.cli import compare
+from perspectron.cli import compare, scale
 from perspectron.cli.main import main
 from tests.browser import AA, CHROMIUM, browsing, look
 from tests.gguf_models import folder_of, write
@@ -42,6 +42,7 @@ SMALL = {
     "train": f"{STEPS} --set {SIZES} vocab_size=300",
     "quantize": "--windows 2 --tokens 64",
     "eval": "--tokens 64",
+    "scale": "--sizes 70k,140k --per-parameter 0.1 --vocab-size 300 --seq-len 32 --dtype float32 --data play.txt",
 }
 """Options that a reader's command is given here beside its own, so that it takes seconds."""
 
@@ -79,7 +80,8 @@ def test_every_block_of_the_guides_runs(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     trained = []  # a comparison is planned here, and trained in tests/compare
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    monkeypatch.setattr(compare, "finish", lambda out, *_: trained.append(out) or 0)
+    for module in (compare, scale):
+        monkeypatch.setattr(module, "finish", lambda out, *_: trained.append(out) or 0)
     for name in RUN:
         for language, _, code in blocks(DOCS / name):
             if language == "python":
@@ -98,7 +100,7 @@ def test_every_block_of_the_guides_runs(folder, monkeypatch, capsys):
                     del rest[at : at + 2]
                 assert program == "perspectron"
                 assert main([command, *rest, *small]) == 0, (name, line, capsys.readouterr().err)
-    assert trained == [Path("runs/compared")] * 2
+    assert trained == [Path("runs/compared")] * 2 + [Path("runs/scaled/70k"), Path("runs/scaled/140k")] * 2
 
 
 def test_blocks_elsewhere_are_equations_or_run_by_a_test_of_their_own():

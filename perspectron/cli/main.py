@@ -46,6 +46,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "Train and compare": {
         "train": "train:Train",
         "compare": "compare:Compare",
+        "scale": "scale:Scale",
         "search": "search:Search",
         "ablate": "ablate:Ablate",
     },

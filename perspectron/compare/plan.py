@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -203,15 +203,19 @@ def plan(
 
 def _clear(out: Path, settings: Settings) -> None:
     """Delete text in `out` that a comparison encoded for other settings and stopped before it had a plan."""
-    asked = {name: getattr(settings, name) for name in ("data", "heldout", "dev", "vocab_size")}
     folder = safe_join(out, DATA, ConfigError)
     path = folder / ASKED
-    if not path.is_file() or read_json(path, ConfigError) != asked:
+    if not path.is_file() or read_json(path, ConfigError) != asked(settings):
         ours = path.is_file() or not folder.exists() or not any(folder.glob("[!.]*"))
         require(ours, "out", str(out), f"another folder: {folder} exists, and no comparison made it")
         remove(folder)
         folder.mkdir(parents=True)
-        write_json(path, asked)
+        write_json(path, asked(settings))
+
+
+def asked(settings: Settings) -> dict[str, Any]:
+    """What the text in a folder was encoded for."""
+    return {name: getattr(settings, name) for name in ("data", "heldout", "dev", "vocab_size")}
 
 
 @contextlib.contextmanager

@@ -173,11 +173,11 @@ def choose_rates(
     OUTSIDE of them.
     """
     grid = sorted(Rate(lr, warmup) for lr in plan.settings.rates for warmup in plan.settings.warmups)
-    if len(grid) == 1:
-        return dict.fromkeys(plan.arms, grid[0]), {name: [] for name in plan.arms}
     if (out / RATES).is_file():  # what cells were trained with, whatever has become of the trials
         saved = read_json(out / RATES, CheckpointError)
         return {name: Rate(*rate) for name, rate in saved["chosen"].items()}, saved["tried"]
+    if len(grid) == 1:
+        return dict.fromkeys(plan.arms, grid[0]), {name: [] for name in plan.arms}
     wanted = {name: _apart(plan, name, grid) for name in plan.arms}
     most = {name: len(values) + OUTSIDE for name, values in wanted.items()}
     while True:
@@ -191,6 +191,12 @@ def choose_rates(
         wanted |= {name: sorted([*wanted[name], *rates]) for name, rates in more.items()}
     write_json(out / RATES, {"chosen": chosen, "tried": tried})
     return chosen, tried
+
+
+def keep_rates(out: Path, rates: dict[str, Rate]) -> None:
+    """Have the arms of a comparison trained with these, without trials; where it has rates, those stay."""
+    if not (out / RATES).is_file():
+        write_json(out / RATES, {"chosen": rates, "tried": {name: [] for name in rates}})
 
 
 def _tried(out: Path, plan: Plan, name: str, values: list[Rate]) -> list[dict[str, Any]]:

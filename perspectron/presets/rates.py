@@ -15,6 +15,11 @@ RATES: dict[str, dict[int, float]] = {
 256 tokens, embeddings normed (`perspectron compare --designs DESIGN --params N`). Put measured points here."""
 OTHERS = {2_000_000: 4e-3}  # of designs that are not in RATES
 FALL = -1 / 3  # exponent of the parameters beyond the sizes searched: small models take higher rates
+SEARCHED = 3_000_000  # tokens of the trainings for which RATES are right
+LONGER = -0.32
+"""Exponent of the tokens beyond SEARCHED, with batches of one size: not measured here, but taken from larger models
+(Bjorck et al. 2024, arXiv 2409.19913). Up to SEARCHED no fall was seen: at 2 M parameters most designs do best with
+8e-3 from 0.12 M tokens to 0.3 M (results/near, results/reference), and `perspective2` at 3 M too."""
 HIGHEST, LOWEST = 1.6e-2, 2e-4
 
 RISES, LEAST, MOST = 0.1, 120, 0.2
@@ -31,9 +36,10 @@ def warmup(steps: int) -> int:
     return max(1, round(min(max(RISES * steps, LEAST), MOST * steps)))
 
 
-def rate(design: str, params: int) -> float:
+def rate(design: str, params: int, tokens: int | None = None) -> float:
     """Peak learning rate of a design at so many active parameters, two digits of it: between sizes that were searched
-    in proportion, beyond them by N^FALL."""
+    in proportion, beyond them by N^FALL; and for trainings of more than SEARCHED tokens by D^LONGER of what they have
+    more. None: as many tokens as were searched."""
     known = sorted(RATES.get(design, OTHERS).items())
     below = [point for point in known if point[0] <= params]
     above = [point for point in known if point[0] >= params]
@@ -44,4 +50,5 @@ def rate(design: str, params: int) -> float:
     else:
         n, nearest = below[-1] if below else above[0]
         found = nearest * (params / n) ** FALL
-    return float(f"{min(max(found, LOWEST), HIGHEST):.2g}")
+    found = min(found, HIGHEST) * max(1.0, (tokens or 0) / SEARCHED) ** LONGER
+    return float(f"{max(found, LOWEST):.2g}")

@@ -412,8 +412,8 @@ def test_a_read_that_hangs_is_given_up_while_others_go_on(tmp_path, lab):
                 pass
         finally:
             ended.set()
-            release.set()
             thread.join()
+            release.set()  # now that nobody asks for others, which it would be evicted for
         until(lambda: cache.holds(0, 0))  # it came in the end
         with cache.get(0, 0) as shard:
             assert torch.equal(shard.gate.codes, lab.layout.shard(lab.expert(0, 0)).gate.codes)

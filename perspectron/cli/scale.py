@@ -1,0 +1,204 @@
+"""`perspectron scale`."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.table import Table
+
+from perspectron.cli.compare import finish
+from perspectron.cli.console import Console, progress
+from perspectron.cli.options import count, table
+from perspectron.cli.progress import Work
+from perspectron.compare import pool, run, scaling
+from perspectron.compare.plan import Plan, models_of_designs, plan, threads_for
+from perspectron.compare.report.numbers import fixed, short
+from perspectron.compare.report.summary import WINDOWS
+from perspectron.compare.run import Rate
+from perspectron.compare.scaling import STUDY, Study
+from perspectron.data import absolute, with_encoding
+from perspectron.eval.timing import Setting, seconds_per_step
+from perspectron.presets import title
+from perspectron.util.config import between_commas, dump, load, require
+from perspectron.util.errors import ConfigError
+from perspectron.util.files import locked, read_json, write_json
+
+DESIGNS = "transformer,perspective2,rwkv7,gdn,ssd,gla"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Compare designs at several sizes, with as many tokens for each parameter, and draw the lines that they follow.
+
+    Example: perspectron scale --designs transformer,ssd --sizes 100k,300k,1M --out runs/scale
+
+    In slices, of an hour each: perspectron scale --minutes 60 --out runs/scale
+
+    Go on: perspectron scale --resume runs/scale
+    """
+
+    out: Path | None = None
+    """Output folder; with the same options as before, the study resumes there."""
+    resume: Path | None = None
+    """Folder of a study to resume; all other options but --minutes and --jobs come from there."""
+    designs: str = DESIGNS
+    """Designs, separated by commas, as in `compare`."""
+    sizes: str = "300k,1M,2M"
+    """Active parameters of each size, growing."""
+    per_parameter: float = Study.per_parameter
+    """Tokens to train on for each parameter."""
+    seeds: int = Study.seeds
+    """Number of trainings of each design and size."""
+    data: str = Study.data
+    """Text, as in `compare`."""
+    encoding: str = ""
+    """Encoding of the text (default: UTF-8)."""
+    heldout: float = Study.heldout
+    """Share of the text that is held out."""
+    dev: float = Study.dev
+    """Share of the text on which rates are chosen."""
+    vocab_size: int = Study.vocab_size
+    """Size of the vocabulary of all sizes; 0 is what suits the smallest."""
+    seq_len: int = Study.seq_len
+    """Tokens in a window."""
+    batch_size: int = Study.batch_size
+    """Windows in a batch."""
+    rates: tuple[float, ...] = Study.rates
+    """Peak learning rates that each design tries at the smallest size, over a whole training (default: the rate of the
+    design). From size to size the rate goes by the cube root of the parameters."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Autocast for all designs."""
+    device: str = Study.device
+    """ "auto" is CUDA where there is one."""
+    minutes: float | None = None
+    """Stop after so many minutes, having saved everything."""
+    jobs: int = 1
+    """Number of trainings at the same time."""
+
+    def __call__(self) -> int:
+        require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")
+        require(self.minutes is None or self.minutes > 0, "minutes", self.minutes, "> 0")
+        out, console = self.resume or self.out, progress()
+        if out is None or (self.resume and self.out):
+            raise ConfigError("scale needs --out DIR for a new study, or --resume DIR to continue one")
+        study = self._study(out)
+        with _until(self.minutes) as late:
+            try:
+                code = self._all(out, study, console)
+            except pool.StoppedBy as stop:
+                code = 128 + stop.number
+        found = scaling.write(out, study)
+        console.print(_table(study, found))
+        console.print(scaling.sentence(found))
+        console.print(f"report: {out / scaling.PAGE}; numbers: {out / scaling.RESULTS}")
+        if late.is_set():
+            console.print(
+                f"stopped after {self.minutes:g} minutes; go on with: perspectron scale --resume {out}"
+            )
+            return 0
+        return code
+
+    def _study(self, out: Path) -> Study:
+        """That of the options, or of the folder. ConfigError where the folder has another."""
+        kept = out / STUDY
+        if self.resume is not None:
+            alone = self == Scale(resume=self.resume, minutes=self.minutes, jobs=self.jobs)
+            require(alone, "resume", str(out), "the only option besides --minutes and --jobs")
+            resumed: Study = load(Study, read_json(kept, ConfigError), str(kept))
+            return resumed
+        study = Study(
+            tuple(between_commas(self.designs)), tuple(count(size, "sizes") for size in between_commas(self.sizes)),
+            self.per_parameter, self.seeds, absolute(with_encoding(self.data, self.encoding)), self.heldout, self.dev,
+            self.vocab_size, self.seq_len, self.batch_size, self.rates, self.dtype, self.device,
+        )  # fmt: skip
+        if kept.is_file():
+            known: Study = load(Study, read_json(kept, ConfigError), str(kept))
+            for name, value in dump(known).items():
+                asked = dump(study)[name]
+                require(asked == value, name, asked, f"{value} as in {kept}, or give a new folder as --out")
+            return known
+        scaling.checked(study)
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(kept, dump(study))
+        return study
+
+    def _all(self, out: Path, study: Study, console: Console) -> int:
+        """The comparison at each size, from the smallest on."""
+        with locked(out), Work("encoding the text and planning"):
+            scaling.text_of(out, study)
+            plans = {size: self._plan(out, study, size) for size in study.sizes}
+        if len(study.sizes) == 1:
+            console.print("one size has no line; give --sizes two or more for that")
+        console.print(_estimate(study, plans, self.jobs))
+        code = 0
+        for size, what in plans.items():
+            folder = scaling.folder_of(out, size)
+            if rates := scaling.transferred(out, study, size):
+                run.keep_rates(folder, {name: Rate(lr, scaling.WARMUP) for name, lr in rates.items()})
+            ended = finish(folder, what, self.jobs, console)
+            if ended >= 128:
+                raise pool.StoppedBy(ended - 128)
+            code = code or ended
+            scaling.write(out, study)
+        return code
+
+    def _plan(self, out: Path, study: Study, size: int) -> Plan:
+        folder = scaling.folder_of(out, size)
+        scaling.text_at(out, study, size)
+        return plan(folder, "designs", study.settings(size), models_of_designs, threads_for(self.jobs))
+
+
+@contextmanager
+def _until(minutes: float | None) -> Iterator[threading.Event]:
+    """Context in which the process gets SIGTERM after so many minutes; the event says that it was this one."""
+    late = threading.Event()
+    if minutes is None:
+        yield late
+        return
+
+    def end() -> None:
+        late.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def stop(number: int, _: object) -> None:
+        raise pool.StoppedBy(number)
+
+    before, timer = signal.signal(signal.SIGTERM, stop), threading.Timer(60 * minutes, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield late
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _estimate(study: Study, plans: dict[int, Plan], jobs: int) -> str:
+    """How long the trainings take, by a few updates of each model."""
+    seconds = 0.0
+    for what in plans.values():
+        s = what.settings
+        assert s.dtype != "auto"
+        models = {name: arm.model for name, arm in what.arms.items()}
+        each = seconds_per_step(models, Setting(s.batch_size, s.seq_len, s.device), [s.dtype], 1)
+        seconds += sum(min(each[name][s.dtype]) * arm.steps for name, arm in what.arms.items()) * study.seeds
+    cells = len(plans) * len(study.designs) * study.seeds
+    return f"{cells} trainings, about {seconds / jobs / 3600:.1f} hours on this machine, besides rates that are tried"
+
+
+def _table(study: Study, found: dict[str, Any]) -> Table:
+    """Mean losses by size, and how fast they fall."""
+    columns = ["", *(short(size) for size in study.sizes), "α"]
+    rows = []
+    for name, line in found["lines"][WINDOWS].items():
+        row = [title(name)]
+        for size in study.sizes:
+            own = [c[WINDOWS] for c in found["cells"] if (c["design"], c["size"]) == (name, size)]
+            row.append(fixed(sum(own) / len(own)) if own else "–")
+        rows.append([*row, "–" if line["alpha"] is None else fixed(line["alpha"], 4)])
+    return table("held-out bits per byte, in windows", columns, rows)
