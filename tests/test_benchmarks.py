@@ -638,7 +638,8 @@ def test_why(results):
 
 
 @torch.no_grad()
-def test_a_probe_names_what_an_output_holds_and_maps_are_those_of_attention():
+def test_a_probe_names_what_an_output_holds_and_maps_are_those_of_attention(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     why, draw = importlib.import_module("why"), torch.Generator().manual_seed(0)
     letters = torch.randint(0, why.LETTERS, (8, 20), generator=draw)
     codes = torch.randn(why.LETTERS, 96, generator=draw)
