@@ -639,12 +639,12 @@ def test_why(results):
 
 @torch.no_grad()
 def test_a_probe_names_what_an_output_holds_and_maps_are_those_of_attention(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     why, draw = importlib.import_module("why"), torch.Generator().manual_seed(0)
-    letters = torch.randint(0, why.LETTERS, (8, 20), generator=draw)
+    letters = torch.randint(0, why.LETTERS, (64, 40), generator=draw)
     codes = torch.randn(why.LETTERS, 96, generator=draw)
-    assert why.named(codes[letters] + 0.01 * torch.randn(8, 20, 96, generator=draw), letters) == 1
-    assert why.named(torch.randn(8, 20, 96, generator=draw), letters) < 0.1
+    assert why.named(codes[letters] + 0.01 * torch.randn(64, 40, 96, generator=draw), letters) == 1
+    assert why.named(torch.randn(64, 40, 96, generator=draw), letters) < 0.1
     q, k, v = torch.randn(3, 2, 4, 9, 8, generator=draw)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(why.maps(q, k, None) @ v, expected)
