@@ -126,7 +126,7 @@ class ModelConfig:
     do: q, k, v, g (gates), x (all of a mixer's, with one mix), network
     (docs/designs/baselines.md#two-parts-for-every-design). first_values: values of mixers lean on those of the first
     mixer with as many channels. longest: tokens of the longest document that rotary positions were made for, past which
-    nothing is generated; 0 for no bound.
+    nothing is generated; 0 for no bound. zero_outputs: what mixers and networks write with starts at 0.
     """
 
     name: str
@@ -147,6 +147,7 @@ class ModelConfig:
     shift: Shift = False
     first_values: bool = False
     longest: int = 0
+    zero_outputs: bool = False
 
     def __post_init__(self) -> None:
         at_least(1, self, "vocab_size", "d_model")
