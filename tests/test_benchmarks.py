@@ -79,6 +79,7 @@ SCRIPTS = {
     "hostile": ["--only", "quotes", "a million bad ids", "template: a string of 3 GB"],
     "documents": ["--seeds", "1", "--data", sources()],
     "speedrun": ["--repeats", "1", "--data", sources()],
+    "why": ["--data", sources()],
 }
 SCRIPTS |= {"llama_server": []} if find_spec("xllamacpp") and find_spec("gguf") else {}
 SCRIPTS |= {"llama_decode": [], "families": []} if find_spec("llama_cpp") and find_spec("gguf") else {}
@@ -621,3 +622,29 @@ def test_hostile(results):
     found = results("hostile")
     assert set(found) == {"quotes", "a million bad ids", "template: a string of 3 GB"}
     assert all(case["status"] == 400 and case["health"] > 0 for case in found.values()), found
+
+
+def test_why(results):
+    """Probes and heads by layer, at each look; an untrained model knows nothing."""
+    arms = results("why")["arms"]
+    assert set(arms) == {"transformer[shift=k]", "kda"}
+    for name, (looks,) in arms.items():
+        assert [one["step"] for one in looks] == [0, 2]
+        for one in looks:
+            assert len(one["after"]) == len(one["before"]) == (len(one["named"]) if name != "kda" else 0)
+            assert (
+                all(0 <= share < 0.1 for share in (*one["after"], *one["named"])) and abs(one["nats"]) < 0.1
+            )
+
+
+@torch.no_grad()
+def test_a_probe_names_what_an_output_holds_and_maps_are_those_of_attention(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    why, draw = importlib.import_module("why"), torch.Generator().manual_seed(0)
+    letters = torch.randint(0, why.LETTERS, (64, 40), generator=draw)
+    codes = torch.randn(why.LETTERS, 96, generator=draw)
+    assert why.named(codes[letters] + 0.01 * torch.randn(64, 40, 96, generator=draw), letters) == 1
+    assert why.named(torch.randn(64, 40, 96, generator=draw), letters) < 0.1
+    q, k, v = torch.randn(3, 2, 4, 9, 8, generator=draw)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(why.maps(q, k, None) @ v, expected)
