@@ -6,11 +6,13 @@ as a training window has, in a ring, so that no design's state grows with the te
 """
 
 import bz2
+import contextlib
 import gzip
 import lzma
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -25,13 +27,9 @@ from perspectron.train.heldout import Heldout, heldout
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
 CHUNK = 1024
 """Tokens of a document that are read at once."""
+ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 PRIMED = 64 << 20
 """Bytes that a compressor reads before the text: as far as xz -9 looks back."""
 
@@ -188,6 +186,7 @@ def _xz(text: bytes) -> bytes:
 
 
 def _zstd(text: bytes) -> bytes:
+    zstd = import_module(ZSTD)
     setting, window = zstd.CompressionParameter, (2 * PRIMED).bit_length() - 1
     options: dict[int, int] = {setting.compression_level: 22, setting.window_log: window}
     return zstd.compress(text, options=options | {setting.enable_long_distance_matching: 1})
@@ -197,5 +196,7 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     "gzip -9": lambda text: gzip.compress(text, 9),
     "bzip2 -9": lambda text: bz2.compress(text, 9),
     "xz -9": _xz,
-    "zstd -22": _zstd,
 }
+with contextlib.suppress(ImportError):  # of the extra `data`, before Python 3.14
+    import_module(ZSTD)
+    COMPRESSORS["zstd -22"] = _zstd

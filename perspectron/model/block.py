@@ -1,6 +1,6 @@
 """One layer of a model: a mixer over time, a feed-forward network over channels, and the residual connections.
 
-Shapes: B batch, T time, D model width, N parts (mixer and network) that read the token before.
+Shapes: B batch, T time, D model width, N tokens that mixer and network read of those before.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from perspectron.model.config import (
 )
 from perspectron.model.ffn import FFNS, TiedConfig
 from perspectron.model.mixer import Mixer, build
-from perspectron.model.parts import MIX_EXPONENTS, Dropout, Shared, TokenShift, ValueResidual
+from perspectron.model.parts import MIX_EXPONENTS, Dropout, InputConv, Shared, TokenShift, ValueResidual
 from perspectron.model.state import register
 from perspectron.model.tuned import Tuned, around
 from perspectron.ops.dispatch import check_consumed
@@ -48,7 +48,7 @@ class NoState:
 @dataclass(frozen=True)
 class ShiftedState:
     """State of a block that reads the token before. mixer: its mixer's. last: what mixer and network read of the last
-    token [B,N,D], zeros before the document's first; float32 or float64."""
+    token, or of the last few, newest first [B,N,D]; zeros before the document's first; float32 or float64."""
 
     mixer: Any
     last_BND: Tensor
@@ -107,8 +107,8 @@ class RouteGate(nn.Module):
 class Block(nn.Module):
     """One layer: h adds the mixer's output to the input, y adds the network's. `config.residual` says how.
 
-    shift: both also read the token before, or these inputs of theirs do. `first_values`, which the model sets: what the
-    mixer's values lean on."""
+    shift: both also read the token before, or these inputs of theirs do. input_conv, input_swish: or the few before
+    (`InputConv`). `first_values`, which the model sets: what the mixer's values lean on."""
 
     def __init__(
         self,
@@ -119,11 +119,16 @@ class Block(nn.Module):
         dropout: float = 0.0,
         *,
         shift: Shift = False,
+        input_conv: Shift = False,
+        input_swish: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.first_values: ValueResidual | None = None
-        self.mixer_shift = self.ffn_shift = None
+        self.mixer_shift: TokenShift | InputConv | None = None
+        self.ffn_shift: TokenShift | InputConv | None = None
+        read = shift if input_conv is False else input_conv
+        made = TokenShift if input_conv is False else partial(InputConv, swish=input_swish)
         bare = isinstance(config.residual, NoResidualConfig)
         self.around = config.residual if isinstance(config.residual, SequentialConfig) else SequentialConfig()
         if self.around.norm == "sandwich":
@@ -135,12 +140,12 @@ class Block(nn.Module):
             self.mixer = build(d_model, norm_eps, config.mixer)
             if config.beside is not None:
                 self.beside = build(d_model, norm_eps, config.beside)
-            if exponents := self._exponents(shift):
-                self.mixer_shift = TokenShift(config.mixer.d_token or d_model, exponents)
+            if exponents := self._exponents(read):
+                self.mixer_shift = made(config.mixer.d_token or d_model, exponents)
         if config.ffn is not None:
             self.ffn_norm = NORMS[norm](d_model, norm_eps)
-            if shift is True or (shift is not False and "network" in shift):
-                self.ffn_shift = TokenShift(d_model, [MIX_EXPONENTS["network"]])
+            if read is True or (read is not False and "network" in read):
+                self.ffn_shift = made(d_model, [MIX_EXPONENTS["network"]])
             if not isinstance(config.ffn, TiedConfig):
                 self.ffn = FFNS[config.ffn.kind](d_model, config.ffn)
         if isinstance(config.residual, RouteGatedConfig):
@@ -208,8 +213,12 @@ class Block(nn.Module):
         shifts = [part for part in (self.mixer_shift, self.ffn_shift) if part is not None]
         if not shifts:
             return state
-        D, dtype = shifts[0].mix_ND.shape[1], torch.promote_types(dtype, torch.float32)
-        return ShiftedState(state, torch.zeros(batch_size, len(shifts), D, device=device, dtype=dtype))
+        N, D, dtype = (
+            sum(part.rows for part in shifts),
+            shifts[0].width,
+            torch.promote_types(dtype, torch.float32),
+        )
+        return ShiftedState(state, torch.zeros(batch_size, N, D, device=device, dtype=dtype))
 
     def handed(self, shared: Shared | None, mixer: Mixer | None = None) -> dict[str, Any]:
         """A mixer's arguments beside tokens and state: what comes from the blocks below. mixer: None is the first."""
@@ -244,8 +253,9 @@ class Block(nn.Module):
             read_BTD = self.mixer_norm(x_BTD) if first and not law5 else x_BTD
             if self.mixer_shift is not None:
                 assert before_BND is not None
-                read_BTD, last_BD = self.mixer_shift(read_BTD, before_BND[:, 0], reset_BT, pad_BT)
-                lasts.append(last_BD)
+                rows = self.mixer_shift.rows
+                read_BTD, last_BND = self.mixer_shift(read_BTD, before_BND[:, :rows], reset_BT, pad_BT)
+                lasts.append(last_BND)
             masks = {"reset_BT": reset_BT, "pad_BT": pad_BT, "consume_state": consume_state}
             handed = self.handed(shared)
             mixed_BTD, first_state, aux = self.mixer(read_BTD, states_of(own)[0], **masks, **handed)
@@ -270,9 +280,10 @@ class Block(nn.Module):
             read_BTD = self.ffn_norm(read_BTD) if first else read_BTD
             if self.ffn_shift is not None:
                 assert before_BND is not None
-                read_BTD, last_BD = self.ffn_shift(read_BTD, before_BND[:, -1], reset_BT, pad_BT)
-                lasts.append(last_BD)
-        state = ShiftedState(own, torch.stack(lasts, 1)) if lasts else own
+                rows = self.ffn_shift.rows
+                read_BTD, last_BND = self.ffn_shift(read_BTD, before_BND[:, -rows:], reset_BT, pad_BT)
+                lasts.append(last_BND)
+        state = ShiftedState(own, torch.cat(lasts, 1)) if lasts else own
         if ffn is None:
             return h_BTD, state, aux
         seen = {} if views is None or not isinstance(ffn, Routed) else {"views": views}

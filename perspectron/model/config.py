@@ -124,9 +124,11 @@ class ModelConfig:
     numbers that are zeroed in training, in the embedding, in what mixers and networks add, and in the weights of
     attention. shift: mixers and networks read a learned mix of each token and the one before, or these inputs of theirs
     do: q, k, v, g (gates), x (all of a mixer's, with one mix), network
-    (docs/designs/baselines.md#two-parts-for-every-design). first_values: values of mixers lean on those of the first
-    mixer with as many channels. longest: tokens of the longest document that rotary positions were made for, past which
-    nothing is generated; 0 for no bound. zero_outputs: what mixers and networks write with starts at 0.
+    (docs/designs/baselines.md#two-parts-for-every-design). input_conv: they read, instead, the token plus a short
+    convolution of it and the three before; input_swish: plus the swish of that. first_values: values of mixers lean on
+    those of the first mixer with as many channels. longest: tokens of the longest document that rotary positions were
+    made for, past which nothing is generated; 0 for no bound. zero_outputs: what mixers and networks write with starts
+    at 0.
     """
 
     name: str
@@ -145,6 +147,8 @@ class ModelConfig:
     norm_eps: float = 1e-6
     dropout: float = 0.0
     shift: Shift = False
+    input_conv: Shift = False
+    input_swish: bool = False
     first_values: bool = False
     longest: int = 0
     zero_outputs: bool = False
@@ -157,6 +161,14 @@ class ModelConfig:
         positive(self, "embedding_std", "norm_eps", "embedding_factor", "logits_factor")
         require(len(self.blocks) <= MOST_BLOCKS, "blocks", len(self.blocks), f"≤ {MOST_BLOCKS}")
         _require_sizes(self, "")
+        alone = self.input_conv is False or self.shift is False
+        require(alone, "input_conv", self.input_conv, "false with shift")
+        require(
+            self.input_conv is not False or not self.input_swish,
+            "input_swish",
+            True,
+            "false without input_conv",
+        )
         mixers = sum(block.mixer is not None for block in self.blocks)
         require(self.positions > 0 or mixers > 0, "blocks with a mixer", mixers, "≥ 1 where positions = 0")
         for index, block in enumerate(self.blocks):
@@ -164,8 +176,8 @@ class ModelConfig:
             first = index == 0 and isinstance(block.residual, NoResidualConfig)
             require(width in (None, self.d_model) or first, f"blocks[{index}].mixer.d_token", width,
                     f"d_model = {self.d_model}, but in a first block with residual none")  # fmt: skip
-            alone = block.beside is None or not (self.shift or self.first_values)
-            require(alone, f"blocks[{index}].beside", "given", "null with shift or first_values")
+            alone = block.beside is None or not (self.shift or self.input_conv or self.first_values)
+            require(alone, f"blocks[{index}].beside", "given", "null with shift, input_conv or first_values")
         require(self.head is not None or self.d_token == self.d_model, "head", None,
                 f"given, because tokens are {self.d_token} wide and the model {self.d_model}")  # fmt: skip
 

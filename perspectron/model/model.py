@@ -76,19 +76,23 @@ class LanguageModel(nn.Module):
         if config.first_norm:
             self.first_norm = NORMS[config.norm](config.d_token, config.norm_eps)
         self.blocks = nn.ModuleList(
-            Block(config.d_model, config.norm, config.norm_eps, block, config.dropout, shift=config.shift)
+            Block(
+                config.d_model, config.norm, config.norm_eps, block, config.dropout,
+                shift=config.shift, input_conv=config.input_conv, input_swish=config.input_swish,
+            )
             for block in config.blocks
-        )
+        )  # fmt: skip
         for each in cast("list[Block]", self.blocks):
             reads = getattr(getattr(self.ffn_of(each), "config", None), "reads", "stream")
             mixed = reads == "stream" or each.config.mixer is not None
             require(mixed, "reads", reads, "stream in a layer without a mixer")
-        if not isinstance(config.shift, bool):
-            known = {name for each in cast("list[Block]", self.blocks) for name in each.inputs}
-            for name in config.shift:
-                one_of(name, sorted(known), "shift")
-            alone = "x" not in config.shift or set(config.shift) <= {"x", "network"}
-            require(alone, "shift", "+".join(config.shift), "x, or single inputs of the mixers")
+        known = {name for each in cast("list[Block]", self.blocks) for name in each.inputs}
+        for part, names in (("shift", config.shift), ("input_conv", config.input_conv)):
+            if not isinstance(names, bool):
+                for name in names:
+                    one_of(name, sorted(known), part)
+                alone = "x" not in names or set(names) <= {"x", "network"}
+                require(alone, part, "+".join(names), "x, or single inputs of the mixers")
         if config.first_values:
             self._lean()
         self.norm = NORMS[config.norm](config.d_model, config.norm_eps)

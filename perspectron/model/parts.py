@@ -19,6 +19,7 @@ from perspectron.ops.fused import batch_invariant, mixed, shifted
 from perspectron.util.streams import stream
 
 STEP = (0.001, 0.1)  # what Mamba draws its steps Δ from, evenly in their logarithm
+CONV_TAPS = 4
 UNIT_EPS = 1e-6
 LEAST_SQUARE = 1e-24
 MIX_EXPONENTS = {"x": 0.7, "q": 0.2, "k": 0.7, "v": 0.7, "g": 0.2, "network": 0.7}
@@ -139,7 +140,8 @@ class TokenShift(nn.Module):
 
     def __init__(self, d_model: int, mix_exponents: Sequence[float | None]) -> None:
         super().__init__()
-        self.mixed = [exponent is not None for exponent in mix_exponents]
+        self.mixed, self.rows = [exponent is not None for exponent in mix_exponents], 1
+        self.width = d_model
         self.mix_exponents = [exponent for exponent in mix_exponents if exponent is not None]
         self.mix_ND = nn.Parameter(torch.empty(len(self.mix_exponents), d_model))
 
@@ -148,12 +150,64 @@ class TokenShift(nn.Module):
             torch.stack([mixes(self.mix_ND.shape[1], exponent) for exponent in self.mix_exponents])
         )
 
-    def forward(self, x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple[Inputs, Tensor]:
-        """The inputs, as one tensor where there is only one, and the last token [B,D]."""
-        some, last_BD = between(x_BTD, last_BD, self.mix_ND, reset_BT, pad_BT)
+    def forward(self, x_BTD: Tensor, last_B1D: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple[Inputs, Tensor]:
+        """The inputs, as one tensor where there is only one, and the last token [B,1,D]."""
+        some, last_BD = between(x_BTD, last_B1D[:, 0], self.mix_ND, reset_BT, pad_BT)
         rest = iter(some)
         inputs = tuple(next(rest) if mixed else x_BTD for mixed in self.mixed)
-        return inputs if len(inputs) > 1 else inputs[0], last_BD
+        return inputs if len(inputs) > 1 else inputs[0], last_BD[:, None]
+
+
+class InputConv(nn.Module):
+    """Inputs that are a token plus a causal convolution of each channel over it and the three before it in its
+    document, or plus the swish of that (Allen-Zhu 2025, arXiv 2512.17351, calls it a Canon layer). mixed: for each
+    input, None where it reads the token alone."""
+
+    no_decay = ("weight_NWD",)
+
+    def __init__(self, d_model: int, mixed: Sequence[object], *, swish: bool) -> None:
+        super().__init__()
+        self.mixed, self.swish = [one is not None for one in mixed], swish
+        self.rows, self.width = CONV_TAPS - 1, d_model
+        self.weight_NWD = nn.Parameter(torch.empty(sum(self.mixed), CONV_TAPS, d_model))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Start as torch starts a convolution, at U(−W^-½, W^-½)."""
+        edge = CONV_TAPS**-0.5
+        self.weight_NWD.uniform_(-edge, edge, generator=generator)
+
+    def forward(
+        self, x_BTD: Tensor, window_BZD: Tensor, reset_BT: Mask, pad_BT: Mask
+    ) -> tuple[Inputs, Tensor]:
+        """The inputs, as one tensor where there is only one, and the window after them [B,Z,D], newest first."""
+        if x_BTD.shape[1] == 0:
+            return (x_BTD if len(self.mixed) == 1 else (x_BTD,) * len(self.mixed)), window_BZD
+        read, after = [x_BTD.to(window_BZD.dtype)], list[Tensor]()
+        for last_BD in window_BZD.unbind(1):
+            before_BTD, last_BD = _before(read[-1], last_BD, reset_BT, pad_BT)
+            read.append(before_BTD)
+            after.append(last_BD)
+        inputs = list[Tensor]()
+        weights = iter(self.weight_NWD.to(window_BZD.dtype))
+        for convolved in self.mixed:
+            if convolved:
+                first, *rest = (W * x for W, x in zip(next(weights), read, strict=True))
+                y_BTD = sum(rest, first)
+                y_BTD = batch_invariant(F.silu, y_BTD) if self.swish else y_BTD
+                inputs.append((read[0] + y_BTD).to(x_BTD.dtype))
+            else:
+                inputs.append(x_BTD)
+        return tuple(inputs) if len(inputs) > 1 else inputs[0], torch.stack(after, 1)
+
+
+def _before(x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple[Tensor, Tensor]:
+    """The token before each one in its document [B,T,D], zeros before the first; and the last token [B,D]."""
+    if pad_BT is not None:
+        return _shifted(x_BTD, last_BD, reset_BT, pad_BT)
+    before_BTD = torch.cat([last_BD[:, None], x_BTD[:, :-1]], 1)
+    if reset_BT is not None:
+        before_BTD = before_BTD.masked_fill(reset_BT[:, :, None], 0)
+    return before_BTD, x_BTD[:, -1]
 
 
 def projected(linear: nn.Module, inputs: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:

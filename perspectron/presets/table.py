@@ -14,7 +14,8 @@ from perspectron.util import registry
 from perspectron.util.config import assignment, between_commas, load, one_of, require
 
 Sizes = Mapping[str, Any]
-OF_EVERY_MODEL: Sizes = {"dropout": 0.0, "shift": False, "first_values": False}
+OF_EVERY_MODEL: Sizes = {"dropout": 0.0, "shift": False, "input_conv": False, "input_swish": False,
+                        "first_values": False}  # fmt: skip
 """Fields of a model's config that are sizes of every design."""
 BEST_PARTS: dict[str, Sizes] = {"transformer": {"shift": ("k", "v", "network"), "first_values": True}}
 """Of designs, the parts that "DESIGN+" has, and docs/designs/baselines.md#the-best-parts says how they were chosen. A

@@ -44,9 +44,9 @@ FORMATS = ("2bit", "4bit", "int8")
 VARIANTS = [
     "perspective2[gated=true]", "perspective2[shift=false,first_values=false]",
     "transformer[shift=true,first_values=true]", "transformer[shift=k+v+network]", "gdn[shift=q+k]",
-    "ssd[shift=v+g]", "perspective2[shift=k]",
-    "gdn[negative=true]", "kda[negative=true,shift=true]", "mamba3[shift=true]", "lens2[output_gate=false]",
-    "perspective[embedding_norm=false]",
+    "ssd[shift=v+g]", "transformer[input_conv=k+v+network]", "gdn[input_conv=q+k,input_swish=true]",
+    "perspective2[shift=k]", "gdn[negative=true]", "kda[negative=true,shift=true]", "mamba3[shift=true]",
+    "lens2[output_gate=false]", "perspective[embedding_norm=false]",
 ]  # fmt: skip
 
 

@@ -51,6 +51,12 @@ ATTENTION = {
 }
 
 
+PARTS = {
+    "single inputs that read the token before": {"shift": ("k", "v", "network")},
+    "convolved inputs": {"input_conv": ("k", "network"), "input_swish": True},
+}
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.train(["the quick brown fox jumps over the lazy dog. " * 9], 280)
@@ -59,6 +65,8 @@ def tokenizer() -> Tokenizer:
 def small(name: str) -> ModelConfig:
     if name in ATTENTION:
         return ModelConfig(name, 280, 16, (BlockConfig(ATTENTION[name], SwiGLUConfig(16)),) * 2)
+    if name in PARTS:
+        return presets.get("transformer-tiny", vocab_size=280, **SIZES["transformer-tiny"], **PARTS[name])
     return presets.get(name, vocab_size=280, **SIZES[name])
 
 
@@ -87,7 +95,7 @@ def exported(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
     return of
 
 
-@pytest.mark.parametrize("name", [*SIZES, *ATTENTION])
+@pytest.mark.parametrize("name", [*SIZES, *ATTENTION, *PARTS])
 def test_greedy_tokens_and_logits_are_those_of_torch(
     name: str, tokenizer: Tokenizer, exported: Exported
 ) -> None:

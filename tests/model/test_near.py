@@ -25,7 +25,7 @@ from perspectron.model.census import census
 from perspectron.model.config import ModelConfig
 from perspectron.model.mixer import Mixer
 from perspectron.model.model import LanguageModel
-from perspectron.model.parts import TokenShift, projected
+from perspectron.model.parts import InputConv, ShortConv, TokenShift, projected
 from perspectron.model.state import load_state, save_state
 from perspectron.presets.fit import small
 from perspectron.util.errors import ConfigError
@@ -48,7 +48,10 @@ def config(design: str) -> ModelConfig:
         return replace(above, blocks=(below.blocks[0], *above.blocks[1:]))
     made = small(design, vocab_size=V, d_model=32, layers=3, seq_len=2 * T)
     leaning = any(block.mixer is not None and block.mixer.kind in LEANING for block in made.blocks)
-    return replace(made, shift=tuple(names.split("+")) if names else True, first_values=leaning)
+    read = tuple(names.lstrip("*~").split("+")) if names else True
+    swish, conv = names.startswith("~"), names[:1] in ("*", "~")
+    made = replace(made, first_values=leaning, shift=not conv and read)
+    return replace(made, input_conv=read, input_swish=swish) if conv else made
 
 
 def build(design: str | ModelConfig, seed: int = 0) -> LanguageModel:
@@ -94,8 +97,9 @@ SINGLE = (
         "ssd:v+g",
     ),
     *("ssd:q+k", "mamba3:k+network", "mingru:x"),
+    *("transformer:*k+v+network", "kda:~q+g", "perspective2:*network", "drm2:~x", "gla:*x+network"),
 )
-"""Designs of which these inputs read the token before."""
+"""Designs of which these inputs read the token before, with * the three before by a convolution, with ~ its swish."""
 every_design = pytest.mark.parametrize("design", [*presets.DESIGNS, MIXED, *SINGLE])
 
 
@@ -198,14 +202,15 @@ def test_what_reads_and_what_leans_is_there(design):
     """Every mixer and network has a shift of its own or by design; of the mixers with values all but the first of a
     width have a gate."""
     model, seen = build(design), set()
-    names = set() if model.config.shift is True else set(model.config.shift)
+    shift = model.config.shift or model.config.input_conv
+    names = set() if shift is True else set(shift)
     for block in model.blocks:
         assert isinstance(block, Block)
         if block.config.mixer is not None:
-            every = model.config.shift is True and block.config.mixer.kind not in ("rwkv7", "rwkv7_channel")
+            every = shift is True and block.config.mixer.kind not in ("rwkv7", "rwkv7_channel")
             reads = every or bool(names & {"x", *block.mixer.inputs})
             assert (block.mixer_shift is not None) == reads
-        reads = model.config.shift is True or "network" in names
+        reads = shift is True or "network" in names
         assert (block.ffn_shift is not None) == (reads and block.config.ffn is not None)
         leans = block.config.mixer is not None and block.config.mixer.kind in LEANING
         assert (block.first_values is not None) == leans
@@ -213,7 +218,9 @@ def test_what_reads_and_what_leans_is_there(design):
             width = block.mixer.value_channels
             assert (block.first_values.gate is None) == (width not in seen)
             seen.add(width)
-    plain = perspectron.build(replace(model.config, shift=False, first_values=False))
+    plain = perspectron.build(
+        replace(model.config, shift=False, input_conv=False, input_swish=False, first_values=False)
+    )
     assert all("shift" not in name and "first_values" not in name for name, _ in plain.named_parameters())
     if design not in ("drm", "drm2"):
         assert census(model.config).parameters == sum(p.numel() for p in model.parameters())
@@ -265,7 +272,7 @@ def test_single_inputs_read_it_by_hand(design):
     mixes = iter(block.mixer_shift.mix_ND)
     names = design.partition(":")[2].split("+")
     inputs = {name: x + next(mixes) * (before - x) if name in names else x for name in mixer.inputs}
-    given, _ = block.mixer_shift(x, torch.zeros_like(x[:, 0]), None, None)
+    given, _ = block.mixer_shift(x, torch.zeros_like(x[:, :1]), None, None)
     close(torch.stack(given), torch.stack(list(inputs.values())))
     y, _, _ = mixer(given)
     linear = next(part for part in mixer.children() if isinstance(part, torch.nn.Linear))
@@ -305,6 +312,43 @@ def test_names_stand_in_a_variant():
     assert presets.get("transformer-tiny", shift=True).shift is True
     with refused(ConfigError, "shift", 3):
         presets.get("transformer-tiny", shift=3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("swish", [False, True])
+def test_a_convolved_input_is_the_token_plus_a_short_convolution(swish):
+    """`ShortConv` with the same weights, which reads padding and resets in a way of its own, gives the other term."""
+    conv, x = (
+        InputConv(8, [True, None, True], swish=swish).double(),
+        torch.randn(2, T, 8, dtype=torch.float64),
+    )
+    conv.init_weights(torch.Generator().manual_seed(0))
+    window = torch.randn(2, 3, 8, dtype=torch.float64)
+    pad, reset = (torch.rand(2, T, generator=torch.Generator().manual_seed(s)) < 0.2 for s in (1, 2))
+    for masks in ((None, None), (reset, None), (None, pad), (reset, pad)):
+        given, after = conv(x, window, *masks)
+        assert given[1] is x
+        kept = torch.ones_like(pad) if masks[1] is None else ~pad
+        for weight_WD, one in zip(conv.weight_NWD, (given[0], given[2]), strict=True):
+            short = ShortConv(8, 4, bias=False, swish=swish).double()
+            short.weight.copy_(weight_WD.flip(0).T[:, None])
+            other, other_window = short(x, window.flip(1), *masks)
+            close(one[kept], (x + other)[kept])
+            close(after, other_window.flip(1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"input_conv": ("z",)}, "input_conv"),
+        ({"input_conv": ("x", "k")}, "input_conv"),
+        ({"input_conv": ("k",), "shift": ("v",)}, "input_conv"),
+        ({"input_swish": True}, "input_swish"),
+    ],
+)
+def test_convolutions_that_cannot_be_are_refused(changes, field):
+    with refused(ConfigError, field):
+        perspectron.build(replace(replace(config("transformer"), shift=False), **changes))
 
 
 def test_values_lean_by_hand():

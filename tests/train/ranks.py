@@ -119,6 +119,10 @@ class Cases:
         model = small(
             name, **(EXPERTS if name == "perspective-tiny" else {"layers": 2} if name != "drm-104k" else {})
         )
+        if name == "transformer-tiny":  # the tokens before come from another rank
+            model = replace(model, input_conv=("k", "network"))
+        if name == "gla-tiny":
+            model = replace(model, shift=("k", "v", "network"))
         settings: dict[str, Any] = {
             "steps": steps, "batch_size": 4, "seq_len": 32, "dtype": "float32", "device": "cpu", "eval_every": 0,
             "eval_tokens": 300, "save_every": 0, "optim": OptimConfig(lr=3e-3, warmup=3, schedule="constant"),

@@ -69,9 +69,9 @@ def mixer_of(model: LanguageModel) -> DRM:
     require(len(found) == 1, "design", model.config.name, "drm or drm2, which have a geometry")
     interval = found[0].config.geometry_interval
     require(interval == 1, "geometry_interval", interval, "1")
-    require(
-        not model.config.shift, "shift", model.config.shift, "False: a path is followed from token to token"
-    )
+    for part in ("shift", "input_conv"):
+        value = getattr(model.config, part)
+        require(not value, part, value, "False: a path is followed from token to token")
     return found[0]
 
 

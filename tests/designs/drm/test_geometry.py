@@ -143,8 +143,9 @@ def test_another_design_held_geometry_and_a_short_text_are_refused(model, ids):
         measure(model, ids[:100])
 
 
-def test_a_model_with_token_shift_is_refused():
+@pytest.mark.parametrize("part", ["shift", "input_conv"])
+def test_a_model_whose_inputs_are_more_than_the_token_is_refused(part):
     """A path is followed from token to token."""
-    config = replace(presets.get("drm", **TINY), shift=True)
-    with refused(ConfigError, "shift", True):
+    config = replace(presets.get("drm", **TINY), **{part: True})
+    with refused(ConfigError, part, True):
         geometry.mixer_of(perspectron.build(config))
