@@ -325,7 +325,7 @@ def _plan(trainer: Trainer, estimate: Estimate, ends: float | None) -> list[str]
     begin = f"resuming from step {step:,} of {steps:,}" if step else f"{steps:,} updates of {batch:,} tokens"
     return [
         f"{config.model.name}: {size / 1e6:.2f} M parameters, {train.dtype}, {trainer.device}, "
-        f"learning rate {train.optim.lr:g}",
+        f"{train.optim.title}, learning rate {train.optim.lr:g}",
         f"{begin}: {steps * batch / 1e6:.3g} M tokens, {passes:.2g} passes over the text",
         f"about {duration(seconds)}, until {time.strftime('%H:%M:%S', time.localtime(time.time() + seconds))}; "
         f"{estimate.bytes / 1e9:.1f} GB of memory",

@@ -21,10 +21,10 @@ from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.eval.timing import Setting, seconds_per_step
 from perspectron.model.census import census, state_bytes
 from perspectron.model.config import ModelConfig
-from perspectron.model.model import build
+from perspectron.model.model import LanguageModel, build
 from perspectron.train.config import TrainConfig
 from perspectron.train.estimate import faster
-from perspectron.train.optim import OptimConfig
+from perspectron.train.optim import OptimConfig, recipe_of
 from perspectron.util.config import at_least, dump, load, one_of, require
 from perspectron.util.errors import ConfigError, DataError, escaped
 from perspectron.util.files import read_json, remove, safe_join, write_json
@@ -106,13 +106,14 @@ class Settings:
 @dataclass(frozen=True)
 class Arm:
     """A model and its training. steps: updates. train_flops_per_token: forward and backward, as three times the FLOPs
-    of reading a token at half the context."""
+    of reading a token at half the context. optim: its optimizer, but for the rate; None is AdamW with plain groups."""
 
     model: ModelConfig
     steps: int
     train_flops_per_token: float
     about: str
     source: str
+    optim: OptimConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def plan(
         flops = {name: _train_flops(model, settings) for name, (model, _, _) in made.items()}
         steps = _steps(settings, {name: model for name, (model, _, _) in made.items()}, flops)
     arms = {
-        name: Arm(model, steps[name], flops[name], about, source)
+        name: Arm(model, steps[name], flops[name], about, source, optimizer_in(name, model))
         for name, (model, about, source) in made.items()
     }
     dumped = {
@@ -267,8 +268,24 @@ def models_of_designs(settings: Settings) -> Models:
     return made
 
 
+def optimizer_in(name: str, model: ModelConfig) -> OptimConfig:
+    """The optimizer that an arm's name asks for, as in transformer[optimizer=muon]; else AdamW, with the groups of the
+    mixers' authors. ConfigError for groups of a mixer that the model has not."""
+    config: OptimConfig = load(OptimConfig, {"groups": "own"} | presets.training(name), name)
+    with torch.device("meta"):
+        recipe_of(LanguageModel(model), config.groups)
+    return config
+
+
 def train_config(
-    out: Path, settings: Settings, steps: int, seed: int, rate: float, warmup: float, measured: int
+    out: Path,
+    settings: Settings,
+    steps: int,
+    seed: int,
+    rate: float,
+    warmup: float,
+    measured: int,
+    optim: OptimConfig | None = None,
 ) -> TrainConfig:
     """Training settings of a cell that is measured and saved `measured` times. warmup: share of the updates."""
     every = max(1, -(-steps // measured))
@@ -277,7 +294,7 @@ def train_config(
         measured_on="dev" if settings.dev else "heldout", steps=steps,
         batch_size=settings.batch_size, seq_len=settings.seq_len, seed=seed, dtype=settings.dtype,
         device=settings.device, eval_every=every, eval_tokens=CURVE_TOKENS, save_every=every, keep=1,
-        optim=OptimConfig(lr=rate, warmup=warm_up(warmup, steps)),
+        optim=replace(optim or OptimConfig(), lr=rate, warmup=warm_up(warmup, steps)),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from perspectron.compare.run import Cell
 from perspectron.data import NAMED, Shards
 from perspectron.eval.perplexity import mean_context
 from perspectron.model.census import census
+from perspectron.train.optim import OptimConfig
 from perspectron.util import machine
 from perspectron.util.config import dump, require
 from perspectron.util.errors import ConfigError
@@ -188,6 +189,7 @@ def _arm(
     return {
         "about": arm.about,
         "source": arm.source,
+        "optimizer": dump(arm.optim or OptimConfig()),
         "parameters": counted.parameters,
         "active_parameters": counted.active_parameters,
         "train_flops_per_token": arm.train_flops_per_token,

@@ -154,7 +154,7 @@ def train(
     for name, cell in by_name.items():
         if not (cell.folder / "config.json").is_file():
             given = (cell.steps, cell.seed, *cell.rate, cell.measured)
-            settings = train_config(out, plan.settings, *given)
+            settings = train_config(out, plan.settings, *given, plan.arms[cell.arm].optim)
             tokenizer.save(cell.folder / "tokenizer.json")
             checkpoint.save_config(cell.folder, RunConfig(plan.arms[cell.arm].model, settings))
         arguments = ("perspectron", "train", "--resume", str(cell.folder))

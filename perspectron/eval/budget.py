@@ -160,5 +160,7 @@ def settled(
         "warmup": presets.warmup(steps),
     }
     rates = {name: value for name, value in rates.items() if name not in given and not train.init}
+    if "groups" not in given and not train.lora:
+        rates["groups"] = "own"
     optim = replace(train.optim, **rates)
     return replace(config, train=replace(train, steps=steps, optim=optim, **found))

@@ -127,7 +127,8 @@ class ModelConfig:
     (docs/designs/baselines.md#two-parts-for-every-design). input_conv: they read, instead, the token plus a short
     convolution of it and the three before; input_swish: plus the swish of that. first_values: values of mixers lean on
     those of the first mixer with as many channels. longest: tokens of the longest document that rotary positions were
-    made for, past which nothing is generated; 0 for no bound.
+    made for, past which nothing is generated; 0 for no bound. zero_outputs: what mixers and networks write with starts
+    at 0.
     """
 
     name: str
@@ -150,6 +151,7 @@ class ModelConfig:
     input_swish: bool = False
     first_values: bool = False
     longest: int = 0
+    zero_outputs: bool = False
 
     def __post_init__(self) -> None:
         at_least(1, self, "vocab_size", "d_model")

@@ -4,6 +4,7 @@ Shapes: B batch, T time, D model width.
 """
 
 import abc
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -43,6 +44,10 @@ class Mixer(nn.Module, abc.ABC):
     mix_exponents: tuple[float, ...] = (0.7,)
     """Exponents of the initial token shifts where a model does not say which inputs have them: one for each, or one for
     all."""
+    recipe: ClassVar[Mapping[str, tuple[float, float]]] = {}
+    """Weights that are trained in a way of their own, as its authors do: (share of the learning rate, share of the
+    weight decay) by pattern of their names in it. Of several the first counts that fits; `train.optim` makes groups of
+    them."""
     own_token_shift: bool = False
     """True if it reads the token before by itself, so that a model with token shift adds none."""
     takes_shared: bool = False

@@ -365,7 +365,8 @@ def init(model: LanguageModel, seed: int) -> None:
 
     Embedding N(0, embedding_std²), positions N(0, 0.02²); every linear weight N(0, 1/fan_in); biases 0; norms 1. A
     module with an `init_weights` then sets its own (a near-identity matrix, a router's spread, a gate's bias). The
-    maps into the residual stream (`o_proj`, `down_proj`, the experts' `down_EDF`) are divided by √(2·blocks).
+    maps into the residual stream (`o_proj`, `down_proj`, the experts' `down_EDF`) are divided by √(2·blocks), or 0 with
+    `zero_outputs`.
 
     Each weight, each module's `init_weights` and each expert has its own stream of random numbers, derived from seed
     and name. A process can therefore build only a part of a model: modules on the meta device are skipped and change
@@ -379,13 +380,14 @@ def init(model: LanguageModel, seed: int) -> None:
             raise ConfigError(f"{name} is partly on the meta device: make all of it, or none")
     for module in whole.values():
         marks.mark(module)
+    outputs = 0.0 if model.config.zero_outputs else (2 * len(model.blocks)) ** -0.5
     for name, module in whole.items():
         if isinstance(module, nn.Embedding):
             std = model.config.embedding_std if name == "embedding" else 0.02
             module.weight.normal_(0, std, generator=stream(seed, f"{name}.weight"))
         elif isinstance(module, nn.Linear):
             writes = name.endswith(("o_proj", "down_proj"))
-            scale = (2 * len(model.blocks)) ** -0.5 if writes else 1.0
+            scale = outputs if writes else 1.0
             std = scale * module.in_features**-0.5
             module.weight.normal_(0, std, generator=stream(seed, f"{name}.weight"))
             if module.bias is not None:
@@ -400,7 +402,7 @@ def init(model: LanguageModel, seed: int) -> None:
             own(stream(seed, name))
     for name, weight in model.named_parameters():
         if name.endswith(("down_EDF", "down_DF")):
-            weight.mul_((2 * len(model.blocks)) ** -0.5)
+            weight.mul_(outputs)
     for name, module in whole.items():
         marks.refuse_marked(name, module)
 

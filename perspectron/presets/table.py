@@ -20,6 +20,8 @@ OF_EVERY_MODEL: Sizes = {"dropout": 0.0, "shift": False, "input_conv": False, "i
 BEST_PARTS: dict[str, Sizes] = {"transformer": {"shift": ("k", "v", "network"), "first_values": True}}
 """Of designs, the parts that "DESIGN+" has, and docs/designs/baselines.md#the-best-parts says how they were chosen. A
 design that is not here has `shift` as its mixer has it, and `first_values` where values can lean."""
+OF_TRAINING = ("optimizer", "groups", "weight_decay", "beta1", "beta2")
+"""Options of the optimizer that stand beside sizes in the brackets of a design that is trained: rwkv7[groups=plain]."""
 Make = Callable[..., ModelConfig]
 """Takes the model's name, and sizes as keywords that all have a default. A keyword whose default is a config is a part
 of the model: each field of it is a size too."""
@@ -140,10 +142,17 @@ def variant(name: str) -> tuple[Design, dict[str, Any]]:
     design, with_parts, given = _parts(name)
     table = DESIGNS[one_of(design, DESIGNS, "design")]
     known = sizes_of(table.make)
+    given = {key: value for key, value in given.items() if key not in OF_TRAINING}
     for key in given:
         require(key != table.knob, f"{name}: key", key, "left out: it is solved to match the parameters")
         one_of(key, known, f"{name}: key")
     return table, best_parts(design) | given if with_parts else given
+
+
+def training(name: str) -> dict[str, Any]:
+    """Options of the optimizer in the brackets of a design's name."""
+    *_, given = _parts(name)
+    return {key: value for key, value in given.items() if key in OF_TRAINING}
 
 
 @cache

@@ -250,7 +250,7 @@ class Trainer:
         place, done = map(self.config.place, (self.progress.step, self.progress.step + 1))
         lr = learning_rate(place, schedule.steps, train.optim)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("rate", 1.0)
         self.model.set_step(self.progress.step)
         ternary.set_share(self.model, ternary.share_at(done - 1, *schedule.ternary_between))
         batches = [self.loader.next_batch() for _ in range(train.accumulate)]

@@ -1,4 +1,5 @@
-"""AdamW with weight decay on matrices only, Muon for the matrices of blocks, and learning-rate schedules."""
+"""AdamW with weight decay on matrices only, Muon for the matrices of blocks, recipes of designs, and learning-rate
+schedules."""
 
 import fnmatch
 import inspect
@@ -9,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from perspectron.model.mixer import Mixer
 from perspectron.util.config import at_least, one_of, positive, require
 
 
@@ -19,6 +21,9 @@ class OptimConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"
     """ "muon": the updates of the blocks' matrices are orthogonalised (torch.optim.Muon), each as large as AdamW's;
     all else has AdamW."""
+    groups: str = "plain"
+    """Weights with a rate and a decay of their own: "plain" is none, "own" as the authors of each mixer have them, or
+    the kind of a mixer, such as "rwkv7", whose alone are taken. *"""
     lr: float = 1e-3
     """Peak learning rate. `perspectron train` takes the one of the design and size (perspectron/presets/rates.py)."""
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -48,6 +53,12 @@ class OptimConfig:
         require(0 <= self.cooldown <= 1, "cooldown", self.cooldown, "in [0, 1]")
         require(0 <= self.beta1 < 1, "beta1", self.beta1, "in [0, 1)")
         require(0 <= self.beta2 < 1, "beta2", self.beta2, "in [0, 1)")
+
+    @property
+    def title(self) -> str:
+        """Its name, and whose groups it has."""
+        name = "AdamW" if self.optimizer == "adamw" else "Muon and AdamW"
+        return name + ("" if self.groups == "plain" else f" ({self.groups} groups)")
 
 
 class AdamW(torch.optim.AdamW):
@@ -84,18 +95,44 @@ class Muon(AdamW):
         inspect.unwrap(torch.optim.Muon.step)(self.muon)
 
 
+def recipe_of(model: nn.Module, groups: str) -> dict[int, tuple[float, float]]:
+    """(share of the learning rate, share of the weight decay) of the weights that have their own, by id. ConfigError,
+    naming `groups`, for those of a mixer that the model has not."""
+    found = dict[int, tuple[float, float]]()
+    mixers = [module for module in model.modules() if isinstance(module, Mixer) and module.recipe]
+    kinds = {mixer.config.kind for mixer in mixers}
+    one_of(groups, ("plain", "own", *sorted(kinds)), "groups")
+    for mixer in mixers:
+        if groups in ("own", mixer.config.kind):
+            for name, parameter in mixer.named_parameters():
+                fitting = (share for key, share in mixer.recipe.items() if fnmatch.fnmatchcase(name, key))
+                if share := next(fitting, None):
+                    found[id(parameter)] = share
+    return found
+
+
 def optimizer_of(model: nn.Module, config: OptimConfig) -> AdamW:
     """The optimizer of what is not frozen: one group of matrices, which decay, one of vectors (norms, biases), which do
-    not, and with Muon one of the blocks' matrices. A module names in `no_decay` those of its parameters that are
-    vectors of a head each, stacked."""
+    not, one for each other pair of shares in the recipe, and with Muon one of the blocks' matrices that are not in it.
+    A module names in `no_decay` those of its parameters that are vectors of a head each, stacked. `rate` of a group is
+    its share of the learning rate."""
+    recipe = recipe_of(model, config.groups)
     stacked = {id(getattr(m, name)) for m in model.modules() for name in getattr(m, "no_decay", ())}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = {name: p for name, p in trained.items() if p.ndim >= 2 and id(p) not in stacked}
-    hidden = [p for name, p in matrices.items() if name.startswith("blocks.") and p.ndim == 2]
+    hidden = [
+        p
+        for name, p in matrices.items()
+        if name.startswith("blocks.") and p.ndim == 2 and id(p) not in recipe
+    ]
     known = {id(p) for p in hidden} if config.optimizer == "muon" else set()
+    shared: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, 1.0): [], (1.0, 0.0): []}
+    for name, p in trained.items():
+        if id(p) not in known:
+            shared.setdefault(recipe.get(id(p), (1.0, float(name in matrices))), []).append(p)
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in matrices.values() if id(p) not in known], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in trained.items() if name not in matrices], "weight_decay": 0.0},
+        {"params": params, "weight_decay": decay * config.weight_decay, "rate": rate}
+        for (rate, decay), params in shared.items()
     ]
     return Muon(groups, hidden, config) if known else AdamW(groups, **_options(config))
 

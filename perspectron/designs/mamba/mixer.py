@@ -8,6 +8,7 @@ the convolution, Z = W − 1 inputs it remembers.
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +71,9 @@ class Mamba(Mixer):
     small = MambaConfig(state=4)
     about = "Mamba's selective scan: gates for each channel and state, behind a short convolution"
     source = "docs/designs/baselines.md#mamba"
+
+    recipe: ClassVar = {"A_log": (1.0, 0.0)}
+    """state-spaces/mamba: exp(A_log) is a rate, and has no decay; D and the bias of Δ are vectors, which have none."""
 
     def __init__(self, d_model: int, norm_eps: float, config: MambaConfig) -> None:
         super().__init__()

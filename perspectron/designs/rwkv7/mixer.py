@@ -6,6 +6,7 @@ Shapes: B batch, T time, D model width, H heads, K = D/H head width.
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -89,6 +90,9 @@ class RWKV7(Mixer):
 
     takes_shared = own_token_shift = True
     no_decay = ("mix_6D",)
+    recipe: ClassVar = {"w_low.2.bias": (2.0, 0.0), "?_low.*": (1.0, 0.0)}
+    """BlinkDL/RWKV-LM, RWKV-v7/train_temp: w₀ at twice the rate, and decay for nothing but the embedding, the head and
+    the large projections. (Its demo has 0.001 of it, a beta2 of 0.99 and an eps of 1e-18.)"""
     exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: RWKV7Config) -> None:

@@ -1,5 +1,7 @@
 """GPT-2 and a modern transformer, at named sizes."""
 
+from typing import Literal
+
 from perspectron.designs.transformer.attention import AttentionConfig
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import MLPConfig, SwiGLUConfig
@@ -40,10 +42,17 @@ def transformer(
     heads: int = 4,
     hidden: int = 448,
     embedding_norm: bool = True,
+    qk_norm: Literal["none", "head", "all"] = "none",
+    relu2: bool = False,
+    zero_outputs: bool = False,
 ) -> ModelConfig:
-    """A modern transformer: full attention with RoPE and a SwiGLU in every layer."""
-    block = BlockConfig(AttentionConfig(heads), SwiGLUConfig(hidden))
-    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
+    """A modern transformer: full attention with RoPE and a SwiGLU in every layer. relu2: a network with ReLU² instead
+    of it. qk_norm, relu2 and zero_outputs together, with Muon, are how fast small trainings of transformers have it
+    (KellerJordan/modded-nanogpt)."""
+    network = MLPConfig(hidden, "relu2", bias=False) if relu2 else SwiGLUConfig(hidden)
+    block = BlockConfig(AttentionConfig(heads, qk_norm=qk_norm), network)
+    more = {"embedding_norm": embedding_norm, "zero_outputs": zero_outputs}
+    return stack(name, vocab_size, d_model, layers, block, **more)
 
 
 preset("transformer-tiny", "full attention, sized like perspective-tiny-dense", transformer)

@@ -41,7 +41,7 @@ def _lines(opened: Opened, name: str, remote: bool) -> Iterator[str]:
     if opened.checkpoint is not None and opened.checkpoint.progress.step:
         last = opened.checkpoint.progress
         yield f"- {last.step:,} updates, {last.tokens / 1e6:.3g} M tokens in windows of {train.seq_len}, {train.dtype},"
-        yield f"  {last.seconds / 60:.1f} minutes; AdamW at {train.optim.lr:g}, seed {train.seed}."
+        yield f"  {last.seconds / 60:.1f} minutes; {train.optim.title} at {train.optim.lr:g}, seed {train.seed}."
         yield f"- Text: {_as_written(_text_name(train.data))}, {train.heldout:.0%} of it held out."
         metrics = [line for line in read_metrics(opened.folder.path) if "loss" not in line]
         found = [measured(line) for line in metrics if line["step"] == last.step][-1:]
