@@ -43,6 +43,7 @@ BEFORE = [  # what the examples take for granted
 ]
 ELSEWHERE = (
     "compare",
+    "scale",
     "search",
     "ablate",
     "quickstart",

@@ -17,6 +17,7 @@ from perspectron.cli.main import commands as commands_there
 SILENT = (
     "train",
     "compare",
+    "scale",
     "chat",
     "state read",
     "state rebase",
@@ -30,6 +31,8 @@ COMPARE = (
     "--tokens 640 --seeds 1 --seq-len 32 --batch-size 4 --rates 0.004 --warmups 0.1 --dtype float32 "
     "--suites calibration"
 )
+
+SCALE = "--seeds 1 --seq-len 32 --batch-size 4 --rates 0.004 --dtype float32"
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +106,8 @@ def test_every_command_from_an_empty_folder(tmp_path, environment):
         ("list",),
         ("compare", "--designs", "ssd", "--params", "120k", "--data", "text", "--out", "compared",
          "--vocab-size", "300", *COMPARE.split()),
+        ("scale", "--designs", "ssd", "--sizes", "120k", "--per-parameter", "0.005", "--data", "text", "--out",
+         "scaled", "--vocab-size", "300", *SCALE.split()),
         ("search", "--help"),
         ("ablate", "lens"),
         ("serve", "--help"),
