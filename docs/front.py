@@ -70,7 +70,9 @@ def readme_table(measured: Measured) -> str:
         speed = round(measured.speeds[row.name]["tokens_per_second"]["median"], -2)
         decoded = measured.contexts[row.name][LONG]
         taken, state = _milliseconds(decoded["decode_seconds"]), size(decoded["state_bytes"])
-        lines.append(f"| {_name(row)} | {_loss(row)} | {speed:,.0f} | {size(_streaming(row))} | {state} | {taken} |")
+        lines.append(
+            f"| {_name(row)} | {_loss(row)} | {speed:,.0f} | {size(_streaming(row))} | {state} | {taken} |"
+        )
     return "\n".join(lines) + "\n"
 
 
