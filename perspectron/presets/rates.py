@@ -18,8 +18,9 @@ FALL = -1 / 3  # exponent of the parameters beyond the sizes searched: small mod
 SEARCHED = 3_000_000  # tokens of the trainings for which RATES are right
 LONGER = -0.32
 """Exponent of the tokens beyond SEARCHED, with batches of one size: not measured here, but remembered of larger models
-(Bjorck et al. 2024, arXiv 2409.19913) and not checked there. Up to SEARCHED no fall was seen: at 2 M parameters most designs do best with
-8e-3 from 0.12 M tokens to 0.3 M (results/near, results/reference), and `perspective2` at 3 M too."""
+(Bjorck et al. 2024, arXiv 2409.19913) and not checked there. Up to SEARCHED no fall was seen: at 2 M parameters most
+designs do best with 8e-3 from 0.12 M tokens to 0.3 M (results/near, results/reference),
+and `perspective2` at 3 M too."""
 HIGHEST, LOWEST = 1.6e-2, 2e-4
 
 RISES, LEAST, MOST = 0.1, 120, 0.2
