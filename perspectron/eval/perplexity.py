@@ -6,7 +6,6 @@ as a training window has, in a ring, so that no design's state grows with the te
 """
 
 import bz2
-import contextlib
 import gzip
 import lzma
 import sys
@@ -196,7 +195,5 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     "gzip -9": lambda text: gzip.compress(text, 9),
     "bzip2 -9": lambda text: bz2.compress(text, 9),
     "xz -9": _xz,
+    "zstd -22": _zstd,
 }
-with contextlib.suppress(ImportError):  # of the extra `data`, before Python 3.14
-    import_module(ZSTD)
-    COMPRESSORS["zstd -22"] = _zstd
