@@ -1,7 +1,7 @@
 """`perspectron compare`."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,7 +16,7 @@ from rich.progress import (
 from rich.table import Table
 
 from perspectron.cli.console import Console, progress
-from perspectron.cli.options import count, table
+from perspectron.cli.options import count, say, table
 from perspectron.cli.progress import Work
 from perspectron.compare import measure, pool, results, run
 from perspectron.compare.plan import (
@@ -39,6 +39,11 @@ from perspectron.util.errors import ConfigError
 from perspectron.util.files import locked
 
 DESIGNS = "perspective,adr,lens,drm,gpt2,transformer,gla,ssd"
+QUICK: dict[str, Any] = {
+    "out": Path("runs/quick"), "designs": "perspective2,transformer,gla", "params": "300k", "tokens": "200k",
+    "seeds": 1, "rates": (4e-3,), "warmups": (0.1,), "suites": "", "jobs": 2,
+}  # fmt: skip
+"""What --quick takes where nothing else is typed."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Compare:
 
     Your text: perspectron compare --designs perspective2,gpt2 --data letters.txt --tokens 20M --out runs/mine
 
+    A first look in two minutes, from which nothing follows: perspectron compare --quick --data letters.txt
+
     Resume after an interruption: perspectron compare --resume runs/compare
 
     Only rewrite the page of a results.json: perspectron compare --report runs/compare/results.json
@@ -57,12 +64,15 @@ class Compare:
     """
 
     FIRST: ClassVar[tuple[str, ...]] = (
-        "--out", "--designs", "--data", "--params", "--tokens", "--seeds", "--jobs", "--resume",
+        "--quick", "--out", "--designs", "--data", "--params", "--tokens", "--seeds", "--jobs", "--resume",
     )  # fmt: skip
     out: Path | None = None
     """Output folder; with the same options as before, the comparison resumes there."""
     resume: Path | None = None
     """Folder of a comparison to resume; all other options come from there."""
+    quick: bool = False
+    """A first look in about two minutes on two cores: three designs, 300,000 parameters, 200,000 tokens, one seed, one
+    learning rate and no suites, but for what is typed. It shows what a comparison is; no conclusion follows from it."""
     report: tuple[Path, ...] = ()
     """Write the page of this results.json beside it, without training; of several, on the same text, budget and seeds,
     one results.json with its page in --out."""
@@ -114,6 +124,8 @@ class Compare:
     """Number of trainings at the same time."""
 
     def __call__(self) -> int:
+        if self.quick:
+            return self._looked()
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")
         console = progress()
         if self.report:
@@ -136,6 +148,21 @@ class Compare:
         with locked(folder), Work("encoding the text and planning"):
             what = plan(folder, "designs", settings, models_of_designs, threads_for(self.jobs))
         return finish(folder, what, self.jobs, console)
+
+    def _looked(self) -> int:
+        """Compare as QUICK has it."""
+        there = self.resume or self.report
+        require(
+            not there, "quick", True, "left out with --resume and --report: what is there was settled before"
+        )
+        left = {item.name: item.default for item in fields(self)}
+        quick = {name: value for name, value in QUICK.items() if getattr(self, name) == left[name]}
+        asked = replace(self, quick=False, **quick)
+        said = f"a first look, not a result: {asked.seeds} seed, {asked.tokens} tokens and one rate for all designs"
+        say(
+            f"{said}; no conclusion follows (without --quick, rates are chosen for each design and seeds differ)"
+        )
+        return asked()
 
     def _report(self) -> Path:
         """The page that is written of results there are."""

@@ -267,9 +267,12 @@ def _fit(
         with Work("a first pass"):
             estimate = trainer.estimate()
         takes = _whole(trainer, estimate.seconds)
-        if ends is not None and takes <= _patience(ends - time.monotonic()):
+        seconds = (
+            estimate.whole(trainer.config, trainer.progress.step) if ends is None else ends - time.monotonic()
+        )
+        if takes <= _patience(seconds):
             closing += takes
-        for line in _plan(trainer, estimate, ends):
+        for line in _plan(trainer, estimate, seconds + closing * (ends is None)):
             console.print(line)
     pace = None if ends is None else Pace(ends, closing=closing)
     text = trainer.shards.split("train")
@@ -314,14 +317,13 @@ def _fit_with_a_bar(
         return trainer.fit(report=report, pace=pace)
 
 
-def _plan(trainer: Trainer, estimate: Estimate, ends: float | None) -> list[str]:
-    """The opening lines of a run: what will be trained, for how long and in what memory."""
+def _plan(trainer: Trainer, estimate: Estimate, seconds: float) -> list[str]:
+    """The opening lines of a run: what will be trained, for how long, all that follows included, and in what memory."""
     config, step = trainer.config, trainer.progress.step
     train, steps = config.train, config.train.steps
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     batch = train.batch_size * train.seq_len * train.accumulate
     passes = steps * batch / (trainer.loader.windows * train.seq_len)
-    seconds = ends - time.monotonic() if ends is not None else estimate.whole(config, step)
     begin = f"resuming from step {step:,} of {steps:,}" if step else f"{steps:,} updates of {batch:,} tokens"
     return [
         f"{config.model.name}: {size / 1e6:.2f} M parameters, {train.dtype}, {trainer.device}, "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from perspectron.data.reading import PIECE
-from perspectron.data.template import Template
+from perspectron.data.template import Messages, Template
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.util.errors import DataError
 
@@ -33,14 +33,14 @@ class Document:
     """One text, never empty, and where it came from (`os/path.py`, `book.txt@1048571`, `chats.jsonl:17`).
 
     prompt: what stands before the text and is read, but not learned. share: of the split's source, what was read up to
-    here. asked: what a user wrote of the prompt, which `template` made of it.
+    here. asked: the messages of which `template` made the prompt.
     """
 
     name: str
     text: str
     prompt: str = ""
     share: float = 1.0
-    asked: str = ""
+    asked: Messages = ()
     template: Template | None = None
 
     def read_by(self, tokenizer: Tokenizer) -> str:

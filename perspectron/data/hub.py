@@ -34,7 +34,7 @@ def open_hub(source: str, shares: Shares, fields: Fields) -> Corpus:
     columns = stream.column_names or list(next(iter(stream), {}))
     require_columns(source, columns, fields)
     facts = [source, str(shares), *fields.facts, identity]
-    rows = Rows(source, stream.select_columns(list(fields.names)))
+    rows = Rows(source, stream.select_columns(list(fields.columns(columns))))
     return Records(source, fingerprint("hf by text", facts), shares, [rows], fields).settle()
 
 

@@ -1,18 +1,28 @@
 """Corpora of records, each with one text, or with a prompt and a completion."""
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from perspectron.data import chats
 from perspectron.data.corpus import Corpus, Document, Shares, SplitName, share_of
-from perspectron.data.template import Template
+from perspectron.data.template import Messages, Template, question
 from perspectron.util.errors import DataError
 
 SHOWN = 8
 """Fields of a record that are named."""
 NOT_UTF8 = "not UTF-8; --encoding reads others"
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
+
+
+class Sample(NamedTuple):
+    """What a record holds. key: of which its split is a hash. texts: (what is only read, what is learned, the messages
+    of which the template made the first); none of an empty one."""
+
+    key: str
+    texts: tuple[tuple[str, str, Messages], ...]
 
 
 class Unreadable(str):
@@ -22,7 +32,7 @@ class Unreadable(str):
 @dataclass(frozen=True)
 class Fields:
     """The fields of a record that are its text: the string under `text`, or with a template those under `prompt`,
-    which becomes a user's message, and `completion`."""
+    which becomes a user's message, and `completion`, or a talk (`perspectron.data.chats`)."""
 
     text: str = "text"
     template: Template | None = None
@@ -39,14 +49,28 @@ class Fields:
     def __str__(self) -> str:
         return " and ".join(map(repr, self.names))
 
-    def of(self, record: Any) -> tuple[str, str, str] | Unreadable:
-        """(what is only read, what is learned, what the user wrote of the first) of a record, or why it is not a valid
-        one."""
+    def columns(self, there: Iterable[str]) -> tuple[str, ...]:
+        """The names of what is read of these columns."""
+        talk = [name for name in chats.KEYS if name in there] if self.template else []
+        return tuple(talk[:1]) or self.names
+
+    def of(self, record: Any) -> Sample | Unreadable:
+        """What a record holds, or why it is not a valid one."""
         if isinstance(record, Unreadable):
             return record
         if not isinstance(record, dict):
             return Unreadable("no objects")
+        if self.template is not None:
+            try:
+                if (said := chats.of(record)) is not None:
+                    return self._talk(said, self.template)
+            except chats.NoTalk as error:
+                return Unreadable(error)
         for name in self.names:
+            if name not in record and any(map(record.get, chats.KEYS)):
+                return Unreadable(
+                    f"no {name!r} but messages; --template plain, or a file with one, reads them"
+                )
             if name not in record:
                 there = ", ".join(map(str, list(record)[:SHOWN])) or "nothing"
                 return Unreadable(f"no {name!r}, they have {there}")
@@ -58,8 +82,17 @@ class Fields:
         if not all(map(_valid, texts)):
             return Unreadable(f"a NUL or broken characters in {self}")
         if self.template is None:
-            return "", texts[0], ""
-        return (self.template.question(texts[0]), texts[1], texts[0]) if texts[1] else ("", "", "")
+            return Sample(texts[0], (("", texts[0], ()),) if texts[0] else ())
+        if not texts[1]:
+            return Sample("", ())
+        prompt = self.template.question(texts[0])
+        return Sample(prompt + texts[1], ((prompt, texts[1], question(texts[0])),))
+
+    def _talk(self, said: list[chats.Message], template: Template) -> Sample | Unreadable:
+        if not all(_valid(message["content"]) for message in said):
+            return Unreadable("a NUL or broken characters in a message")
+        key = json.dumps([list(message.values()) for message in said])
+        return Sample(key, tuple(chats.answers(said, template)))
 
 
 def _valid(text: str) -> bool:
@@ -125,12 +158,12 @@ class Records(Corpus):
         why, empty = "", True
         for table in self._tables:
             for record, _ in table.records():
-                pair = self._fields.of(record)
-                if isinstance(pair, Unreadable):
-                    why = why or pair
-                elif pair[1]:
+                sample = self._fields.of(record)
+                if isinstance(sample, Unreadable):
+                    why = why or sample
+                elif sample.texts:
                     empty = False
-                    yield share_of("".join(pair[:2]).encode())
+                    yield share_of(sample.key.encode())
         if empty:
             because = f" ({why})" if why else ""
             raise DataError(f"{self.source}: no record with text under {self._fields}{because}")
@@ -141,23 +174,24 @@ class Records(Corpus):
         for table in self._tables:
             kind = f"records of {table.name}"
             for number, (record, at) in enumerate(table.records(), 1):
-                name, pair = f"{table.name}:{number}", self._fields.of(record)
-                key = name if isinstance(pair, Unreadable) else "".join(pair[:2])
+                name, sample = f"{table.name}:{number}", self._fields.of(record)
+                key = name if isinstance(sample, Unreadable) else sample.key
                 share = share_of(key.encode("utf-8", "surrogateescape"))
                 if self._moved.get(share, self.shares.of(share)) != split:
                     continue
-                if isinstance(pair, Unreadable):
-                    tally.skip(name, kind, pair)
-                elif pair[1]:
-                    tally.read[kind] += 1
-                    done = min((before + at) / whole, 1.0)
-                    yield Document(name, pair[1], pair[0], done, pair[2], self._fields.template)
+                if isinstance(sample, Unreadable):
+                    tally.skip(name, kind, sample)
+                    continue
+                tally.read[kind] += bool(sample.texts)
+                done = min((before + at) / whole, 1.0)
+                for prompt, text, asked in sample.texts:
+                    yield Document(name, text, prompt, done, asked, self._fields.template)
             before += table.size
 
 
 def require_columns(source: str, columns: Sequence[str], fields: Fields) -> None:
     """DataError, with the columns that a table has, unless it has those with the text."""
-    for name in fields.names:
+    for name in fields.columns(columns):
         if name not in columns:
             there = ", ".join(columns) or "none"
             how = f"; name the one with the text: {source}#{columns[0]}" if columns else ""

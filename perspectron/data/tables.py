@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from perspectron.data import chats
 from perspectron.data.corpus import Corpus, Shares, facts, fingerprint
 from perspectron.data.reading import COMPRESSED, PIECE, examined, library, reading, refusal
 from perspectron.data.records import NOT_UTF8, Fields, Records, Unreadable, require_columns
@@ -131,7 +132,8 @@ class Parquet(FileTable):
             kinds = {column.name: column.type for column in file.schema_arrow}
             self.size = float(file.metadata.num_rows)
         require_columns(str(self._path), list(kinds), self._fields)
-        for column in self._fields.names:
+        self._columns = self._fields.columns(kinds)
+        for column in () if self._columns[0] in chats.KEYS else self._columns:
             kind = kinds[column]
             kind = kind.value_type if str(kind).startswith("dictionary<") else kind
             if str(kind) not in STRINGS:
@@ -150,8 +152,8 @@ class Parquet(FileTable):
             raise DataError(f"{self._path}: cannot be read ({' '.join(str(error).split())})") from None
 
     def records(self) -> Iterator[tuple[Any, float]]:
-        names, number = list(self._fields.names), 0
-        with self._opened(names) as file:
+        names, number = list(self._columns), 0
+        with self._opened(() if names[0] in chats.KEYS else names) as file:
             for batch in file.iter_batches(ROWS, columns=names, use_threads=False):
                 for row in zip(*(batch.column(name) for name in names), strict=True):
                     number += 1
@@ -215,7 +217,7 @@ class Json(FileTable):
         record, _ = next(self.records(), ({}, 0))
         if not isinstance(record, dict):
             raise self._no_table(f"{self._path}: not records but other JSON")
-        if record and not any(name in record for name in self._fields.names):
+        if record and not any(name in record for name in self._fields.columns(record)):
             self._require_columns(list(map(str, record)))
 
     def records(self) -> Iterator[tuple[Any, float]]:

@@ -150,13 +150,12 @@ class Template:
 
     def question(self, text: str) -> str:
         """The prompt that one message of a user makes."""
-        return self.prompt(_question(text))
+        return self.prompt(question(text))
 
-    def read(self, text: str, prompt: str, tokenizer: Tokenizer) -> str:
-        """`marked` of one message of a user, of which `question` made the prompt: that is made again only where the
-        message spells what could be a special token."""
-        asked = _question(text)
-        if Shield(tokenizer.special, self.text, asked).over(text) == text:
+    def read(self, asked: Messages, prompt: str, tokenizer: Tokenizer) -> str:
+        """`marked` of messages, of which `prompt` was made: that is made again only where one spells what could be a
+        special token."""
+        if Shield(tokenizer.special, self.text, asked).over(asked) == list(asked):
             return tokenizer.marked(prompt)
         return self.marked(asked, tokenizer)
 
@@ -203,7 +202,8 @@ class Template:
         return self._renderer
 
 
-def _question(text: str) -> Messages:
+def question(text: str) -> Messages:
+    """One message of a user."""
     return [{"role": "user", "content": text}]
 
 

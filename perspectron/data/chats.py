@@ -1,0 +1,62 @@
+"""Records of talks: {"messages": [{"role": …, "content": …}, …]}, or ShareGPT's {"conversations": [{"from": …, "value":
+…}, …]}. Each answer of the assistant is learned, as a completion of all messages before it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from perspectron.data.template import Template
+from perspectron.util.errors import ConfigError
+
+KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+"""Fields that hold a talk, and the names of a message's role and text in each."""
+ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant"}
+"""Roles as ShareGPT has them."""
+KNOWN = ("system", "developer", "user", "assistant", "tool")
+Message = dict[str, str]
+
+
+class NoTalk(ValueError):
+    """Why a record holds no talk that can be learned."""
+
+
+def of(record: Any) -> list[Message] | None:
+    """The messages of a record; None of one without. NoTalk: what is wrong with them."""
+    field = next((name for name in KEYS if isinstance(record, dict) and name in record), None)
+    if field is None:
+        return None
+    if not isinstance(record[field], list):
+        raise NoTalk(f"{field!r} is no list")
+    said = [_message(one, *KEYS[field], field) for one in record[field]]
+    if not any(message["role"] == "assistant" for message in said):
+        raise NoTalk(f"no answer of the assistant in {field!r}")
+    return said
+
+
+def _message(one: Any, role: str, content: str, field: str) -> Message:
+    if not isinstance(one, dict) or not isinstance(one.get(role), str):
+        raise NoTalk(f"{field!r}: a message without {role!r}")
+    who, text = ROLES.get(one[role], one[role]), one.get(content)
+    if who not in KNOWN:
+        raise NoTalk(f"{field!r}: a role that is none of {', '.join(KNOWN)}")
+    if one.get("tool_calls"):
+        raise NoTalk(f"{field!r}: calls of tools, which are not learned")
+    if isinstance(text, list):  # parts, of which texts are joined
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+            for part in text
+        ]
+        text = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    if not isinstance(text, str):
+        raise NoTalk(f"{field!r}: {content!r} is no text")
+    return {"role": who, "content": text}
+
+
+def answers(said: list[Message], template: Template) -> Iterator[tuple[str, str, list[Message]]]:
+    """(the prompt, an answer that is not empty, the messages that the prompt was made of). NoTalk: the template fails
+    on them."""
+    for number, message in enumerate(said):
+        if message["role"] == "assistant" and message["content"]:
+            try:
+                yield template.prompt(said[:number]), message["content"], said[:number]
+            except ConfigError as error:
+                raise NoTalk(f"the chat template fails on them: {error}") from None

@@ -1,0 +1,132 @@
+"""Talks: records with `messages` or `conversations`, of which the answers are learned."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from perspectron.cli.main import main
+from perspectron.data import open_corpus
+from perspectron.data.template import Template
+from perspectron.util.errors import DataError
+from tests.cli.small import PLAIN
+from tests.refusals import in_a_line, refused
+
+TALKS = [
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": f"What is {i}?"},
+        {"role": "assistant", "content": f"A number, {i}."},
+        {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "text", "text": f"{i}+1?"}]},
+        {"role": "assistant", "content": f"It is {i + 1}."},
+    ]
+    for i in range(40)
+]
+SHAREGPT = [
+    [
+        {"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]}
+        for m in talk
+    ]
+    for talk in TALKS
+]
+BAD = [
+    {"messages": []},
+    {"messages": "hello"},
+    {"messages": ["hello"]},
+    {"messages": [{"role": "user", "content": "alone"}]},
+    {"messages": [{"role": "robot", "content": "x"}, {"role": "assistant", "content": "x"}]},
+    {"messages": [{"content": "x"}]},
+    {"messages": [{"role": "assistant", "content": None}]},
+    {"messages": [{"role": "assistant", "content": {"text": "x"}}]},
+    {"messages": [{"role": "assistant", "content": [{"type": "image", "url": "x"}]}]},
+    {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
+    {"messages": [{"role": "assistant", "content": "a NUL \0"}]},
+    {"messages": [{"role": "assistant", "content": "half \ud83d"}]},
+    {"conversations": [{"from": "gpt"}]},
+    {"conversations": {"from": "gpt", "value": "x"}},
+]
+
+
+def documents(source: str | Path, template: Template | None = None, heldout: float = 0.2):
+    corpus = open_corpus(str(source), heldout, template=template or Template.named("plain"))
+    return corpus, {split: list(corpus.documents(split)) for split in corpus.splits}
+
+
+def lines(path: Path, records) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.mark.parametrize("field", ["messages", "conversations"])
+def test_each_answer_is_learned_after_all_that_was_said_before_it(field, tmp_path):
+    talks = TALKS if field == "messages" else SHAREGPT
+    _, split = documents(lines(tmp_path / "a.jsonl", [{field: talk, "id": 3} for talk in talks]))
+    all_of = [document for part in split.values() for document in part]
+    assert len(all_of) == 80
+    said = {(document.prompt, document.text) for document in all_of}
+    first = "### system\nBe brief.\n\n### user\nWhat is 7?\n\n### assistant\n"
+    assert (first, "A number, 7.") in said
+    assert (f"{first}A number, 7.\n\n### user\nAnd 7+1?\n\n### assistant\n", "It is 8.") in said
+    talks_of = [{document.name for document in part} for part in split.values()]
+    assert not set.intersection(*talks_of)  # a talk is on one side
+
+
+def test_a_json_array_and_parquet_hold_the_same(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    plain = [
+        [m if isinstance(m["content"], str) else {**m, "content": "And?"} for m in talk] for talk in TALKS
+    ]
+    records = [{"messages": talk} for talk in plain]
+    (tmp_path / "a.json").write_text(json.dumps(records, indent=1))
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    found = []
+    for path in (lines(tmp_path / "a.jsonl", records), tmp_path / "a.json", tmp_path / "a.parquet"):
+        _, split = documents(path)
+        found.append({name: sorted((d.prompt, d.text) for d in part) for name, part in split.items()})
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_other_encodings_and_marks(encoding, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS).encode(encoding))
+    _, split = documents(f"{path}#encoding={encoding}" if encoding == "utf-16" else path)
+    assert sum(map(len, split.values())) == 80
+
+
+def test_what_is_no_talk_is_left_out_and_counted(tmp_path):
+    corpus, split = documents(lines(tmp_path / "a.jsonl", [*BAD, *({"messages": talk} for talk in TALKS)]))
+    assert sum(map(len, split.values())) == 80 and corpus.skipped_count == len(BAD)
+    with refused(DataError, "b.jsonl"):
+        documents(lines(tmp_path / "b.jsonl", BAD))
+
+
+def test_a_talk_that_the_template_refuses_is_left_out(tmp_path):
+    (tmp_path / "strict.jinja").write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    strict = Template.load(tmp_path / "strict.jinja")
+    records = [{"messages": talk[1:] if i % 2 else talk} for i, talk in enumerate(TALKS)]
+    corpus, split = documents(lines(tmp_path / "a.jsonl", records), strict)
+    assert sum(map(len, split.values())) == 40 and corpus.skipped_count == 20
+
+
+def test_pairs_and_talks_stand_in_one_file(tmp_path):
+    pairs = [{"prompt": f"{i}?", "completion": f"{i}!"} for i in range(20)]
+    _, split = documents(lines(tmp_path / "a.jsonl", [*pairs, *({"messages": talk} for talk in TALKS)]))
+    assert sum(map(len, split.values())) == 100
+
+
+def test_training_on_talks_says_what_was_read_and_needs_a_template(tmp_path, capsys):
+    path = lines(tmp_path / "a.jsonl", [*BAD, *({"messages": talk} for talk in TALKS * 2)])
+    quick = ["--seq-len", "32", "--batch-size", "2", "--dtype", "float32", "--steps", "2", *PLAIN]
+    command = ["train", "--data", str(path), "--out", str(tmp_path / "run"), *quick]
+    assert main(command) == 2
+    in_a_line(capsys.readouterr().err.splitlines()[-1], "a.jsonl", "--template")
+    assert main([*command, "--template", "plain"]) == 0
+    said = capsys.readouterr().err
+    assert "records of a.jsonl" in said and str(len(BAD)) in said
+    assert (tmp_path / "run" / "chat_template.jinja").exists()
