@@ -7,7 +7,7 @@ Seconds are processor time on one thread. README.md's table shows the result, an
 more contexts:
 
     python benchmarks/contexts.py --json results/contexts.json
-    python benchmarks/contexts.py --designs transformer rwkv7 perspective2 \
+    python benchmarks/contexts.py --designs transformer ssd perspective2 \
         --contexts 1024 4096 16384 65536 262144 --json results/lengths.json
     python docs/front.py
 """
