@@ -16,13 +16,13 @@ sys.path.insert(0, str(ROOT))
 from perspectron.compare.report.figures import REFERENCE  # noqa: E402
 from perspectron.compare.report.numbers import fixed, signed, size  # noqa: E402
 from perspectron.compare.report.summary import Row, ranked  # noqa: E402
-from perspectron.presets import variant  # noqa: E402
+from perspectron.presets import title, variant  # noqa: E402
 from perspectron.util.stats import interval  # noqa: E402
 
 RESULTS = ROOT / "results"
 PICTURE = ROOT / "docs" / "images" / "front.svg"
 SHORT, LONG = "1024", "262144"
-TITLE = "A transformer takes longer for each token as its text grows"
+TITLE = "Time per token: a transformer's grows with its text, a fixed memory's does not"
 DRAWN = {"transformer": "second", "ssd": "ink", "perspective2": "accent"}
 """The designs of the picture, and the colours of their lines."""
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 380, 60, 560, 80, 310  # of the picture and its axes
@@ -112,23 +112,22 @@ def picture(lengths: dict[str, Any]) -> str:
         for name in DRAWN
     }
     xs = sorted(next(iter(curves.values())))
-    low, high = (
-        round(math.log10(f(v for curve in curves.values() for v in curve.values()))) for f in (min, max)
-    )
+    taken = [value for curve in curves.values() for value in curve.values()]
+    low, high = math.floor(math.log10(min(taken))), math.log10(max(taken))
 
     def x(tokens: float) -> float:
         return LEFT + (RIGHT - LEFT) * math.log(tokens / xs[0]) / math.log(xs[-1] / xs[0])
 
     def y(milliseconds: float) -> float:
-        return BOTTOM - (BOTTOM - TOP) * (math.log10(milliseconds) - low) / (high + 0.4 - low)
+        return BOTTOM - (BOTTOM - TOP) * (math.log10(milliseconds) - low) / (high - low)
 
     parts = [
         f'<rect class="ground" width="{WIDTH}" height="{HEIGHT}" rx="8"/>',
         _text(20, 34, TITLE, "title"),
     ]
-    processor = lengths["conditions"]["cpu"].split(",")[0].replace("(R)", "")
-    parts.append(_text(20, 56, f"milliseconds per token; 2 M parameters, one core of {processor}", "soft"))
-    for power in range(low, high + 1):
+    processor = lengths["conditions"]["cpu"].split(",")[0].replace("(R)", "").removesuffix(" Processor")
+    parts.append(_text(20, 56, f"milliseconds per token; 2 M parameters, one core of an {processor}", "soft"))
+    for power in range(low, math.floor(high) + 1):
         at = y(10**power)
         parts.append(f'<path class="grid" d="M{LEFT} {at:.1f}H{RIGHT}"/>')
         parts.append(_text(LEFT - 10, at + 4, f"{10.0**power:g}", "soft end"))
@@ -136,14 +135,18 @@ def picture(lengths: dict[str, Any]) -> str:
     parts.append(_text((LEFT + RIGHT) / 2, BOTTOM + 46, "tokens read before", "soft middle"))
     floor = math.inf  # names keep apart: the lowest line's is placed first
     for name, curve in sorted(curves.items(), key=lambda item: item[1][xs[-1]]):
-        points = " ".join(f"{x(tokens):.1f},{y(taken):.1f}" for tokens, taken in sorted(curve.items()))
+        points = " ".join(f"{x(tokens):.1f},{y(time):.1f}" for tokens, time in sorted(curve.items()))
         parts.append(f'<polyline class="line {DRAWN[name]}" points="{points}"/>')
         floor = min(floor - 20, y(curve[xs[-1]]) + 4)
-        title = f"{variant(name)[0].title}: {curve[xs[-1]]:.{0 if curve[xs[-1]] >= 10 else 2}f} ms"
-        parts.append(_text(RIGHT + 12, floor, title, DRAWN[name]))
+        named = f"{title(name)}: {curve[xs[-1]]:.{0 if curve[xs[-1]] >= 10 else 2}f} ms"
+        parts.append(_text(RIGHT + 12, floor, named, DRAWN[name]))
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
-    inside = "\n".join(parts)
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<title>{TITLE}</title>\n<style>{STYLE}</style>\n{inside}\n</svg>\n'
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
+        f"<title>{TITLE}</title>",
+        f"<style>{STYLE}</style>",
+    ]
+    return "\n".join([*head, *parts, "</svg>\n"])
 
 
 def _text(x: float, y: float, words: str, kind: str) -> str:

@@ -194,7 +194,7 @@ def test_the_site_has_every_page_and_citations_in_the_reference_are_links(site):
     assert {path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")} <= {
         path.relative_to(site) for path in site.rglob("*.html")
     }
-    for name in ("results", "changelog", "contributing", "security"):
+    for name in ("index", "results", "changelog", "contributing", "security"):
         assert (site / f"{name}.html").is_file()
     mixers = (site / "reference" / "mixers.html").read_text(encoding="utf-8")
     assert 'href="../designs/perspective.html#the-recurrence"' in mixers
@@ -243,6 +243,28 @@ def test_the_site_can_be_read_by_everyone(address, name):
         assert look(page, AA) == []
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.textContent.trim()") == "Skip to content"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+@pytest.mark.parametrize("width", [1300, 390])
+def test_a_term_is_found_on_the_site(address, width):
+    with browsing(f"{address}/index.html", viewport={"width": width, "height": 900}) as page:
+        if width == 390:  # behind the magnifying glass
+            page.locator("label[for=__search].md-header__button").click()
+        page.get_by_role("textbox", name="Search").fill("bisect")
+        page.locator(".md-search-result__item").first.get_by_role("link").first.click()
+        page.wait_for_url("**/past-of-a-memory.html*")
+        assert page.get_by_role("article").get_by_text("bisect").first.is_visible()
+
+
+def test_every_file_of_the_results_is_listed_with_what_wrote_it(site):
+    listed = (site / "results-files.html").read_text(encoding="utf-8")
+    files = [path for path in (ROOT / "results").rglob("*.*") if path.suffix != ".md"]
+    assert len(files) > 100
+    for path in files:
+        name = path.relative_to(ROOT).as_posix()
+        assert (site / name).read_bytes() == path.read_bytes() and f'href="{name}"' in listed, name
+    assert "python benchmarks/contexts.py" in listed
 
 
 def all_pages(site: Path) -> int:
