@@ -50,21 +50,15 @@ def on_files(files: Any, config: Any) -> Any:
 
 def listed(results: list[Path]) -> str:
     """The page that lists files of results/, with the command that wrote each."""
-    lines = [
-        "# The files of the results",
-        "",
-        "What each says is in [results](results.md). The commands are as they were given at that commit.",
-        "",
-        "| file | written by | commit | date |",
-        "|---|---|---|---|",
-    ]
+    about = "What each says is in [results](results.md). The commands are as they were given at that commit."
+    lines = ["# The files of the results", "", about, ""]
     for path in results:
-        about = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else {}
-        about = about.get("conditions", {})
+        known = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else {}
+        known = known.get("conditions", {})
         name = path.relative_to(ROOT).as_posix()
-        command = (about.get("command") or "").replace("|", "\\|")
-        cells = [f"`{command}`" if command else "", about.get("commit") or "", (about.get("date") or "")[:10]]
-        lines.append(f"| [{name.removeprefix('results/')}]({name}) | {' | '.join(cells)} |")
+        link = f"[{name.removeprefix('results/')}]({name})"
+        facts = ", ".join(filter(None, [link, known.get("commit"), (known.get("date") or "")[:10]]))
+        lines.append(f"- {facts}: `{known['command']}`" if known.get("command") else f"- {facts}")
     return "\n".join(lines) + "\n"
 
 

