@@ -43,7 +43,7 @@ STYLE = """
 WINDOW = 256  # tokens of a window of the reference runs
 RIVALS = 5  # baselines in README.md's table, the best ones, beside the transformer
 README_HEAD = (
-    "| design | bits per byte (95%) | training, tokens/s | state, 256 tokens | at 256k | ms per token there |"
+    "| design | bits per byte (95%) | training, tokens/s | state, 256 tokens | state, 256k | ms per token, 256k |"
 )
 RESULTS_HEAD = (
     "| 2 M parameters, 3 M tokens of `stdlib`, 3 seeds | bits per byte (95%) | against the transformer | "
