@@ -2,7 +2,7 @@
 
     mkdocs build -d SITE && python -m tests.test_docs SITE
 
-says what axe finds wrong on any of its pages.
+says what axe finds wrong on any of its pages, and with a folder after SITE takes pictures of the first one into it.
 """
 
 import contextlib
@@ -278,5 +278,15 @@ def all_pages(site: Path) -> int:
     return min(wrong, 1)
 
 
+def pictures(site: Path, folder: Path) -> None:
+    for kind, scheme, width in (("light", "light", 1300), ("dark", "dark", 1300), ("phone", "light", 390)):
+        size = {"width": width, "height": 844}
+        with (
+            serving(site) as address,
+            browsing(f"{address}/index.html", color_scheme=scheme, viewport=size) as page,
+        ):
+            page.screenshot(path=folder / f"site-{kind}.png")
+
+
 if __name__ == "__main__":
-    sys.exit(all_pages(Path(sys.argv[1])))
+    sys.exit(pictures(*map(Path, sys.argv[1:])) if sys.argv[2:] else all_pages(Path(sys.argv[1])))
