@@ -15,10 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from jinja2 import Template
+from typing import Any, NamedTuple
 
 WIDTH, HEIGHT, SIDE = 520, 330, 250  # of a chart and of a torus, in points, which are pixels of the SVG
 ROW = 24  # height of a row of dots
@@ -26,9 +23,11 @@ MARKED = 16  # points of a line that get a mark each; of more, none
 # Lines keep a contrast of 4.5 to the ground in both schemes and stay apart for readers without one kind of cone
 # (ΔE ≥ 10 in CIELAB); dashes and marks tell them apart without colour.
 PALETTE = {  # light, dark
-    "ground": ("#ffffff", "#15171b"), "ink": ("#1b1d21", "#e6e8eb"), "soft": ("#5a5f68", "#a3a9b3"),
-    "rule": ("#c9ccd2", "#454b55"), "grid": ("#e8eaed", "#282c33"), "bad": ("#a8321a", "#ff9b82"),
-    "wash": ("#f6f7f8", "#1d2025"), "s0": ("#1b1d22", "#f0f1f3"), "s1": ("#053f8b", "#96b2f8"),
+    "ground": ("#fbfaf7", "#14181d"), "ink": ("#1b2430", "#e6e9ec"), "soft": ("#56606b", "#a3abb4"),
+    "rule": ("#cbcac4", "#454c55"), "grid": ("#e7e5df", "#272d34"), "bad": ("#a8321a", "#ff9b82"),
+    "wash": ("#f4f2ec", "#1b2027"), "shade": ("#cfccc2", "#3d454f"),
+    "accent": ("#0f6b6b", "#5cc6c0"), "second": ("#b4531f", "#f0a36b"),
+    "s0": ("#1b1d22", "#f0f1f3"), "s1": ("#053f8b", "#96b2f8"),
     "s2": ("#591100", "#f59a56"), "s3": ("#005c32", "#2cb488"), "s4": ("#580e4c", "#d14dbc"),
     "s5": ("#887402", "#d3bf1e"), "s6": ("#5d61d0", "#837eff"), "s7": ("#117796", "#a4d8ee"),
     "s8": ("#ca4753", "#ff455a"),
@@ -119,17 +118,6 @@ class Torus:
 def variables(scheme: int) -> str:
     """CSS declarations of the palette: light (0) or dark (1)."""
     return ";".join(f"--{name}:{colours[scheme]}" for name, colours in PALETTE.items())
-
-
-def page_template(package: str, name: str) -> "Template":
-    """A page's template, a file of a package; a name in it that is not given is an error."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    loader = PackageLoader(package, ".")
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template(name)
 
 
 def draw(charts: Sequence[Chart], *, slug: str = "") -> str:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from perspectron.compare.report.figures import measured
-from perspectron.compare.report.numbers import (
+from perspectron.compare.report.summary import STREAMING, Row, leader
+from perspectron.util.numbers import (
     NONE,
     context,
     fixed,
@@ -18,7 +19,6 @@ from perspectron.compare.report.numbers import (
     signed,
     size,
 )
-from perspectron.compare.report.summary import STREAMING, Row, leader
 from perspectron.util.stats import interval
 
 Text = Callable[[Any], str]
