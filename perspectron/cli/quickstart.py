@@ -27,7 +27,8 @@ from perspectron.train.optim import OptimConfig
 from perspectron.train.page import PAGE, course, facts_of, losses, parts, read_samples
 from perspectron.util.config import require
 from perspectron.util.files import write_text
-from perspectron.util.page import page_template
+from perspectron.util.page import Cell, page_template
+from perspectron.util.page import Table as PageTable
 
 PROMPT = "def read_lines(path):\n"
 STATE = "conversation.state"
@@ -121,7 +122,7 @@ class Quickstart:
         for other, bits in compressors(text_of(split, tokenizer, split.tokens)).items():
             rows.append([other, f"{bits:.3f}"])
         title = f"on all {split.text_bytes:,} held-out bytes, which no model was trained on"
-        return title, ("", "bits per byte", "parameters", "state at 8,192 tokens"), rows
+        return title, ("model or compressor", "bits per byte", "parameters", "state at 8,192 tokens"), rows
 
     def _page(self, title: str, head: Sequence[str], rows: list[list[str]]) -> None:
         """Write the page of both models."""
@@ -132,9 +133,10 @@ class Quickstart:
             config, own = load_config(run), courses[preset]
             told = own.facts() + facts_of(config)
             models.append(parts(config, own, read_samples(run)) | {"page": f"{name}/{PAGE}", "facts": told})
+        cells = [[*map(Cell, row), *[Cell("")] * (len(head) - len(row))] for row in rows]
         page = page_template("perspectron.cli", "quickstart.html.j2").render(
             models=models, figures=[figure for figure in losses(courses) if figure is not None],
-            title=title, head=head, rows=[row + [""] * (len(head) - len(row)) for row in rows], text=self.data,
+            text=self.data, table=PageTable(title, head, cells),
         )  # fmt: skip
         write_text(self.out / PAGE, page)
 

@@ -23,7 +23,7 @@ from perspectron.compare.plan import ASKED, DATA, REFERENCE, Settings, asked, mo
 from perspectron.compare.report import figures
 from perspectron.compare.report.page import Section, rendered
 from perspectron.compare.report.summary import STREAMING, WINDOWS
-from perspectron.compare.report.tables import Cell, Table, estimate
+from perspectron.compare.report.tables import estimate
 from perspectron.data import Shards, Tokenizer, encode, made_in, open_corpus, open_shards
 from perspectron.presets.rates import FALL, PASSES, rate
 from perspectron.util import plot
@@ -31,6 +31,7 @@ from perspectron.util.config import at_least, dump, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import read_json, safe_join, write_json, write_text
 from perspectron.util.numbers import fixed, grouped, percent, short
+from perspectron.util.page import Cell, Table
 from perspectron.util.stats import LEVEL, interval
 
 VERSION = 1

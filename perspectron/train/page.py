@@ -26,7 +26,7 @@ from perspectron.util.errors import StorageError
 from perspectron.util.files import append_to, parse_json, read_text, write_text
 from perspectron.util.machine import peak_resident
 from perspectron.util.numbers import duration, fixed, grouped, printable, short, size
-from perspectron.util.page import Curve, Drawn, Point, drawn, page_template
+from perspectron.util.page import Cell, Curve, Drawn, Point, Table, drawn, page_template
 
 if TYPE_CHECKING:
     from perspectron.train.loop import Trainer
@@ -42,7 +42,7 @@ PROMPTS, LETTERS, AROUND = (
     64,
 )  # prompts; letters of each, at most; tokens in which its line is looked for
 MOST_SAMPLES = 1 << 26  # bytes
-SHOWN = 6  # times at which samples are shown
+SHOWN, ROWS = 6, 100  # times at which samples are shown; rows of a table, at most
 CONTEXT = 8192  # tokens after which the bytes of a state are told
 Write = Callable[[LanguageModel, Tokenizer, Sequence[str]], list[str]]
 """What a model writes after each of some texts."""
@@ -240,12 +240,13 @@ def parts(config: RunConfig, history: History, samples: Sequence[dict[str, Any]]
         bits = f", {history.on} {held[line['step']]:.3f} bits per byte" if line["step"] in held else ""
         shown.append({"when": f"after {short(line['tokens'])} tokens{bits}", "texts": line["texts"]})
     rows = [
-        (grouped(step), grouped(tokens), duration(seconds), fixed(bits))
+        [Cell(grouped(step)), Cell(grouped(tokens)), Cell(duration(seconds)), Cell(fixed(bits))]
         for step, tokens, seconds, bits in history.measured
     ]
+    head = ("step", "tokens", "time", "bits per byte")
     return {
         "name": config.model.name, "figures": history.figures(), "samples": shown,
-        "measured": rows[:: -(-len(rows) // 100) or 1], "on": history.on,
+        "measured": Table(f"Loss, {history.on}", head, rows[:: -(-len(rows) // ROWS) or 1], ()),
     }  # fmt: skip
 
 

@@ -18,7 +18,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 WIDTH, HEIGHT, SIDE = 520, 330, 250  # of a chart and of a torus, in points, which are pixels of the SVG
-ROW = 24  # height of a row of dots
+NARROW = 370  # of a chart in a page, so that its text is readable on a phone
+ROW, LEGEND = 24, 18  # height of a row of dots, and of names
 MARKED = 16  # points of a line that get a mark each; of more, none
 # Lines keep a contrast of 4.5 to the ground in both schemes and stay apart for readers without one kind of cone
 # (ΔE ≥ 10 in CIELAB); dashes and marks tell them apart without colour.
@@ -121,19 +122,25 @@ def variables(scheme: int) -> str:
 
 
 def draw(charts: Sequence[Chart], *, slug: str = "") -> str:
-    """Charts as one <svg>, two in a row. slug: unique in the page that it becomes part of; without one the picture is
-    a file of its own."""
-    columns = min(2, len(charts))
-    rows = -(-len(charts) // columns)
-    with _figure(WIDTH * columns, HEIGHT * rows, slug) as figure:
+    """Charts as one <svg>. slug: unique in the page that it becomes part of, where it is as narrow as a phone, with the
+    names below; without one the picture is a file of its own, with two in a row."""
+    columns = 1 if slug else min(2, len(charts))
+    rows, named = -(-len(charts) // columns), max(len(chart.lines) for chart in charts)
+    width, height = (NARROW, 0.8 * NARROW + LEGEND * -(-named // 2)) if slug else (WIDTH, HEIGHT)
+    with _figure(width * columns, height * rows, slug) as figure:
         for index, chart in enumerate(charts):
-            _chart(figure.add_subplot(rows, columns, index + 1), chart)
+            axes = figure.add_subplot(rows, columns, index + 1)
+            _chart(axes, chart)
+            if named > 1:
+                place = {"loc": "upper left", "bbox_to_anchor": (1, 1.03)}
+                legend = figure.legend if slug else axes.legend
+                legend(**({"loc": "outside lower left", "ncols": 2} if slug else place), borderaxespad=0.2)
         return _svg(figure, " · ".join(chart.title for chart in charts), slug)
 
 
 def draw_dots(plot: Dots, *, slug: str = "") -> str:
     """A dot plot as one <svg>, as high as its rows need; `slug` as in `draw`."""
-    with _figure(WIDTH * 1.2, 70 + ROW * len(plot.dots), slug) as figure:
+    with _figure(NARROW if slug else 1.2 * WIDTH, 70 + ROW * len(plot.dots), slug) as figure:
         axes = figure.add_subplot()
         _dots(axes, plot)
         return _svg(figure, plot.title, slug)
@@ -221,8 +228,6 @@ def _chart(axes: Any, chart: Chart) -> None:
             )
     if chart.ticks:
         axes.set_xticks(chart.ticks)
-    if len(chart.lines) > 1:
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1.03), borderaxespad=0.2)
 
 
 def _style_of(number: int) -> tuple[str, Any, str]:

@@ -9,11 +9,10 @@ from typing import Any
 
 from perspectron.compare.report import figures, tables
 from perspectron.compare.report.summary import STREAMING, Row, leader, ranked
-from perspectron.compare.report.tables import Table
 from perspectron.presets import title
 from perspectron.util.errors import ConfigError
 from perspectron.util.numbers import context, fixed, grouped, short
-from perspectron.util.page import page_template
+from perspectron.util.page import Table, page_template
 from perspectron.util.stats import LEVEL, interval
 
 VERSION = 1

@@ -5,6 +5,7 @@ these keep their size on a phone."""
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from perspectron.util.numbers import short
@@ -16,6 +17,25 @@ if TYPE_CHECKING:
 Point = tuple[float, float]
 EARLY = 0.05  # share of a figure's width in which steep losses do not set its height
 SIDE = 1000  # of a figure's own square, which is stretched to its place
+
+
+@dataclass(frozen=True)
+class Cell:
+    """note: smaller, beneath the text. kind: "best", "bad" or "quiet"."""
+
+    text: str
+    note: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first cell of a row is its head. words: columns of text, which are set from the left."""
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    words: Sequence[int] = (0,)
 
 
 class Curve(NamedTuple):
