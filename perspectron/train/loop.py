@@ -192,13 +192,9 @@ class Trainer:
             note: Callable[[Metrics], None] = lambda _: None  # noqa: E731
             if self.first:
                 stack.enter_context(locked(self.run_dir, RUN_LOCK))
-                page = self.page = stack.enter_context(Page(self, pace, write))
-
-                def told(line: Metrics) -> None:
-                    page.note(line)
-                    report(line)
-
-                note = stack.enter_context(noting(self.run_dir, told, caught))
+                if self.progress.step < last():  # else its page tells all
+                    self.page = stack.enter_context(Page(self, pace, write))
+                note = stack.enter_context(noting(self.run_dir, self._told(report), caught))
             settled = self.progress.step + SETTLED
             while self.progress.step < last() and not self.agreed(caught):
                 note(self.step())
@@ -220,6 +216,14 @@ class Trainer:
             self.saved()
             stopped = self.agreed(caught)
         return stopped or None
+
+    def _told(self, report: Callable[[Metrics], None]) -> Callable[[Metrics], None]:
+        def told(line: Metrics) -> None:
+            if self.page is not None:
+                self.page.note(line)
+            report(line)
+
+        return told
 
     def agreed(self, caught: list[int]) -> int:
         """The signal that is to end the training; 0: none. Asked before every update."""

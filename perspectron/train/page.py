@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PAGE, SAMPLES = "index.html", "samples.jsonl"
 POINTS = 400  # of a curve, at most twice as many
 EVERY = 5.0  # seconds from one page to the next, at least
-SHARE, OF_SAMPLES = 0.002, 0.007  # of the time that pages may take, and samples
+SHARE, OF_SAMPLES = 0.004, 0.005  # of the time that pages may take, and samples
 PROMPTS, LETTERS, AROUND = (
     3,
     32,
@@ -286,7 +286,9 @@ class Page:
         self._facts = facts_of(trainer.config)
 
     def __enter__(self) -> Self:
-        self._write()
+        self._write()  # which loads the template once
+        self._every = EVERY
+        self._due = time.monotonic() + EVERY
         return self
 
     def __exit__(
@@ -294,7 +296,7 @@ class Page:
     ) -> None:
         step, steps = self.trainer.progress.step, self.trainer.config.train.steps
         if error is not None:
-            self.end(f"ended at step {step:,} of {steps:,}: {error}", "failed")
+            self.end(f"ended at step {step:,} of {steps:,}: {str(error) or type(error).__name__}", "failed")
         elif step < steps:
             self.end(f"stopped at step {step:,} of {steps:,}")
         else:

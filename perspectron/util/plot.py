@@ -143,6 +143,9 @@ def draw_dots(plot: Dots, *, slug: str = "") -> str:
     with _figure(NARROW if slug else 1.2 * WIDTH, 70 + ROW * len(plot.dots), slug) as figure:
         axes = figure.add_subplot()
         _dots(axes, plot)
+        if slug:  # names take half of the width, and the title needs all of it
+            axes.set_title("")
+            figure.suptitle(plot.title, x=0.01, ha="left", fontsize=11)
         return _svg(figure, plot.title, slug)
 
 
