@@ -106,7 +106,8 @@ def test_texts_of_figures_are_readable_on_a_phone():
     for path in (ROOT / "results" / "reference" / "results.html", ROOT / "results" / "compare.html"):
         with browsing(path.as_uri(), viewport={"width": 390, "height": 800}) as page:
             heights = page.locator("figure svg text").evaluate_all(
-                "all => all.map(e => parseFloat(getComputedStyle(e).fontSize) * Math.hypot(e.getScreenCTM().c, e.getScreenCTM().d))"
+                "all => all.map(e => parseFloat(getComputedStyle(e).fontSize) "
+                " * Math.hypot(e.getScreenCTM().c, e.getScreenCTM().d))"
             )
             assert heights and min(heights) >= 8.5
 

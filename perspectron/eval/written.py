@@ -13,6 +13,7 @@ from perspectron.util.numbers import printable
 from perspectron.util.plot import Heat, draw_heat
 
 TOKENS, SAMPLING = 40, SamplingConfig(temperature=0.8)
+LETTERS = 9  # of a token
 SHOWN = 64  # tokens of the text over which a memory is drawn
 LAYERS = 3  # of those that have such a memory, from the first to the last
 
@@ -45,5 +46,6 @@ def heats(trainer: Trainer) -> list[str]:
 
 
 def _shown(word: str) -> str:
-    """A token as a label: spaces and line breaks visible."""
-    return printable(word).replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
+    """A token as a label: spaces and line breaks visible, and no longer than some letters."""
+    text = printable(word).replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
+    return text if len(text) <= LETTERS else f"{text[: LETTERS - 1]}…"

@@ -373,5 +373,5 @@ class Page:
         cuda = self.trainer.device.type == "cuda"
         most = torch.cuda.max_memory_allocated(self.trainer.device) if cuda else peak_resident()
         speed = self.history.last.get("tokens_per_second")
-        facts = [("speed", f"{speed:,.0f} tokens/s")] if speed else []
+        facts = [("tokens per second", f"{speed:,.0f}")] if speed else []
         return [*facts, ("peak memory of training", size(most)), *self._facts]

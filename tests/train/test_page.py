@@ -55,7 +55,7 @@ def agrees(run, text):
     (name,) = [key for key in told if key.startswith("training loss")]
     assert ("nats" in name) == (scale is None)
     assert told[name] == f"{last['loss'] * (scale or 1):.3f}"
-    assert told["speed"] == f"{last['tokens_per_second']:,.0f} tokens/s"
+    assert told["tokens per second"] == f"{last['tokens_per_second']:,.0f}"
     if held:
         best = min(line["heldout_bits_per_byte"] for line in held)
         assert told["best held-out loss, bits per byte"] == f"{best:.3f}"
