@@ -14,9 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from perspectron.compare.report.figures import REFERENCE  # noqa: E402
-from perspectron.compare.report.numbers import fixed, signed, size  # noqa: E402
 from perspectron.compare.report.summary import Row, ranked  # noqa: E402
 from perspectron.presets import title, variant  # noqa: E402
+from perspectron.util.numbers import fixed, signed, size  # noqa: E402
 from perspectron.util.stats import interval  # noqa: E402
 
 RESULTS = ROOT / "results"

@@ -23,16 +23,17 @@ import numpy as np
 from perspectron import presets
 from perspectron.compare.plan import ASKED, DATA, REFERENCE, Settings, asked, models_of_designs, optimizer_in
 from perspectron.compare.report import figures
-from perspectron.compare.report.numbers import fixed, grouped, percent, short
 from perspectron.compare.report.page import Section, rendered
 from perspectron.compare.report.summary import STREAMING, WINDOWS
-from perspectron.compare.report.tables import Cell, Table, estimate
+from perspectron.compare.report.tables import estimate
 from perspectron.data import Shards, Tokenizer, encode, made_in, open_corpus, open_shards
 from perspectron.presets.rates import FALL, PASSES, rate
 from perspectron.util import plot
 from perspectron.util.config import at_least, dump, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import read_json, safe_join, write_json, write_text
+from perspectron.util.numbers import fixed, grouped, percent, short
+from perspectron.util.page import Cell, Table
 from perspectron.util.stats import LEVEL, interval, paired
 
 VERSION = 1
