@@ -26,6 +26,7 @@ from torch import Tensor
 from perspectron.ops import dispatch, memory
 from perspectron.ops.fused import fits, plain
 from perspectron.ops.products import Saved, within, within_backward, within_tangent
+from perspectron.ops.sequences import packed
 from perspectron.ops.tree import Recurrence
 from perspectron.ops.triton import delta_scan as on_gpu
 
@@ -34,6 +35,7 @@ BACKENDS = ("auto", "naive", "torch", "triton")
 Result = tuple[Tensor, Tensor]
 
 
+@packed("BHTV", "BHKV")
 @dispatch.in_full_precision
 def scan(
     q_BHTK: Tensor,
@@ -47,6 +49,7 @@ def scan(
     backend: str = "auto",
     consume_state: bool = False,
     checked: bool = True,
+    cu_seqlens: Tensor | None = None,
 ) -> Result:
     """The recurrence that decays first, over T tokens from a given state: (outputs [B,H,T,V], final state [B,H,K,V]).
 
@@ -61,6 +64,7 @@ def scan(
     are the same. Only where gradients are off.
     `checked`: gates outside [0, 1], and NaN, are a ValueError. A mixer, whose gates are sigmoids, leaves the check out:
     it would cost every single token a pass over its gates.
+    `cu_seqlens`: several sequences in one row (`perspectron.ops.sequences`); states then have a row for each.
     Raises BackendError for an unknown backend or kernels that cannot run, ValueError for shapes that do not fit and for
     a state to be consumed while gradients are on.
     """
@@ -78,6 +82,7 @@ def scan(
     return _run(DECAY_FIRST, q, k, v, alpha * e, alpha, state)
 
 
+@packed("BHTV", "BHKV")
 @dispatch.in_full_precision
 def scan_rwkv7(
     q_BHTK: Tensor,
@@ -92,6 +97,7 @@ def scan_rwkv7(
     backend: str = "auto",
     consume_state: bool = False,
     checked: bool = True,
+    cu_seqlens: Tensor | None = None,
 ) -> Result:
     """The recurrence that reads first; all else as `scan`. diag(α) + b aᵀ must not expand: in RWKV-7 a = −κ and
     b = κ ⊙ η with κ of length 1 and η in [0, 1]."""

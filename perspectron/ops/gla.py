@@ -17,6 +17,7 @@ from torch import Tensor
 from perspectron.ops import dispatch, memory
 from perspectron.ops.fused import fits, plain
 from perspectron.ops.products import Saved, within, within_backward
+from perspectron.ops.sequences import packed
 from perspectron.ops.tree import Recurrence
 from perspectron.ops.triton import scan as on_gpu
 
@@ -24,6 +25,7 @@ CHUNK = 64
 BACKENDS = ("auto", "naive", "torch", "triton")
 
 
+@packed("BHTV", "BHKV")
 @dispatch.in_full_precision
 def scan(
     q_BGTK: Tensor,
@@ -36,6 +38,7 @@ def scan(
     backend: str = "auto",
     consume_state: bool = False,
     checked: bool = True,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence over T tokens from a given state: (outputs [B,H,T,V], final state [B,H,K,V]).
 
@@ -50,6 +53,7 @@ def scan(
     are the same. Only where gradients are off.
     `checked`: gates outside [0, 1], and NaN, are a ValueError. A mixer, whose gates are sigmoids, leaves the check out:
     it would cost every single token a pass over its gates.
+    `cu_seqlens`: several sequences in one row (`perspectron.ops.sequences`); states then have a row for each.
     Raises BackendError for an unknown backend or kernels that cannot run, ValueError for shapes that do not fit and for
     a state to be consumed while gradients are on.
     """

@@ -16,6 +16,7 @@ from torch import Tensor
 from perspectron.designs.adr import gru_loop
 from perspectron.ops import dispatch
 from perspectron.ops.fused import fits
+from perspectron.ops.sequences import packed
 
 BACKENDS = ("auto", "naive", "torch")
 
@@ -32,6 +33,7 @@ class Cells(NamedTuple):
 Memories = tuple[Tensor, Tensor | None, Tensor]
 
 
+@packed("BTGRD", "BTGRD", "BGRD")
 @dispatch.in_full_precision
 def scan(
     x_BTGRD: Tensor,
@@ -44,6 +46,7 @@ def scan(
     raw: bool = False,
     backend: str = "auto",
     consume_state: bool = False,
+    cu_seqlens: Tensor | None = None,
 ) -> Memories:
     """All h_t, all ĥ_t if `raw` (else None) [B,T,G,R,D], and the last h [B,G,R,D].
 
@@ -57,6 +60,7 @@ def scan(
 
     `consume_state`: the caller gives `state_BGRD` up, and the step writes into it instead of into a copy; the numbers
     are the same. Only where gradients are off.
+    `cu_seqlens`: several sequences in one row (`perspectron.ops.sequences`); states then have a row for each.
     Raises BackendError for an unknown backend, ValueError for shapes that do not fit and for a state to be consumed
     while gradients are on.
     """
