@@ -39,7 +39,7 @@ class Convert:
 
     Resume after an interruption: perspectron convert --resume runs/recurrent
 
-    The report says what was lost: RUN/convert.json.
+    What was lost, by position and in recall, and what is gained: perspectron eval runs/recurrent --suite conversion
     """
 
     run: tyro.conf.Positional[Path | None] = None
@@ -89,10 +89,11 @@ class Convert:
         require(self.keep_attention != 1, "keep_attention", 1, "0 or ≥ 2: of 1, nothing is converted")
         require(bool(self.data or trained.data), "data", None, "given: the run does not name its text")
         device = pick_device(self.device)
+        tokens = 0 if self.tokens is None else count(self.tokens, "tokens")
         window = min(WINDOW, trained.seq_len) if trained.data else WINDOW
         config = ConvertConfig(
             str(described.path.resolve()), self.to, absolute(self.data or trained.data), self.keep_attention,
-            window if self.window is None else self.window, 0 if self.tokens is None else count(self.tokens, "tokens"), minutes,
+            window if self.window is None else self.window, tokens, minutes,
             *fitting(model, trained, device), seed=self.seed, dtype=self.dtype, device=self.device,
         )  # fmt: skip
         for stage in ("layers", "whole", "text") if config.tokens else ():

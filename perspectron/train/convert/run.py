@@ -7,9 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from perspectron import presets
 from perspectron.data import Batch, Shards, Tokenizer, origin
 from perspectron.model.census import active_parameters
 from perspectron.model.model import LanguageModel
@@ -21,7 +18,6 @@ from perspectron.train.convert.layers import LayerTrainer, costs, kept, learning
 from perspectron.train.estimate import without_trace
 from perspectron.train.heldout import heldout
 from perspectron.train.loop import Trainer
-from perspectron.train.optim import OptimConfig
 from perspectron.train.pace import Pace
 from perspectron.train.prepare import training_batches
 from perspectron.util.config import dump, load, require
@@ -48,9 +44,9 @@ class Conversion:
         self, run: Path, config: ConvertConfig, tokenizer: Tokenizer, shards: Shards, began: float = 0.0
     ) -> None:
         self.run, self.config, self.tokenizer, self.shards = run, config, tokenizer, shards
-        self.began = began or time.monotonic()
         known = read_json(run / FILE, CheckpointError) if (run / FILE).is_file() else {}
         self.notes: dict[str, Any] = known or {"config": dump(config), "layers": [], "rows": []}
+        self.began = None if known else began or time.monotonic()
         self.teacher = checkpoint.load_run(Path(config.teacher))[0].requires_grad_(False)
         self.layers = list(in_place(self.teacher.config, config.to))
 
@@ -136,7 +132,7 @@ class Conversion:
         """Train a stage, or what is left of it."""
         folder = self.run if stage == TEXT else self.folder(number)
         kind, ends = LayerTrainer if stage == LAYERS else Trainer, None
-        if (folder / "config.json").is_file():
+        if checkpoint.paths(folder):
             trainer = kind(folder, checkpoint.load_config(folder), self.tokenizer, self.shards)
         else:
             before = self.folder(number - 1)
@@ -171,11 +167,11 @@ class Conversion:
         return RunConfig(model.config, self.config.train(stage, steps, size, positions, **more))
 
     def ends(self, stage: str) -> float:
-        """When the stage is to end."""
-        names = list(SHARES)
-        done = sum(SHARES[name] for name in names[: names.index(stage)])
-        share, whole = SHARES[stage], 60 * self.config.minutes
-        return max(self.began + (done + share) * whole, time.monotonic() + share * whole / 2)
+        """When the stage is to end: by the clock of the whole, or after its share of the time in one that goes on."""
+        names, whole = list(SHARES), 60 * self.config.minutes
+        if self.began is None:
+            return time.monotonic() + SHARES[stage] * whole
+        return self.began + sum(SHARES[name] for name in names[: names.index(stage) + 1]) * whole
 
 
 def seconds(trainer: Trainer) -> float:
