@@ -17,7 +17,7 @@ from perspectron.data import absolute
 from perspectron.opening import describe
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.convert.build import in_place, student
-from perspectron.train.convert.config import TEXT, WINDOW, ConvertConfig, fitting, require_both
+from perspectron.train.convert.config import SHARES, TEXT, WINDOW, ConvertConfig, fitting, require_both
 from perspectron.train.convert.run import FILE, Conversion, config_of
 from perspectron.train.loop import Trainer
 from perspectron.train.pace import Pace
@@ -35,7 +35,7 @@ CLOSING = 0.03  # of the time: for what is measured at the end
 class Convert:
     """Turn a model with attention into one with a recurrence in most layers, which learns from it.
 
-    Example: perspectron convert runs/model --data stdlib --minutes 10 --out runs/recurrent
+    Example: perspectron convert runs/letters --to gdn --out runs/recurrent
 
     Resume after an interruption: perspectron convert --resume runs/recurrent
 
@@ -94,10 +94,10 @@ class Convert:
         config = ConvertConfig(
             str(described.path.resolve()), self.to, absolute(self.data or trained.data), self.keep_attention,
             window if self.window is None else self.window, tokens, minutes,
-            *fitting(model, trained, device), seed=self.seed, dtype=self.dtype, device=self.device,
+            *fitting(model, trained, tokens, device), seed=self.seed, dtype=self.dtype, device=self.device,
         )  # fmt: skip
-        for stage in ("layers", "whole", "text") if config.tokens else ():
-            config.steps(stage)
+        for stage in SHARES if config.tokens else ():
+            config.steps(stage, model.positions)
         require_both(
             model, student(model, self.to, list(in_place(model, self.to)), config.window), config, device
         )
@@ -138,9 +138,8 @@ class Convert:
             with contextlib.suppress(OSError):
                 console.print(f"stopped and saved; resume with: perspectron convert --resume {run}")
             return 128 + stopped
-        return answer(
-            self.json, conversion.notes, *_tables(conversion.notes), f"next: perspectron generate {run}"
-        )
+        following = f"next: perspectron eval {run} --suite conversion"
+        return answer(self.json, conversion.notes, *_tables(conversion.notes), following)
 
 
 def _tables(notes: dict[str, Any]) -> list[Any]:

@@ -5,6 +5,7 @@ Shapes: B batch, T time, D model width, H heads, K = D/2H key width, V = D/H val
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +89,9 @@ class GLA(Mixer):
         fill(self.v_proj, heads.v_HVD)
         self.o_proj.weight.copy_(heads.o_DHV.flatten(1))
         rates = self.config.gate_temperature * heads.rates(K).flatten()
-        self.gk_proj[1].bias.copy_(-rates - torch.log(-torch.expm1(-rates)))  # logit of e^-rate
+        cast(nn.Linear, self.gk_proj[1]).bias.copy_(
+            -rates - torch.log(-torch.expm1(-rates))
+        )  # logit of e^-rate
 
     def decays(self) -> int:
         return self.q_proj.out_features

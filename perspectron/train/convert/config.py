@@ -16,12 +16,13 @@ from perspectron.util.config import at_least, one_of, require
 LAYERS, WHOLE, TEXT = "layers", "whole", "text"
 SHARES = {LAYERS: 0.3, WHOLE: 0.5, TEXT: 0.2}
 """Of the tokens or the time (docs/lab-notes.md)."""
-RATES = {LAYERS: 1.0, WHOLE: 0.5, TEXT: 0.1}
+RATES = {LAYERS: 2.0, WHOLE: 0.5, TEXT: 0.1}
 """Of the peak rate with which the target is trained from nothing."""
 LONGER = 4  # times the window of the other stages: that of the last
 WINDOW = 512  # tokens in a window, of models that do not say how they were trained
 BATCH = 8
 LEAST_UPDATES = 8  # of a stage
+UPDATES = 128  # of all stages, for which batches are made smaller
 MOST_ROOM = 0.15  # of the memory there is, for logits
 
 
@@ -66,24 +67,29 @@ class ConvertConfig:
         }  # fmt: skip
         return TrainConfig(**values | more)  # type: ignore[arg-type]
 
-    def steps(self, stage: str) -> int:
+    def steps(self, stage: str, longest: int) -> int:
         """Updates of a stage by the tokens. ConfigError where they are too few."""
-        batch = self.batch_size * self.seq_len
+        train = self.train(stage, 1, 1, longest)
+        batch = train.batch_size * train.seq_len
         steps = int(SHARES[stage] * self.tokens / batch)
-        least = math.ceil(LEAST_UPDATES * batch / min(SHARES.values()))
-        require(
-            steps >= LEAST_UPDATES, "tokens", self.tokens, f"≥ {least:,}: {LEAST_UPDATES} updates a stage"
-        )
+        least = math.ceil(LEAST_UPDATES * batch / SHARES[stage])
+        bound = f"≥ {least:,}: {LEAST_UPDATES} updates of {batch:,} tokens in stage {stage}"
+        require(steps >= LEAST_UPDATES, "tokens", self.tokens, bound)
         return steps
 
 
-def fitting(teacher: ModelConfig, trained: TrainConfig, device: torch.device) -> tuple[int, int]:
-    """(seq_len, batch_size): as the teacher was trained, with a batch whose logits leave room for the rest."""
+def fitting(teacher: ModelConfig, trained: TrainConfig, tokens: int, device: torch.device) -> tuple[int, int]:
+    """(seq_len, batch_size): as the teacher was trained, with a batch whose logits leave room for the rest, and of
+    which so few tokens still give UPDATES."""
     seq_len = trained.seq_len if trained.data else WINDOW
     seq_len, batch_size = min(seq_len, teacher.positions or seq_len), BATCH
-    while batch_size > 1 and 2 * PER_LOGIT * batch_size * seq_len * teacher.vocab_size > MOST_ROOM * room(
-        device
-    ):
+
+    def too_large(batch_size: int) -> bool:
+        batch = batch_size * seq_len
+        logits = 2 * PER_LOGIT * batch * teacher.vocab_size
+        return logits > MOST_ROOM * room(device) or 0 < tokens < UPDATES * batch
+
+    while batch_size > 1 and too_large(batch_size):
         batch_size //= 2
     return seq_len, batch_size
 

@@ -140,7 +140,7 @@ class Conversion:
             if stage == TEXT:
                 origin.carry(Path(self.config.teacher), folder)
             timed = self.config.minutes > 0
-            steps = LEAST_UPDATES if timed else self.config.steps(stage)
+            steps = LEAST_UPDATES if timed else self.config.steps(stage, self.teacher.config.positions)
             trainer = kind(folder, self.planned(stage, before, steps), self.tokenizer, self.shards)
             if timed:
                 ends = self.ends(stage)
