@@ -34,7 +34,8 @@ BENCHMARK = re.compile(r"\bpython (-m )?benchmarks[./](\w+)")
 CITATION = re.compile(r"\b(docs/[\w/-]+\.md)(?:#([\w-]+))?")
 RUN = ("guides/your-text.md", "guides/keep-a-memory.md", "guides/choose-a-design.md")
 RUN += ("guides/bring-a-model.md", "guides/serve.md")
-RUN += ("guides/quantise-and-stream.md", "guides/transformers.md", "guides/fine-tune.md", "guides/onnx.md")
+RUN += ("guides/quantise-and-stream.md", "guides/transformers.md", "guides/fine-tune.md", "guides/convert.md")
+RUN += ("guides/onnx.md",)
 """In this order: later pages use the run of the first."""
 SIZES = "layers=3 d_model=16 hidden=16 rank=4 heads=2 kv_heads=1 window=16"
 STEPS = "--steps 3 --batch-size 2 --seq-len 32 --eval-every 0 --save-every 0 --eval-tokens 64 --dtype float32"

@@ -1,6 +1,7 @@
 """Packed sequences: every operation over time gives each of them what it has alone, gradients too. Inputs are those of
 the registry of cases, which names the operations."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -29,7 +29,6 @@ from perspectron.serve.web.app import create
 from tests.browser import CHROMIUM, browsing, look
 from tests.serve.conftest import TEMPLATE, served
 
-
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 
 
