@@ -1,9 +1,9 @@
 """The page in headless Chromium: go on, fork at a token, compare branches, take states out and in, and talk over a
 restart of the server.
 
-    python -m tests.serve.test_page RUN docs
+    python -m tests.serve.test_page RUN CHAT docs/images
 
-takes its pictures, with a run behind it.
+takes its pictures, with a run behind it, and another that has a chat template.
 """
 
 import contextlib
@@ -165,7 +165,9 @@ def test_a_click_on_a_token_forks_there(page) -> None:
     chosen = click_from(page, 2)
     set_to(page, seed=1)
     other = go_on(page, " the mat", "branch")
-    assert other.startswith("".join(tokens.all_text_contents()[:chosen]) + " the mat"), "goes on from the token"
+    assert other.startswith("".join(tokens.all_text_contents()[:chosen]) + " the mat"), (
+        "goes on from the token"
+    )
     expect(page.locator("#tree ul ul").get_by_role("button", name="branch", exact=True)).to_have_count(1)
     return_to(page, "one")
     assert text_of(page) == whole, "what was forked stays"
@@ -386,28 +388,49 @@ def test_the_page_is_used_by_the_keyboard_alone(page) -> None:
         expect(page.get_by_role("tabpanel", name=view)).to_be_visible()
 
 
-def pictures(run: Path, folder: Path) -> None:
-    """The page in light and dark, and on a phone."""
-    opened, folder_of = open_model(run), Path(tempfile.mkdtemp())
-    engine = Engine(opened.model, opened.tokenizer, store=PrefixStore(opened.model))
-    kept, slots = States(folder_of / "states"), States(folder_of / "slots")
-    with serving(Served(run.name, engine, opened.tokenizer, kept, slots, 400)) as url:
-        for name, scheme, width in (
-            ("light", "light", 1100),
-            ("dark", "dark", 1100),
-            ("phone", "light", 390),
-        ):
-            with browsing(url, color_scheme=scheme, viewport={"width": width, "height": 760}) as page:
-                if name == "light":
-                    go_on(page, "KING.\n", "king")
-                    go_on(page, "\nQUEEN.\n", "queen")
-                    page.get_by_role("button", name="king", exact=True).click()
-                    expect(page.get_by_role("status")).to_contain_text("Returned")
-                    go_on(page, "\nFOOL.\n", "fool")
-                page.get_by_role("button", name="fool", exact=True).click()
-                expect(page.get_by_role("status")).to_contain_text("Returned")
-                page.screenshot(path=folder / f"page-{name}.png")
+def pictures(run: Path, chat: Path, folder: Path) -> None:
+    """Each view: a text in light colours, a comparison in dark ones, a talk on a phone."""
+    place, models = Path(tempfile.mkdtemp()), []
+    for path in (run, chat):
+        opened = open_model(path)
+        engine = Engine(opened.model, opened.tokenizer, store=PrefixStore(opened.model))
+        states = [States(place / path.name / kind) for kind in ("states", "slots")]
+        models.append(Served(path.name, engine, opened.tokenizer, *states, 400, template=opened.template()))
+
+    def taken(page: Page, name: str) -> None:
+        page.locator("#settings").evaluate("one => { one.open = false }")
+        page.mouse.move(0, 0)
+        page.screenshot(path=folder / f"page-{name}.png")
+
+    with serving(*models) as url:
+        with browsing(url, viewport={"width": 1300, "height": 800}) as page:
+            set_to(page, count=90, seed=1, temperature=0.6)
+            go_on(page, "def read(self, path):\n", "reader")
+            go_on(page, '    """Return the', "documented")
+            return_to(page, "reader")
+            click_from(page, 40)
+            set_to(page, seed=2)
+            go_on(page, "", "otherwise")
+            return_to(page, "documented")
+            click_from(page, 118)
+            taken(page, "light")
+            return_to(page, "otherwise")
+            page.get_by_label("Compare with reader", exact=True).click()
+            expect(page.locator(".next").last).to_be_visible()
+            page.emulate_media(color_scheme="dark")
+            page.evaluate("document.activeElement.blur()")
+            taken(page, "dark")
+        with browsing(url, viewport={"width": 390, "height": 800}) as page:
+            page.get_by_label("Model").select_option(chat.name)
+            page.get_by_role("tab", name="Chat").click()
+            set_to(page, seed=0, temperature=0)
+            for text, name in (("What is the capital of France?", "paris"), ("And of Italy?", "rome")):
+                set_to(page, name=name)
+                page.get_by_label("Message").fill(text)
+                page.get_by_label("Message").press("Enter")
+                expect(page.get_by_role("status")).to_contain_text(f"ept as {name}")
+            taken(page, "phone")
 
 
 if __name__ == "__main__":
-    pictures(Path(sys.argv[1]), Path(sys.argv[2]))
+    pictures(*map(Path, sys.argv[1:]))
