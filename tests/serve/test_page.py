@@ -1,9 +1,9 @@
 """The page in headless Chromium: go on, fork at a token, compare branches, take states out and in, and talk over a
 restart of the server.
 
-    python -m tests.serve.test_page RUN docs
+    python -m tests.serve.test_page RUN CHAT docs/images
 
-takes its pictures, with a run behind it.
+takes its pictures, with a run behind it, and another that has a chat template.
 """
 
 import contextlib
@@ -94,6 +94,14 @@ def return_to(page: Page, name: str) -> None:
     expect(state(page, name)).to_have_attribute("aria-current", "true")
 
 
+def click_from(page: Page, index: int) -> int:
+    """Click the first token from there on that one sees, as parts of characters have no text; the tokens up to it."""
+    texts = page.locator("#text span").all_text_contents()
+    seen = next(at for at, text in enumerate(texts) if at >= index and text.strip())
+    page.locator("#text span").nth(seen).click()
+    return seen + 1
+
+
 def dropped(page: Page, name: str, data: bytes) -> None:
     """Drag a file over the page and let it go there."""
     carried = page.evaluate_handle(
@@ -144,20 +152,22 @@ def test_a_click_on_a_token_forks_there(page) -> None:
     whole = go_on(page, "The cat sat", "one")
     tokens = page.locator("#text span")
     all_of_it = tokens.count()
-    tokens.nth(15).click()
-    expect(page.locator("#chosen")).to_contain_text(f"16 of {all_of_it}")
+    chosen = click_from(page, 15)
+    expect(page.locator("#chosen")).to_contain_text(f"{chosen} of {all_of_it}")
     assert 5 <= page.locator("#likely li").count() <= 6, "five, and the token itself"
-    assert page.locator("#text span.after").count() == all_of_it - 16
+    assert page.locator("#text span.after").count() == all_of_it - chosen
     set_to(page, name="back")
     page.get_by_role("button", name="Fork here").click()
     expect(page.get_by_role("status")).to_contain_text("as back")
     forked = text_of(page)
-    assert whole.startswith(forked) and tokens.count() == 16
+    assert whole.startswith(forked) and tokens.count() == chosen
     return_to(page, "one")
-    tokens.nth(9).click()
+    chosen = click_from(page, 2)
     set_to(page, seed=1)
     other = go_on(page, " the mat", "branch")
-    assert other.startswith("".join(tokens.all_text_contents()[:10]) + " the mat"), "goes on from the token"
+    assert other.startswith("".join(tokens.all_text_contents()[:chosen]) + " the mat"), (
+        "goes on from the token"
+    )
     expect(page.locator("#tree ul ul").get_by_role("button", name="branch", exact=True)).to_have_count(1)
     return_to(page, "one")
     assert text_of(page) == whole, "what was forked stays"
@@ -177,7 +187,7 @@ def test_branches_stand_side_by_side(page, tokenizer) -> None:
     same = columns.locator("span.same").all_text_contents()
     assert same[: len(same) // 2] == same[len(same) // 2 :] and "".join(same).startswith("The cat sat")
     assert page.locator(".next li").count() == 10 and page.locator(".layers li").count() == 4
-    page.get_by_label("Right").select_option("one")
+    page.locator("#right").select_option("one")
     expect(columns.nth(1).locator(".parting ~ span")).to_have_count(0)
     assert look(page) == []
 
@@ -299,6 +309,7 @@ def test_the_memory_is_true_from_the_first_token(tmp_path, tokenizer, design) ->
         rows[tokens] = kept, 2 * 4 * 4 * 32 * (tokens + 1)  # keys and values, float32, layers, width
     with serving(one) as url, browsing(url) as page:
         page.get_by_text("As a table").click()
+        set_to(page, count=8)
         table = page.locator("#bytes tbody tr")
         shown = [[cell.strip() for cell in row.locator("th, td").all_text_contents()] for row in table.all()]
         for tokens, both in rows.items():
@@ -377,28 +388,49 @@ def test_the_page_is_used_by_the_keyboard_alone(page) -> None:
         expect(page.get_by_role("tabpanel", name=view)).to_be_visible()
 
 
-def pictures(run: Path, folder: Path) -> None:
-    """The page in light and dark, and on a phone."""
-    opened, folder_of = open_model(run), Path(tempfile.mkdtemp())
-    engine = Engine(opened.model, opened.tokenizer, store=PrefixStore(opened.model))
-    kept, slots = States(folder_of / "states"), States(folder_of / "slots")
-    with serving(Served(run.name, engine, opened.tokenizer, kept, slots, 400)) as url:
-        for name, scheme, width in (
-            ("light", "light", 1100),
-            ("dark", "dark", 1100),
-            ("phone", "light", 390),
-        ):
-            with browsing(url, color_scheme=scheme, viewport={"width": width, "height": 760}) as page:
-                if name == "light":
-                    go_on(page, "KING.\n", "king")
-                    go_on(page, "\nQUEEN.\n", "queen")
-                    page.get_by_role("button", name="king", exact=True).click()
-                    expect(page.get_by_role("status")).to_contain_text("Returned")
-                    go_on(page, "\nFOOL.\n", "fool")
-                page.get_by_role("button", name="fool", exact=True).click()
-                expect(page.get_by_role("status")).to_contain_text("Returned")
-                page.screenshot(path=folder / f"page-{name}.png")
+def pictures(run: Path, chat: Path, folder: Path) -> None:
+    """Each view: a text in light colours, a comparison in dark ones, a talk on a phone."""
+    place, models = Path(tempfile.mkdtemp()), []
+    for path in (run, chat):
+        opened = open_model(path)
+        engine = Engine(opened.model, opened.tokenizer, store=PrefixStore(opened.model))
+        states = [States(place / path.name / kind) for kind in ("states", "slots")]
+        models.append(Served(path.name, engine, opened.tokenizer, *states, 400, template=opened.template()))
+
+    def taken(page: Page, name: str) -> None:
+        page.locator("#settings").evaluate("one => { one.open = false }")
+        page.mouse.move(0, 0)
+        page.screenshot(path=folder / f"page-{name}.png")
+
+    with serving(*models) as url:
+        with browsing(url, viewport={"width": 1300, "height": 800}) as page:
+            set_to(page, count=90, seed=1, temperature=0.6)
+            go_on(page, "def read(self, path):\n", "reader")
+            go_on(page, '    """Return the', "documented")
+            return_to(page, "reader")
+            click_from(page, 40)
+            set_to(page, seed=2)
+            go_on(page, "", "otherwise")
+            return_to(page, "documented")
+            click_from(page, 118)
+            taken(page, "light")
+            return_to(page, "otherwise")
+            page.get_by_label("Compare with reader", exact=True).click()
+            expect(page.locator(".next").last).to_be_visible()
+            page.emulate_media(color_scheme="dark")
+            page.evaluate("document.activeElement.blur()")
+            taken(page, "dark")
+        with browsing(url, viewport={"width": 390, "height": 800}) as page:
+            page.get_by_label("Model").select_option(chat.name)
+            page.get_by_role("tab", name="Chat").click()
+            set_to(page, seed=0, temperature=0)
+            for text, name in (("What is the capital of France?", "paris"), ("And of Italy?", "rome")):
+                set_to(page, name=name)
+                page.get_by_label("Message").fill(text)
+                page.get_by_label("Message").press("Enter")
+                expect(page.get_by_role("status")).to_contain_text(f"ept as {name}")
+            taken(page, "phone")
 
 
 if __name__ == "__main__":
-    pictures(Path(sys.argv[1]), Path(sys.argv[2]))
+    pictures(*map(Path, sys.argv[1:]))
