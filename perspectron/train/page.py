@@ -240,11 +240,13 @@ def rendered(
     run: Path, config: RunConfig, history: History, samples: Sequence[dict[str, Any]], shown: Shown
 ) -> str:
     """The page of a run."""
+    typed = Path(sys.argv[0]).name in ("perspectron", "__main__.py")
+    program = ["perspectron"] if typed else ["python", sys.argv[0]]
     return page_template("perspectron.train", "page.html.j2").render(
         parts(config, history, samples),
         run=run, shown=shown, facts=history.facts(), written=time.time(), several=launched(),
         config=json.dumps(dump(config), indent=1, ensure_ascii=False),
-        command=shlex.join(["perspectron", *sys.argv[1:]]), when=time.strftime("%Y-%m-%d %H:%M:%S"),
+        command=shlex.join([*program, *sys.argv[1:]]), when=time.strftime("%Y-%m-%d %H:%M:%S"),
     )  # fmt: skip
 
 
