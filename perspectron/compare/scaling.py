@@ -358,7 +358,7 @@ def _section(found: dict[str, Any], score: str) -> list[Section]:
             axes = ("active parameters", "bits per byte")
             charts.append(plot.Chart(title, *axes, curves, log_x=True, log_y=True, x_text=short))
             caption = f"Bits per byte {title}, by active parameters, with {LEVEL:.0%} intervals over seeds."
-            tables.append(Table(caption, ["", *map(short, study["sizes"])], rows))
+            tables.append(Table(caption, ["design", *map(short, study["sizes"])], rows))
     if not charts:
         return []
     laws = [(name, law) for name, law in found["laws"][score].items() if "A" in law]
@@ -369,9 +369,10 @@ def _section(found: dict[str, Any], score: str) -> list[Section]:
              Cell(percent(law["off"], 2))]
             for name, law in laws
         ]  # fmt: skip
-        tables.append(Table(caption, ["", "α", "β", "A", "off"], rows))
+        tables.append(Table(caption, ["design", "α", "β", "A", "off"], rows))
     slug = score.partition("_")[0]
-    return [Section(slug, f"Loss, {how}", sentence(found, score), [plot.draw(charts, slug=slug)], tables)]
+    drawn = [plot.draw([chart], slug=f"{slug}{i}-") for i, chart in enumerate(charts)]
+    return [Section(slug, f"Loss, {how}", sentence(found, score), drawn, tables)]
 
 
 def _exponent(found: dict[str, Any] | None) -> Cell:

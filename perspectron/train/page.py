@@ -3,6 +3,7 @@
 RUN/samples.jsonl holds what the model wrote at each measurement after the same prompts, which begin lines of the text
 that is not trained on."""
 
+import itertools
 import json
 import math
 import shlex
@@ -36,11 +37,8 @@ PAGE, SAMPLES = "index.html", "samples.jsonl"
 POINTS = 400  # of a curve, at most twice as many
 EVERY = 5.0  # seconds from one page to the next, at least
 SHARE, OF_SAMPLES = 0.004, 0.005  # of the time that pages may take, and samples
-PROMPTS, LETTERS, AROUND = (
-    3,
-    32,
-    64,
-)  # prompts; letters of each, at most; tokens in which its line is looked for
+PROMPTS, LETTERS = 3, 32  # prompts, and letters of each, at most
+AROUND = 64  # tokens in which a prompt is looked for
 MOST_SAMPLES = 1 << 26  # bytes
 SHOWN, ROWS = 6, 100  # times at which samples are shown; rows of a table, at most
 CONTEXT = 8192  # tokens after which the bytes of a state are told
@@ -57,7 +55,8 @@ class History:
         self.last: Metrics = {}
         self._lines: list[Metrics] = []
         self._each = 1
-        self._bits: float | None = None
+        self.scale: float | None = None
+        """Bits per byte for a nat per token; None until it was measured."""
 
     def note(self, line: Metrics) -> None:
         """Take a line of metrics."""
@@ -65,7 +64,7 @@ class History:
             self.on, bits = measured(line)
             tokens, seconds = self.last.get("tokens", 0), self.last.get("seconds", 0.0)
             self.measured.append((line["step"], tokens, seconds, bits))
-            self._bits = bits_per_nat([line]) or self._bits
+            self.scale = bits_per_nat([line]) or self.scale
             return
         self.last = line
         values = {name: line[name] for name in ("loss", "tokens_per_second")} | line.get("aux", {})
@@ -90,11 +89,8 @@ class History:
 
     def figures(self) -> list[Drawn]:
         """Loss by tokens and by time, speed, and each quantity that the model reported."""
-        speeds = [Curve("", self.points("tokens_per_second", "seconds"), thin=True)]
-        found = [
-            *losses({"": self}),
-            over_time("Tokens per second", [*speeds, *_smooth(speeds[0], "smoothed")]),
-        ]
+        speed = Curve("", self.points("tokens_per_second", "seconds"), thin=True)
+        found = [*losses({"": self}), over_time("Tokens per second", [speed, *_smooth(speed, "smoothed")])]
         for name in self._lines[-1]["sums"] if self._lines else ():
             if name not in ("loss", "tokens_per_second"):
                 raw = Curve("", self.points(name, "tokens"), thin=True)
@@ -105,16 +101,10 @@ class History:
         """The training loss over "tokens" or "seconds", and what was measured on other text. name: of the model, where
         there are several; "" draws the loss of each update as well."""
         raw = Curve("", [(at, scale * y) for at, y in self.points("loss", by)], colour, thin=True)
-        held = [(line[1 if by == "tokens" else 2], line[3]) for line in self.measured]
-        measured = Curve(
-            "" if name else self.on, held if self.scale else [], colour if name else "second", dots=True
-        )
-        return [*([] if name else [raw]), *_smooth(raw, name or "training"), measured]
-
-    @property
-    def scale(self) -> float | None:
-        """Bits per byte for a nat per token; None until it was measured."""
-        return self._bits
+        held = [(line[1 if by == "tokens" else 2], line[3]) for line in self.measured if self.scale]
+        if name:
+            return [*_smooth(raw, name), Curve("", held, colour, dots=True)]
+        return [raw, *_smooth(raw, "training"), Curve(self.on, held, "second", dots=True)]
 
     def facts(self) -> list[tuple[str, str]]:
         """What has been reached."""
@@ -139,16 +129,13 @@ def course(run: Path) -> History:
 def losses(histories: dict[str, History]) -> list[Drawn | None]:
     """The losses of models by tokens and by time, on common axes."""
     whole = all(history.scale for history in histories.values())
-    unit, colours = _unit(whole or None), ("accent", "second", "ink")
-    ways = list[list[Curve]]()
+    unit, curves = _unit(whole or None), dict[str, list[Curve]]()
     for by in ("tokens", "seconds"):
-        pairs = zip(histories.items(), colours, strict=False)
-        ways.append([
-            curve
-            for (name, history), colour in pairs
-            for curve in history.losses(by, name, colour, (history.scale or 1.0) if whole else 1.0)
-        ])  # fmt: skip
-    return [drawn(f"Loss by tokens, {unit}", "tokens", ways[0]), over_time(f"Loss by time, {unit}", ways[1])]
+        pairs = zip(histories.items(), itertools.cycle(("accent", "second", "ink")))
+        told = (h.losses(by, name, colour, (h.scale or 1.0) if whole else 1.0) for (name, h), colour in pairs)
+        curves[by] = [curve for each in told for curve in each]
+    by_tokens = drawn(f"Loss by tokens, {unit}", "tokens", curves["tokens"])
+    return [by_tokens, over_time(f"Loss by time, {unit}", curves["seconds"])]
 
 
 def over_time(title: str, curves: Sequence[Curve]) -> Drawn | None:
@@ -208,9 +195,8 @@ def read_samples(run: Path) -> list[dict[str, Any]]:
 
 def forget_samples(run: Path, step: int) -> None:
     """Drop those of what came after an update."""
-    there = read_samples(run)
-    kept = [line for line in there if line["step"] <= step]
-    if kept != there:
+    if (run / SAMPLES).is_file():
+        kept = [line for line in read_samples(run) if line["step"] <= step]
         write_text(run / SAMPLES, "".join(json.dumps(line) + "\n" for line in kept))
 
 
@@ -254,11 +240,13 @@ def rendered(
     run: Path, config: RunConfig, history: History, samples: Sequence[dict[str, Any]], shown: Shown
 ) -> str:
     """The page of a run."""
+    typed = Path(sys.argv[0]).name in ("perspectron", "__main__.py")
+    program = ["perspectron"] if typed else ["python", sys.argv[0]]
     return page_template("perspectron.train", "page.html.j2").render(
         parts(config, history, samples),
         run=run, shown=shown, facts=history.facts(), written=time.time(), several=launched(),
         config=json.dumps(dump(config), indent=1, ensure_ascii=False),
-        command=shlex.join(["perspectron", *sys.argv[1:]]), when=time.strftime("%Y-%m-%d %H:%M:%S"),
+        command=shlex.join([*program, *sys.argv[1:]]), when=time.strftime("%Y-%m-%d %H:%M:%S"),
     )  # fmt: skip
 
 
@@ -348,7 +336,7 @@ class Page:
     def _put(self, shown: Shown) -> None:
         def work() -> None:
             page = rendered(self.run, self.trainer.config, self.history, self.samples, shown)
-            write_text(self.run / PAGE, page)
+            write_text(self.run / PAGE, page.encode(errors="replace").decode())  # a path need not be UTF-8
 
         self._tried(work)
 

@@ -125,16 +125,16 @@ def draw(charts: Sequence[Chart], *, slug: str = "") -> str:
     """Charts as one <svg>. slug: unique in the page that it becomes part of, where it is as narrow as a phone, with the
     names below; without one the picture is a file of its own, with two in a row."""
     columns = 1 if slug else min(2, len(charts))
-    rows, named = -(-len(charts) // columns), max(len(chart.lines) for chart in charts)
-    width, height = (NARROW, 0.8 * NARROW + LEGEND * -(-named // 2)) if slug else (WIDTH, HEIGHT)
+    rows, names = -(-len(charts) // columns), max(len(chart.lines) for chart in charts)
+    width, height = (NARROW, 0.8 * NARROW + LEGEND * -(-names // 2)) if slug else (WIDTH, HEIGHT)
     with _figure(width * columns, height * rows, slug) as figure:
         for index, chart in enumerate(charts):
             axes = figure.add_subplot(rows, columns, index + 1)
             _chart(axes, chart)
-            if named > 1:
-                place = {"loc": "upper left", "bbox_to_anchor": (1, 1.03)}
-                legend = figure.legend if slug else axes.legend
-                legend(**({"loc": "outside lower left", "ncols": 2} if slug else place), borderaxespad=0.2)
+            if len(chart.lines) > 1 and slug:
+                figure.legend(loc="outside lower left", ncols=2, borderaxespad=0.2)
+            elif len(chart.lines) > 1:
+                axes.legend(loc="upper left", bbox_to_anchor=(1, 1.03), borderaxespad=0.2)
         return _svg(figure, " · ".join(chart.title for chart in charts), slug)
 
 

@@ -166,7 +166,7 @@ def test_a_resumed_run_keeps_its_history(runs, tmp_path):
 
 def test_a_hostile_text_stays_text(runs, tmp_path):
     bad = "</pre><script>alert('x')</script>\x1b[31m"
-    run = tmp_path / "<img src=x onerror=alert(1)>"
+    run = tmp_path / "<img src=x onerror=alert(1)>\udcff"
     config = runs.config(steps=2)
     config = replace(config, model=replace(config.model, name='"><svg onload=alert(2)>'))
     runs.start(run, config).fit(write=lambda model, tokenizer, texts: [bad for _ in texts])
