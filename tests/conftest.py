@@ -16,6 +16,7 @@ import torch
 
 from tests import long
 
+pytest_plugins = ["tests.extras"]
 torch.set_num_threads(1)
 CACHE = tempfile.mkdtemp(prefix="perspectron-cache-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
