@@ -44,6 +44,11 @@ def build(preset_or_config: "str | ModelConfig", seed: int = 0) -> "LanguageMode
     """Build a model in float32 on the CPU (or on torch's default device), with weights drawn from `seed`.
 
     Raises ConfigError for an unknown preset; the message lists the known ones.
+
+        >>> import perspectron
+        >>> model = perspectron.build("perspective2-tiny", seed=1)
+        >>> sum(parameter.numel() for parameter in model.parameters())
+        1212160
     """
     from perspectron import presets
     from perspectron.model import model

@@ -148,7 +148,13 @@ def open_model(path: Path, *, cache_bytes: int | None = None, verify: bool = Fal
 def load(
     path: Path | str, *, cache_bytes: int | None = None, verify: bool = False
 ) -> tuple[LanguageModel, Tokenizer]:
-    """The model and tokenizer of `open_model`, with the same options and errors."""
+    """Load the model and the tokenizer of a run, of one of its checkpoints or of an artifact, onto the CPU. Options and
+    errors are those of `open_model`.
+
+        >>> model, tokenizer = perspectron.load("runs/play")
+        >>> model(torch.tensor([tokenizer.encode("KING")])).logits.shape[0]
+        1
+    """
     opened = open_model(Path(path), cache_bytes=cache_bytes, verify=verify)
     return opened.model, opened.tokenizer
 
@@ -163,11 +169,11 @@ def save(model: LanguageModel, tokenizer: Tokenizer, folder: Path | str, *, seq_
     there already, the tokenizer has ids that the model lacks, or the model has packed or adapted weights, which are no
     run's; StorageError: writing failed.
 
-    >>> import perspectron
-    >>> tokenizer = perspectron.Tokenizer.train(["to be or not to be"], 300)
-    >>> model = perspectron.build("perspective2-tiny")
-    >>> perspectron.save(model, tokenizer, "by-hand").name
-    'by-hand'
+        >>> import perspectron
+        >>> tokenizer = perspectron.Tokenizer.train(["to be or not to be"], 300)
+        >>> model = perspectron.build("perspective2-tiny")
+        >>> perspectron.save(model, tokenizer, "by-hand").name
+        'by-hand'
     """
     folder = Path(folder)
     if (folder / "config.json").exists():

@@ -26,7 +26,13 @@ TEXT, TEXTS = "text.txt", "text.jsonl"
 
 class Trained(NamedTuple):
     """What a training leaves: the model with the weights of its best held-out checkpoint, its tokenizer, the folder of
-    the run, and that checkpoint's held-out bits per byte (None where nothing was measured)."""
+    the run, and that checkpoint's held-out bits per byte (None where nothing was measured).
+
+        >>> text = "KING: QUEEN went over the hills. " * 300
+        >>> trained = perspectron.train(text=text, steps=2, params=300_000, seq_len=16, quiet=True)
+        >>> trained.folder.as_posix(), trained.bits_per_byte > 0
+        ('runs/text', True)
+    """
 
     model: LanguageModel
     tokenizer: Tokenizer
@@ -68,13 +74,13 @@ def train(
     short, StorageError for a full disk, NonFiniteError for a loss that is not finite. Nothing is left of a run that
     could not start.
 
-    >>> import perspectron
-    >>> text = "".join(f"The number {i} comes before {i + 1}. " for i in range(2000))
-    >>> model, tokenizer, folder, bits = perspectron.train(
-    ...     text=text, out="numbers", steps=10, preset="perspective2-tiny", sizes={"layers": 1}, seq_len=32, quiet=True
-    ... )
-    >>> folder.name, bits > 0
-    ('numbers', True)
+        >>> import perspectron
+        >>> text = "".join(f"The number {i} comes before {i + 1}. " for i in range(2000))
+        >>> model, tokenizer, folder, bits = perspectron.train(
+        ...     text=text, out="numbers", steps=4, preset="perspective2-tiny", seq_len=32, quiet=True
+        ... )
+        >>> folder.name, bits > 0
+        ('numbers', True)
     """
     asked = {"minutes": minutes, "tokens": tokens, "epochs": epochs, "steps": steps}
     lengths = [name for name, value in asked.items() if value is not None]
@@ -131,7 +137,11 @@ def _with_texts(command: Train, texts: list[str], quiet: bool) -> Trained:
     new, place = not run.exists(), run / (TEXT if len(texts) == 1 else TEXTS)
     lines = (json.dumps({"text": text}) + "\n" for text in texts)
     write_text(place, texts[0] if len(texts) == 1 else "".join(lines))
-    data = {"out": run, "train": replace(command.train, data=str(place)), "given": (*command.given, "data")}
+    data: dict[str, Any] = {
+        "out": run,
+        "train": replace(command.train, data=str(place)),
+        "given": (*command.given, "data"),
+    }
     try:
         return _trained(replace(command, **data), quiet)
     except PerspectronError:

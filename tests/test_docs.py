@@ -35,7 +35,7 @@ CITATION = re.compile(r"\b(docs/[\w/-]+\.md)(?:#([\w-]+))?")
 RUN = ("guides/your-text.md", "guides/keep-a-memory.md", "guides/choose-a-design.md")
 RUN += ("guides/bring-a-model.md", "guides/serve.md")
 RUN += ("guides/quantise-and-stream.md", "guides/transformers.md", "guides/fine-tune.md", "guides/convert.md")
-RUN += ("guides/onnx.md",)
+RUN += ("guides/onnx.md", "guides/python.md", "reference/from-fla.md")
 """In this order: later pages use the run of the first."""
 SIZES = "layers=3 d_model=16 hidden=16 rank=4 heads=2 kv_heads=1 window=16"
 STEPS = "--steps 3 --batch-size 2 --seq-len 32 --eval-every 0 --save-every 0 --eval-tokens 64 --dtype float32"
@@ -102,6 +102,11 @@ def test_every_block_of_the_guides_runs(folder, monkeypatch, capsys):
                 assert program == "perspectron"
                 assert main([command, *rest, *small]) == 0, (name, line, capsys.readouterr().err)
     assert trained == [Path("runs/compared")] * 2 + [Path("runs/scaled/70k"), Path("runs/scaled/140k")] * 2
+
+
+def test_a_served_model_takes_few_lines_of_python():
+    language, _, first = blocks(DOCS / "guides" / "python.md")[0]
+    assert language == "python" and len(first.splitlines()) <= 25
 
 
 def test_blocks_elsewhere_are_equations_or_run_by_a_test_of_their_own():

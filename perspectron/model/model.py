@@ -42,7 +42,9 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Output:
-    """logits: [B,T,V]. state: after the last token. loss: mean in nats, None without targets. aux: terms that blocks
+    """What a forward pass gives.
+
+    logits: [B,T,V]. state: after the last token. loss: mean in nats, None without targets. aux: terms that blocks
     and head report, summed by name.
 
     hidden_states, of as many entries as blocks and one more: what enters the first block (embeddings, with learned
@@ -50,7 +52,15 @@ class Output:
     the input of the head, which is that output after the final norm. attentions: of each block the weights of its
     attention [B,H,T,P+T] after the softmax, or None where it has no attention. Their last T columns are the tokens
     given, the P before them those that the layer's state holds, the newest at the right; a token of padding, and one
-    outside of the window or in another document, has 0. Both are None unless asked for, as in transformers."""
+    outside of the window or in another document, has 0. Both are None unless asked for, as in transformers.
+
+        >>> model = perspectron.build("perspective2-tiny")
+        >>> ids = torch.tensor([[5, 6, 7, 8]])
+        >>> output = model(ids[:, :-1], targets=ids[:, 1:], output_hidden_states=True, output_attentions=True)
+        >>> tuple(output.logits.shape), len(output.hidden_states), output.attentions[0] is None
+        ((1, 3, 2048), 5, True)
+        >>> output.objective().backward()
+    """
 
     logits: Tensor
     state: LMState
@@ -67,8 +77,17 @@ class Output:
 
 
 class LanguageModel(nn.Module):
-    """A language model: token ids in, logits and state out. `recompute` trades time for memory in training by
-    computing activations inside a block again in the backward pass."""
+    """A model of language: it takes token ids [B,T] and gives logits [B,T,V] and a state. `recompute` trades time for
+    memory in training by computing activations inside a block again in the backward pass.
+
+        >>> model = perspectron.build("perspective2-tiny").eval()
+        >>> ids = torch.tensor([[5, 6, 7, 8]])
+        >>> with torch.inference_mode():
+        ...     whole, half = model(ids), model(ids[:, :2])
+        ...     rest = model(ids[:, 2:], half.state)
+        >>> torch.allclose(whole.logits[:, -1], rest.logits[:, -1], atol=1e-4)
+        True
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -32,9 +32,17 @@ def convolve(
     swish: bool = True,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Each token's sum with the Z tokens of its document before it, weighted by channel, or the swish of it: (outputs
+    """Sum, for each token, the Z tokens of its document before it and itself, weighted by channel, or take the swish of
+    it: (outputs
     [B,T,C], the window after them). Computes and returns in the window's dtype. cu_seqlens: several sequences in one
-    row (`perspectron.ops.sequences`), each with its own window."""
+    row (`perspectron.ops.sequences`), each with its own window.
+
+        >>> from perspectron.ops import conv
+        >>> u, window, weight = torch.rand(1, 5, 3), torch.zeros(1, 3, 3), torch.rand(3, 1, 4)
+        >>> outputs, window = conv.convolve(u, window, weight, torch.zeros(3), None, None)
+        >>> tuple(outputs.shape), torch.equal(window, u[:, 2:])
+        ((1, 5, 3), True)
+    """
     dtype, (B, Z, _), T = window_BZC.dtype, window_BZC.shape, u_BTC.shape[1]
     weights = weight_C1W[:, 0].T.to(dtype).contiguous(), bias_C.to(dtype).contiguous()
     if reset_BT is None and pad_BT is None:

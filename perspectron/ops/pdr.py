@@ -43,7 +43,7 @@ def scan(
     checked: bool = True,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence over T tokens from a given state: (outputs [B,T,D], final state [B,D,R]).
+    """Run the recurrence over T tokens from a given state: (outputs [B,T,D], final state [B,D,R]).
 
     Any T, also 0 and 1; gates in [0, 1]. `scale` is R^-½ when not given. Computes and returns in float32 or, if any
     input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse and in forward
@@ -57,6 +57,15 @@ def scan(
     `cu_seqlens`: several sequences in one row (`perspectron.ops.sequences`); states then have a row for each.
     Raises BackendError for an unknown backend or a kernel that cannot run, ValueError for shapes that do not fit and
     for a state to be consumed while gradients are on.
+
+        >>> from perspectron.ops import pdr
+        >>> q, k, v, gamma = torch.rand(1, 5, 4), torch.rand(1, 5, 4), torch.rand(1, 5, 3), torch.rand(1, 5, 3)
+        >>> outputs, state = pdr.scan(q, k, v, gamma)
+        >>> tuple(outputs.shape), tuple(state.shape)
+        ((1, 5, 3), (1, 3, 4))
+        >>> _, states = pdr.scan(q, k, v, gamma, cu_seqlens=torch.tensor([0, 2, 5]))
+        >>> len(states)
+        2
     """
     dispatch.known(backend, BACKENDS)
     dispatch.check_consumed(consume_state)

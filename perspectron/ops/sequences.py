@@ -12,7 +12,7 @@ Shapes: B batch, T time, N sequences, n of them in one batch, L tokens of the lo
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -112,17 +112,18 @@ def _run(
         own = {name: _rows(name, value, shapes.get(name, ""), group) for name, value in given.items()}
         if "pad_BT" in given and given["pad_BT"] is None and bool(group.pad_nL.any()):
             own["pad_BT"] = group.pad_nL
-        made = call(own)
-        found.append(made if isinstance(made, tuple) and len(outputs) > 1 else (made,))
         order.append(group.sequence_n)
         tokens.append(group.token_nL[~group.pad_nL])
-        found[-1] = tuple(
-            pytree.tree_map_only(Tensor, lambda x, s=shape, g=group: _own(x, s, g), part)
-            for shape, part in zip(outputs, found[-1], strict=True)
+        made = call(own) if len(outputs) > 1 else (call(own),)
+        found.append(
+            [
+                pytree.tree_map_only(Tensor, partial(_own, shape=shape, group=group), part)
+                for shape, part in zip(outputs, made, strict=True)
+            ]
         )
     place_N, place_T = (torch.cat(x).argsort() for x in (order, tokens))
     joined = tuple(
-        pytree.tree_map(lambda *xs, s=shape: _put(xs, s, place_T if "T" in s else place_N), *parts)
+        pytree.tree_map(partial(_put, shape=shape, place=place_T if "T" in shape else place_N), *parts)
         for shape, parts in zip(outputs, zip(*found, strict=True), strict=True)
     )
     return joined if len(outputs) > 1 else joined[0]
@@ -169,7 +170,7 @@ def _own(x: Tensor, shape: str, group: Group) -> Tensor:
     return x.movedim((shape.index("B"), shape.index("T")), (0, 1))[~group.pad_nL] if "T" in shape else x
 
 
-def _put(parts: tuple[Any, ...], shape: str, place: Tensor) -> Any:
+def _put(*parts: Any, shape: str, place: Tensor) -> Any:
     """All batches' tokens or rows in their order."""
     if not isinstance(parts[0], Tensor):
         return parts[0]

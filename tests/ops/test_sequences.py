@@ -220,3 +220,81 @@ def test_what_does_not_go_with_packed_sequences_is_refused_by_name():
         attention.attend(q, k, v, cu_seqlens=CU)
     with refused(ValueError, "mask_BTS"):
         attention.attend(q, k, v, torch.ones(1, 33, 33, dtype=torch.bool), causal=True, cu_seqlens=CU)
+
+
+# ---------------------------------------------------------------- docs/reference/from-fla.md
+
+
+def _fla(step: Callable[..., Tensor], q: Tensor, K: int, V: int, state: Tensor, scale: float) -> Any:
+    """A plain loop over [B,T,H,·], as fla lays tensors out: step(t, S) gives the next state."""
+    outputs = []
+    for t in range(q.shape[1]):
+        state = step(t, state)
+        outputs.append(torch.einsum("bhk,bhkv->bhv", scale * q[:, t], state))
+    return torch.stack(outputs, 1), state
+
+
+def test_the_table_of_fla():
+    B, T, H, K, V = 2, 9, 2, 4, 3
+    draw = torch.Generator().manual_seed(4)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    q, k, v, state = rand(B, T, H, K), rand(B, T, H, K), rand(B, T, H, V), rand(B, H, K, V)
+    k = torch.nn.functional.normalize(k, dim=-1)
+    g, w = (torch.nn.functional.logsigmoid(rand(B, T, H, K)) for _ in range(2))
+    beta, erase, write = rand(B, T, H).sigmoid(), rand(B, T, H, K).sigmoid(), rand(B, T, H, V).sigmoid()
+    a, b = -k, 0.5 * k
+    scale = K**-0.5
+
+    def outer(x: Tensor, y: Tensor) -> Tensor:
+        return x[..., None] * y[..., None, :]
+
+    def decayed(S: Tensor, g: Tensor) -> Tensor:
+        return S * g.exp()[..., None]
+
+    def corrected(S: Tensor, t: int, e: Tensor, v: Tensor) -> Tensor:
+        return S + outer(k[:, t], v[:, t] - torch.einsum("bhk,bhkv->bhv", e[:, t], S))
+
+    one = g[..., :1]
+    steps = {
+        "gla": lambda t, S: decayed(S, g[:, t]) + outer(k[:, t], v[:, t]),
+        "simple_gla": lambda t, S: decayed(S, one[:, t]) + outer(k[:, t], v[:, t]),
+        "linear_attn": lambda t, S: S + outer(k[:, t], v[:, t]),
+        "delta_rule": lambda t, S: corrected(S, t, beta[..., None] * k, beta[..., None] * v),
+        "gated_delta_rule": lambda t, S: corrected(
+            decayed(S, one[:, t]), t, beta[..., None] * k, beta[..., None] * v
+        ),
+        "kda": lambda t, S: corrected(decayed(S, g[:, t]), t, beta[..., None] * k, beta[..., None] * v),
+        "gdn2": lambda t, S: corrected(decayed(S, g[:, t]), t, erase * k, write * v),
+        "rwkv7": lambda t, S: (
+            decayed(S, w[:, t])
+            + outer(b[:, t], torch.einsum("bhk,bhkv->bhv", a[:, t], S))
+            + outer(k[:, t], v[:, t])
+        ),
+    }
+    ours = [x.transpose(1, 2) for x in (q, k, v, g, one, beta[..., None], erase, write, a, b, w)]
+    Q, k_, v_, G, G1, beta_, e_, w_, a_, b_, decay = ours
+    ones = torch.ones_like(G1)
+    found = {
+        "gla": gla.scan(Q, k_, v_, G.exp(), state),
+        "simple_gla": gla.scan(Q, k_, v_, G1.exp(), state),
+        "linear_attn": gla.scan(Q, k_, v_, ones, state),
+        "delta_rule": delta.scan(Q, k_, beta_ * k_, beta_ * v_, ones, state, scale=scale),
+        "gated_delta_rule": delta.scan(Q, k_, beta_ * k_, beta_ * v_, G1.exp(), state, scale=scale),
+        "kda": delta.scan(Q, k_, beta_ * k_, beta_ * v_, G.exp(), state, scale=scale),
+        "gdn2": delta.scan(Q, k_, e_ * k_, w_ * v_, G.exp(), state, scale=scale),
+        "rwkv7": delta.scan_rwkv7(Q, k_, v_, a_, b_, decay.exp(), state),
+    }
+    for name, step in steps.items():
+        o, final = _fla(step, q, K, V, state, 1.0 if name == "rwkv7" else scale)
+        torch.testing.assert_close(found[name][0].transpose(1, 2), o)
+        torch.testing.assert_close(found[name][1], final)
+    x, gate, h = rand(B, T, V), torch.nn.functional.logsigmoid(rand(B, T, V)), rand(B, V)
+    line = torch.ones(B, T, 1, dtype=torch.float64)
+    o, final = pdr.scan(line, line, x, gate.exp(), h[..., None], scale=1)
+    for t in range(T):
+        h = gate[:, t].exp() * h + x[:, t]
+        torch.testing.assert_close(o[:, t], h)
+    torch.testing.assert_close(final[..., 0], h)

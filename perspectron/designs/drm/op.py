@@ -50,7 +50,8 @@ def scan(
     backend: str = "auto",
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State, Trace | None]:
-    """The state after each token [B,T,S], the state to go on from, and what every token met (None in inference mode).
+    """Run the flow over T tokens: the state after each [B,T,S], the state to go on from, and what every token met (None
+    in inference mode).
 
     T ≥ 1. At a token of `reset_BT` a document starts from z0; one of `pad_BT` leaves the state as it is, whatever
     stands in e. bptt: gradients end, and the geometry is dropped, before each document's token whose number is a
@@ -61,6 +62,14 @@ def scan(
 
     backend: "naive" is the plain loop, "torch" the fast one, "auto" that or, in training on a CPU, the native
     kernel, where it fits. Raises BackendError for an unknown one, ValueError for shapes that do not fit.
+
+        >>> from perspectron.designs.drm import cases, op
+        >>> from perspectron.designs.drm.law import State, Weights
+        >>> e, z, *weights = next(cases.cases()).inputs
+        >>> state = State(z, z.new_zeros(2, 0), torch.zeros(2, dtype=torch.int64))
+        >>> states, after, trace = op.scan(e, state, Weights(*weights), cases.LAW)
+        >>> tuple(states.shape), torch.equal(states[:, -1], after.z_BS)
+        ((2, 30, 7), True)
     """
     dispatch.known(backend, BACKENDS)
     _check(e_BTE, state, weights, law)
