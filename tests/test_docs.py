@@ -40,6 +40,7 @@ RUN += ("guides/onnx.md", "guides/python.md", "reference/from-fla.md")
 SIZES = "layers=3 d_model=16 hidden=16 rank=4 heads=2 kv_heads=1 window=16"
 STEPS = "--steps 3 --batch-size 2 --seq-len 32 --eval-every 0 --save-every 0 --eval-tokens 64 --dtype float32"
 SMALL = {
+    "convert": "--dtype float32",
     "train": f"{STEPS} --set {SIZES} vocab_size=300",
     "quantize": "--windows 2 --tokens 64",
     "eval": "--tokens 64",

@@ -244,6 +244,18 @@ def test_what_cannot_be_converted_is_refused(runs, tmp_path, teacher):
         asked_of(tmp_path)
 
 
+def test_a_perspective_loses_its_attention_too(runs, tmp_path):
+    """Its layers read the token before already, and values lean on those of a layer that is no attention."""
+    run = tmp_path / "teacher"
+    runs.trainer(run, runs.small("perspective2-tiny", kv_heads=2), steps=6, eval_every=0, save_every=0).fit()
+    made = conversion(tmp_path / "out", run, runs, to="kda", keep=0)
+    assert made.go() is None
+    mixers = [block.mixer.kind for block in checkpoint.load_config(tmp_path / "out").model.blocks]
+    assert mixers == ["pdr2", "kda", "pdr2", "kda"]
+    with refused(ConfigError, "first_values", "rwkv7"):
+        student(checkpoint.load_config(run).model, "rwkv7", [1, 3], 0)
+
+
 def test_a_target_without_a_place_for_attention_is_no_target():
     assert "adr" not in targets()
     assert "transformer" not in targets()

@@ -70,7 +70,7 @@ def targets() -> list[str]:
     for name in presets.DESIGNS:
         mixer = None if "[" in name else presets.get(name).blocks[0].mixer
         kind = None if mixer is None else part("mixers", mixer.kind)
-        if kind is not None and kind.in_place_of.__func__ is not Mixer.in_place_of.__func__:
+        if kind is not None and kind.take is not Mixer.take:
             found[kind] = name
     return list(found.values())
 
@@ -88,13 +88,26 @@ def student(config: ModelConfig, to: str, converted: Collection[int], window: in
         blocks[index] = replace(blocks[index], mixer=mixer)
     kept = [blocks[index].mixer for index in made if index not in converted]
     whole = any(not getattr(mixer, "window", None) for mixer in kept)
-    return replace(
+    changed = replace(
         config,
         name=to,
         blocks=tuple(blocks),
         shift=shift(config, to) if converted else config.shift,
         longest=config.longest if whole else 0,
     )
+    if config.first_values:
+        _require_same_values(config, changed)
+    return changed
+
+
+def _require_same_values(config: ModelConfig, changed: ModelConfig) -> None:
+    """ConfigError where values of some layer would no longer lean on those that they leaned on."""
+    widths = [
+        [block.mixer.value_channels if block.config.mixer else 0 for block in blocks_of(on_meta(its))]
+        for its in (config, changed)
+    ]
+    bound = f"false in a model that becomes {changed.name}: its values have other channels"
+    require(widths[0] == widths[1], "first_values", True, bound)
 
 
 def shift(config: ModelConfig, to: str) -> Shift:

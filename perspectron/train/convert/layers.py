@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from perspectron.data import Batch
 from perspectron.model.model import LanguageModel
@@ -43,7 +43,10 @@ class LayerTrainer(Trainer):
     def errors(self, batch: Batch) -> dict[int, Tensor]:
         """Of each block that is converted."""
         teacher = cast(Teacher, self.teacher).model
-        layers, errors, shared = attention_in(teacher), dict[int, Tensor](), Shared()
+        converted, errors, shared = attention_in(teacher), dict[int, Tensor](), Shared()
+        layers = converted
+        if teacher.config.first_values:  # those below hand on the values that others lean on
+            layers = [i for i, block in enumerate(teacher.config.blocks) if block.mixer is not None]
         ids_BT = batch.ids_BT.to(self.device)
         reset_BT = None if batch.reset_BT is None else batch.reset_BT.to(self.device)
         with autocast(self.device, self.config.train.dtype):
@@ -54,6 +57,8 @@ class LayerTrainer(Trainer):
                 block = blocks_of(self.model)[index]
                 state: Any = block.init_state(len(ids_BT), self.device, torch.float32)
                 own_BTD, *_ = block.mixed(x_BTD, state, reset_BT, None, shared=shared)
+                if index not in converted:
+                    continue
                 apart = (own_BTD.float() - its_BTD.float()).square().mean()
                 errors[index] = apart / its_BTD.float().square().mean().clamp_min(1e-12)
         return errors
@@ -75,7 +80,7 @@ def costs(
                 total += teacher(ids_BT, targets=targets_BT, reset_BT=batch.reset_BT).loss.item()
         return total / len(batches)
 
-    blocks, found, before = cast(nn.ModuleList, teacher.blocks), dict[int, float](), loss()
+    blocks, found, before = teacher.blocks, dict[int, float](), loss()
     for index in attention_in(teacher):
         own = blocks[index]
         blocks[index] = blocks_of(learned)[index]
