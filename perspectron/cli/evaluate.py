@@ -3,7 +3,7 @@
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tyro
 
@@ -34,6 +34,7 @@ class Eval:
     Another suite: perspectron eval runs/letters --suite calibration --set bins=10
     """
 
+    FIRST: ClassVar[tuple[str, ...]] = ("--suite", "--set", "--data", "--tokens", "--json")
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     suite: str = "perplexity"
