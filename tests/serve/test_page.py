@@ -19,6 +19,7 @@ import uvicorn
 from playwright.sync_api import Locator, Page, expect
 
 from perspectron.data.template import Template
+from perspectron.decode.history import exhausted
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
 from perspectron.opening import open_model
@@ -268,6 +269,7 @@ def test_a_model_without_a_template_says_what_gives_it_one(page) -> None:
 def test_what_is_stopped_is_not_kept(tmp_path, tokenizer) -> None:
     one = served(tmp_path, tokenizer)
     one.largest = 1 << 20
+    one.template = Template(TEMPLATE, "here")
     with serving(one) as url, browsing(url) as page:
         set_to(page, count=1 << 20, name="never")
         page.get_by_label("Continue with").fill("The cat")
@@ -277,6 +279,17 @@ def test_what_is_stopped_is_not_kept(tmp_path, tokenizer) -> None:
         expect(page.get_by_role("button", name="Continue")).to_be_enabled()
         assert text_of(page) == "" and state(page, "never").count() == 0
         assert page.get_by_label("Continue with").input_value() == "The cat"
+        page.get_by_role("tab", name="Chat").click()
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator(".bubble.model .content")).not_to_be_empty()
+        page.get_by_role("button", name="Stop").click()
+        expect(page.get_by_role("button", name="Send")).to_be_enabled()
+        assert page.get_by_label("Message").input_value() == "The cat"
+        expect(page.locator("#tree button")).to_have_count(0)
+        set_to(page, count=3)
+        page.get_by_label("Message").press("Enter")
+        expect(page.get_by_role("status")).to_contain_text("ept as")
+        assert page.locator(".bubble").count() == 2, "what was stopped is gone"
 
 
 def test_settings_are_asked_for_as_they_are_set(page) -> None:
@@ -304,9 +317,11 @@ def test_the_memory_is_true_from_the_first_token(tmp_path, tokenizer, design) ->
     one = served(tmp_path, tokenizer, design=design)
     model, rows = one.engine.model, {}
     for tokens in (1, 16, 256, 4096):
-        session = Session(model, tokenizer).read([5] * tokens)
-        *_, kept = [session.nbytes, *session.finishing(), session._before_call().filled().nbytes]
-        rows[tokens] = kept, 2 * 4 * 4 * 32 * (tokens + 1)  # keys and values, float32, layers, width
+        state = exhausted(Session(model, tokenizer).read([5] * tokens).remembering())
+        rows[tokens] = (
+            state.filled().nbytes,
+            2 * 4 * 4 * 32 * (tokens + 1),
+        )  # keys and values, float32, layers, width
     with serving(one) as url, browsing(url) as page:
         page.get_by_text("As a table").click()
         set_to(page, count=8)
