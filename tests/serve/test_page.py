@@ -405,6 +405,8 @@ def test_the_page_is_used_by_the_keyboard_alone(page) -> None:
 
 def pictures(run: Path, chat: Path, folder: Path) -> None:
     """Each view: a text in light colours, a comparison in dark ones, a talk on a phone."""
+    from PIL import Image
+
     place, models = Path(tempfile.mkdtemp()), []
     for path in (run, chat):
         opened = open_model(path)
@@ -415,7 +417,9 @@ def pictures(run: Path, chat: Path, folder: Path) -> None:
     def taken(page: Page, name: str) -> None:
         page.locator("#settings").evaluate("one => { one.open = false }")
         page.mouse.move(0, 0)
-        page.screenshot(path=folder / f"page-{name}.png")
+        page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+        page.screenshot(path=(path := folder / f"page-{name}.png"))
+        Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
 
     with serving(*models) as url:
         with browsing(url, viewport={"width": 1300, "height": 800}) as page:
@@ -431,7 +435,6 @@ def pictures(run: Path, chat: Path, folder: Path) -> None:
             page.get_by_label("Compare with license", exact=True).click()
             expect(page.locator(".next").last).to_be_visible()
             page.emulate_media(color_scheme="dark")
-            page.evaluate("document.activeElement.blur()")
             taken(page, "dark")
         with browsing(url, viewport={"width": 390, "height": 800}) as page:
             page.get_by_label("Model").select_option(chat.name)
