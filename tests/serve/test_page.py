@@ -419,7 +419,7 @@ def pictures(run: Path, chat: Path, folder: Path) -> None:
         page.mouse.move(0, 0)
         page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
         page.screenshot(path=(path := folder / f"page-{name}.png"))
-        Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
+        Image.open(path).convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
 
     with serving(*models) as url:
         with browsing(url, viewport={"width": 1300, "height": 800}) as page:
