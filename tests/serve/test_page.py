@@ -19,6 +19,7 @@ import uvicorn
 from playwright.sync_api import Locator, Page, expect
 
 from perspectron.data.template import Template
+from perspectron.decode.history import exhausted
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
 from perspectron.opening import open_model
@@ -268,6 +269,7 @@ def test_a_model_without_a_template_says_what_gives_it_one(page) -> None:
 def test_what_is_stopped_is_not_kept(tmp_path, tokenizer) -> None:
     one = served(tmp_path, tokenizer)
     one.largest = 1 << 20
+    one.template = Template(TEMPLATE, "here")
     with serving(one) as url, browsing(url) as page:
         set_to(page, count=1 << 20, name="never")
         page.get_by_label("Continue with").fill("The cat")
@@ -277,6 +279,17 @@ def test_what_is_stopped_is_not_kept(tmp_path, tokenizer) -> None:
         expect(page.get_by_role("button", name="Continue")).to_be_enabled()
         assert text_of(page) == "" and state(page, "never").count() == 0
         assert page.get_by_label("Continue with").input_value() == "The cat"
+        page.get_by_role("tab", name="Chat").click()
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator(".bubble.model .content")).not_to_be_empty()
+        page.get_by_role("button", name="Stop").click()
+        expect(page.get_by_role("button", name="Send")).to_be_enabled()
+        assert page.get_by_label("Message").input_value() == "The cat"
+        expect(page.locator("#tree button")).to_have_count(0)
+        set_to(page, count=3)
+        page.get_by_label("Message").press("Enter")
+        expect(page.get_by_role("status")).to_contain_text("ept as")
+        assert page.locator(".bubble").count() == 2, "what was stopped is gone"
 
 
 def test_settings_are_asked_for_as_they_are_set(page) -> None:
@@ -304,9 +317,11 @@ def test_the_memory_is_true_from_the_first_token(tmp_path, tokenizer, design) ->
     one = served(tmp_path, tokenizer, design=design)
     model, rows = one.engine.model, {}
     for tokens in (1, 16, 256, 4096):
-        session = Session(model, tokenizer).read([5] * tokens)
-        *_, kept = [session.nbytes, *session.finishing(), session._before_call().filled().nbytes]
-        rows[tokens] = kept, 2 * 4 * 4 * 32 * (tokens + 1)  # keys and values, float32, layers, width
+        state = exhausted(Session(model, tokenizer).read([5] * tokens).remembering())
+        rows[tokens] = (
+            state.filled().nbytes,
+            2 * 4 * 4 * 32 * (tokens + 1),
+        )  # keys and values, float32, layers, width
     with serving(one) as url, browsing(url) as page:
         page.get_by_text("As a table").click()
         set_to(page, count=8)
@@ -390,6 +405,8 @@ def test_the_page_is_used_by_the_keyboard_alone(page) -> None:
 
 def pictures(run: Path, chat: Path, folder: Path) -> None:
     """Each view: a text in light colours, a comparison in dark ones, a talk on a phone."""
+    from PIL import Image
+
     place, models = Path(tempfile.mkdtemp()), []
     for path in (run, chat):
         opened = open_model(path)
@@ -400,25 +417,24 @@ def pictures(run: Path, chat: Path, folder: Path) -> None:
     def taken(page: Page, name: str) -> None:
         page.locator("#settings").evaluate("one => { one.open = false }")
         page.mouse.move(0, 0)
-        page.screenshot(path=folder / f"page-{name}.png")
+        page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+        page.screenshot(path=(path := folder / f"page-{name}.png"))
+        Image.open(path).convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
 
     with serving(*models) as url:
         with browsing(url, viewport={"width": 1300, "height": 800}) as page:
-            set_to(page, count=90, seed=1, temperature=0.6)
-            go_on(page, "def read(self, path):\n", "reader")
-            go_on(page, '    """Return the', "documented")
-            return_to(page, "reader")
-            click_from(page, 40)
+            set_to(page, count=80, seed=1, temperature=0.5)
+            go_on(page, "License", "license")
+            chosen = click_from(page, 30)
             set_to(page, seed=2)
             go_on(page, "", "otherwise")
-            return_to(page, "documented")
-            click_from(page, 118)
+            return_to(page, "license")
+            page.locator("#text span").nth(chosen - 1).click()
             taken(page, "light")
             return_to(page, "otherwise")
-            page.get_by_label("Compare with reader", exact=True).click()
+            page.get_by_label("Compare with license", exact=True).click()
             expect(page.locator(".next").last).to_be_visible()
             page.emulate_media(color_scheme="dark")
-            page.evaluate("document.activeElement.blur()")
             taken(page, "dark")
         with browsing(url, viewport={"width": 390, "height": 800}) as page:
             page.get_by_label("Model").select_option(chat.name)

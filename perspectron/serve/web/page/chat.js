@@ -45,14 +45,12 @@ export function render() {
 export async function send(signal) {
   const said = at("more").value.trim(), box = at("talk");
   if (!said) return say("Nothing to send.");
-  const save = newName("chat"), asked = settings(true), messages = shown.messages.slice(0, until ?? shown.messages.length);
-  messages.push({ role: "user", content: said });
+  const save = newName("chat"), asked = settings(true), before = shown.messages.slice(0, until ?? shown.messages.length);
+  const messages = [...before, { role: "user", content: said }];
   const body = { messages, save, stream: true, ...asked };
   if (shown.state !== null) body.state = shown.state;
   const answer = bubble({ role: "assistant", content: "" }), content = answer.querySelector(".content");
-  if (!shown.messages.length) box.replaceChildren();
-  for (const late of box.querySelectorAll(".after")) late.remove();
-  box.append(bubble(messages.at(-1)), answer);
+  box.replaceChildren(...before.map(bubble), bubble(messages.at(-1)), answer);
   box.setAttribute("aria-busy", "true");
   at("more").value = "";
   try {

@@ -4,7 +4,7 @@ import { act, at, count, make, ofState, post, say } from "./parts.js";
 import { restored, shown } from "./shown.js";
 import { spans } from "./text.js";
 
-const LEAD = 40; // tokens before the place where they part
+const LEAD = 24; // tokens before the place where they part: few, so that it is seen, and at one height
 let states = [], turn = 0;
 
 function bar(share) {
@@ -50,7 +50,6 @@ async function compare() {
     : `The first ${count(shared)} tokens are the same; then come ${count(one.ends.length - shared)} and ${count(other.ends.length - shared)} of their own.`;
   at("branches").replaceChildren(column(one, other, shared, expected[0]), column(other, one, shared, expected[1]));
   at("layers").replaceChildren(...distances(diff.layers));
-  for (const mark of at("branches").querySelectorAll(".parting")) mark.parentElement.scrollTop = mark.offsetTop - mark.parentElement.offsetTop - 60;
 }
 
 function offer(listed) {

@@ -62,6 +62,7 @@ at("more").addEventListener("keydown", (event) => {
   event.preventDefault();
   at("ask").requestSubmit();
 });
+at("settings").addEventListener("invalid", () => { at("settings").open = true; }, true); // to show what is wrong
 at("stop").addEventListener("click", stop);
 at("fresh").addEventListener("click", () => { clear(); at("more").focus(); });
 at("model").addEventListener("change", () => act(() => start(at("model").value)));

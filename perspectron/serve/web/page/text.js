@@ -39,11 +39,13 @@ export function choose(index) {
   if (chosen >= 0 && all[chosen]) all[chosen].classList.remove("chosen");
   chosen = index;
   for (let each = 0; each < all.length; each++) all[each].classList.toggle("after", index >= 0 && each > index);
-  at("token").hidden = index < 0;
+  at("token").classList.toggle("none", index < 0);
   const inside = index >= 0 && index < shown.ends.length - 1;
   at("hint").textContent = inside ? `from token ${count(index + 1)}, on a fork` : "Ctrl+Enter";
   at("place").value = index < 0 ? "" : index + 1;
   at("place").max = shown.ends.length;
+  at("chosen").textContent = "";
+  at("likely").replaceChildren();
   if (index < 0) return;
   all[index].classList.add("chosen");
   all[index].scrollIntoView({ block: "nearest" });
@@ -71,7 +73,7 @@ export async function goOn(signal) {
       box.append(span);
       box.scrollTop = box.scrollHeight;
       remember(read + marks.length);
-      say(`${marks.length} tokens.`);
+      at("hint").textContent = `${marks.length} tokens`;
     }
   } catch (error) {
     render();
