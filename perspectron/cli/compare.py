@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rich.progress import (
     BarColumn,
@@ -56,6 +56,9 @@ class Compare:
     One report of several, made one after another: perspectron compare --report a/results.json b/results.json --out c
     """
 
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "--out", "--designs", "--data", "--params", "--tokens", "--seeds", "--jobs", "--resume",
+    )  # fmt: skip
     out: Path | None = None
     """Output folder; with the same options as before, the comparison resumes there."""
     resume: Path | None = None

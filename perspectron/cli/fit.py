@@ -70,7 +70,7 @@ def fit(
     new = not run.is_dir()
     with locked(run, checkpoint.RUN_LOCK), memory_kept():
         trainer: Trainer | None = None
-        with _nothing_left(run, new):
+        with nothing_left(run, new):
             with Work("reading and encoding the text") as work:
                 tokenizer, shards, summary = prepare(run, config, tell=work.read)
             if tokenizer.vocab_size < config.model.vocab_size and not config.train.init:
@@ -104,7 +104,7 @@ def fit(
 
 
 @contextlib.contextmanager
-def _nothing_left(run: Path, new: bool) -> Iterator[None]:
+def nothing_left(run: Path, new: bool) -> Iterator[None]:
     """Remove what the block wrote if it fails before the run has a config; the folder too if it is new."""
     before = {path for path in run.iterdir() if path.name != checkpoint.RUN_LOCK}
     try:
@@ -286,10 +286,10 @@ def _fit(
                 logged(line)
 
             return trainer.fit(report=lines, pace=pace, write=written)
-        return _fit_with_a_bar(trainer, console, pace, ends, logged)
+        return fit_with_a_bar(trainer, console, pace, ends, logged)
 
 
-def _fit_with_a_bar(
+def fit_with_a_bar(
     trainer: Trainer,
     console: Console,
     pace: Pace | None,

@@ -4,6 +4,9 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Self
 
@@ -14,6 +17,22 @@ EVERY = {
     True: 0.5,
     False: 10.0,
 }  # seconds between two lines: on a terminal, where one is written over, and elsewhere
+_silent: ContextVar[bool] = ContextVar("silent", default=False)
+
+
+@contextmanager
+def silence(wanted: bool = True) -> Iterator[None]:
+    """Context in which work tells nothing of itself, if that is wanted."""
+    token = _silent.set(wanted)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
+
+
+def silent() -> bool:
+    """True within `silence`."""
+    return _silent.get()
 
 
 class Work:
@@ -31,6 +50,8 @@ class Work:
     def __enter__(self) -> Self:
         self._start = time.monotonic()
         self._terminal = sys.stderr.isatty()
+        if silent():
+            self.stop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         return self

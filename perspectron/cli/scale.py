@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rich.table import Table
 
@@ -43,6 +43,9 @@ class Scale:
     Go on: perspectron scale --resume runs/scale
     """
 
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "--out", "--designs", "--sizes", "--per-parameter", "--data", "--minutes", "--resume",
+    )  # fmt: skip
     out: Path | None = None
     """Output folder; with the same options as before, the study resumes there."""
     resume: Path | None = None

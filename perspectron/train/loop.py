@@ -272,7 +272,7 @@ class Trainer:
         for batch in batches:
             # So that every target counts the same, wherever it stands; of prompts alone there is none.
             parts = max(targets, 1) / max(batch.targets, 1)
-            value, terms = self._backward(batch, parts)
+            value, terms = self.backward(batch, parts)
             loss += value / parts
             aux = {name: aux.get(name, 0.0) + term / parts for name, term in terms.items()}
         norm = self._clip()
@@ -295,7 +295,7 @@ class Trainer:
             "seconds": self.progress.seconds,
         } | ({"aux": aux} if aux else {})
 
-    def _backward(self, batch: Batch, parts: float) -> tuple[float, dict[str, float]]:
+    def backward(self, batch: Batch, parts: float) -> tuple[float, dict[str, float]]:
         """Add one batch's gradients, divided by `parts`; its loss, and what the model reports beside it, are not."""
         ids, targets = (ranks.columns(x).to(self.device) for x in (batch.ids_BT, batch.targets_BT))
         reset = None if batch.reset_BT is None else ranks.columns(batch.reset_BT).to(self.device)

@@ -194,8 +194,11 @@ def _status(field: str) -> int:
 @contextmanager
 def signals() -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP, which a closing terminal sends; a second one acts at once. One that is
-    ignored, as SIGHUP under nohup, stays so."""
+    ignored, as SIGHUP under nohup, stays so. A thread beside the main one gets none."""
     caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
 

@@ -15,7 +15,6 @@ import perspectron
 from perspectron.cli.main import GROUPS, RENAMED, _parse, commands, main
 from perspectron.cli.options import assignments
 from perspectron.cli.quickstart import Quickstart
-from perspectron.cli.train import Train
 from perspectron.data import open_shards
 from perspectron.decode.reading import prefill
 from perspectron.decode.sampling import SamplingConfig, sample
@@ -458,14 +457,6 @@ def test_rows_of_a_loaded_conversation_do_not_mix(run, tmp_path, capsys):
     assert capsys.readouterr().out.count("── ") == 2
 
 
-@pytest.mark.parametrize("command", ["quickstart", "train", "generate", "eval", "inspect", "tokenize"])
-def test_help_shows_an_example(command, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([command, "--help"])
-    assert stop.value.code == 0
-    assert f"Example: perspectron {command}" in capsys.readouterr().out
-
-
 def test_the_readme_runs(tmp_path, tour, monkeypatch, capsys):
     readme = (ROOT / "README.md").read_text()
     assert ".venv/bin/perspectron quickstart\n" in readme
@@ -498,20 +489,3 @@ def test_training_what_gets_no_gradient_is_one_line(tmp_path, text, capsys):
     command += ["--preset", "perspective-tiny"]
     assert main([*command, *sizes, "--only", "*.route_proj.*"]) == 2
     in_a_line(capsys.readouterr().err.splitlines()[-1], "only")
-
-
-def test_help_of_a_training_is_a_screen_and_all_of_it_another(capsys):
-    texts = []
-    for words in (["train", "--help"], ["train", "--help", "all"]):
-        with pytest.raises(SystemExit) as stop:
-            main(words)
-        assert stop.value.code == 0
-        texts.append(capsys.readouterr().out)
-    first, whole = texts
-    assert (
-        len(first.splitlines()) <= 40
-        and first.count("\n--") == 10
-        and "perspectron train --help all" in first
-    )
-    assert all(flag in whole for flag in (*Train.FIRST, "--recompute"))
-    assert "None" not in first + whole
