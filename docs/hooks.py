@@ -22,6 +22,8 @@ ELSEWHERE = {
 """Files of the repository, and what they become in the site."""
 LISTED = "results-files.md"
 """The page that lists the files of results/, which stand in the site as they are."""
+AFTER = ("reference/", "lab-notes", "changelog", "results", "claims")
+"""Pages that a search shows after the guides."""
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 LABEL = re.compile(r"^(```\w+) \w+$", re.MULTILINE)
 CITATION = re.compile(r"\bdocs/([\w/-]+)\.md(#[\w-]+)?")
@@ -78,6 +80,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     if page.file.src_uri == "index.md":
         page.meta["hide"] = ["navigation"]
+    if page.file.src_uri.startswith(AFTER):
+        page.meta["search"] = {"boost": 0.1}
     markdown = LABEL.sub(r"\1", markdown)  # of blocks that tests and CI find by it
     return markdown if origin == f"docs/{LISTED}" else LINK.sub(turned, markdown)
 
