@@ -4,9 +4,9 @@ Small models of one size are trained on the same text, and looked at between upd
 twice. In the second telling everything can be known: whoever finds the place after the same token has the next one.
 What is measured, by layer: of attention, the share that a head gives to that place, and to the token before; of any
 mixer, how often a linear probe of its output, fitted on other texts, names the token that came next (of 64); and of the
-model, how many nats the second telling is cheaper by. A token that has the one before it in its key is found in one
-step, else it takes a layer that writes it there. With --json results are written after each arm, and a call that finds
-the file does only what it lacks.
+model, how many nats the second telling is cheaper by, and its loss on text that it does not train on. A token that has
+the one before it in its key is found in one step, else it takes a layer that writes it there. With --json results are
+written after each arm, and a call that finds the file does only what it lacks.
 """
 
 import tempfile
@@ -26,6 +26,7 @@ from perspectron.model import cache
 from perspectron.model.model import LanguageModel
 from perspectron.presets.rates import rate, warmup
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.heldout import heldout
 from perspectron.train.loop import Trainer
 from perspectron.train.optim import OptimConfig
 from perspectron.util import plot
@@ -33,10 +34,11 @@ from perspectron.util import plot
 TESTS = ("tests/model/test_near.py",)
 ARMS = (
     "transformer", "transformer[shift=k]", "transformer[shift=x+network]", "transformer[shift=k+v+network]",
-    "kda", "kda[shift=k]", "rwkv7",
+    "transformer[input_conv=k]", "kda", "kda[shift=k]", "rwkv7",
 )  # fmt: skip
 LETTERS, LENGTH, ROWS = 64, 64, 64
 RIDGE = 1e-2
+READ = 1 << 15  # tokens of dev by which the loss is told
 LOOKS = (0, 15, 30, 61, 122, 183, 244, 305, 366, 427, 488)
 
 
@@ -113,7 +115,7 @@ def look(model: LanguageModel, vocab_size: int, rows: int = ROWS) -> dict[str, A
 def trained(
     arm: str, seed: int, run: Path, tokenizer: Tokenizer, shards: Shards, size: int, looks: tuple[int, ...]
 ) -> list[dict[str, Any]]:
-    """A model of an arm between its updates: what it does, and its loss on dev."""
+    """A model of an arm between its updates: what it does, and its loss on dev in bits per byte."""
     config = presets.solve(arm, size, vocab_size=tokenizer.vocab_size, seq_len=256)
     steps = looks[-1]
     lr = rate(arm.partition("[")[0], size)
@@ -126,12 +128,16 @@ def trained(
     for step in looks:
         if step:
             trainer.fit(until=step)
-        found.append({"step": step} | look(trainer.model, tokenizer.vocab_size))
+        trainer.model.eval()
+        read = heldout(trainer.model, shards.split("dev"), tokenizer, seq_len=256, limit_tokens=READ)
+        seen = look(trainer.model, tokenizer.vocab_size)
+        found.append({"step": step, "dev_bits_per_byte": read.bits_per_byte} | seen)
     return found
 
 
 def picture(arms: dict[str, list[list[dict[str, Any]]]]) -> str:
-    """By updates, means over seeds: the probe's best layer, the best head, and what the second telling gains."""
+    """By updates, means over seeds: the best head, the probe's best layer, what the second telling gains, and the
+    loss."""
     charts = []
     for title, y, of in (
         (
@@ -141,14 +147,17 @@ def picture(arms: dict[str, list[list[dict[str, Any]]]]) -> str:
         ),
         ("the next token, by a probe of a mixer", "share named", lambda x: max(x["named"])),
         ("the second telling", "nats a token cheaper", lambda x: x["nats"]),
+        ("text", "bits per byte, on dev", lambda x: x["dev_bits_per_byte"] if x["step"] else None),
     ):
         lines = []
         for number, (arm, seeds) in enumerate(arms.items()):
-            values = [[of(x) for x in one] for one in seeds]
-            if values and values[0][0] is not None:
-                means = [sum(each) / len(each) for each in zip(*values, strict=True)]
-                spans = [(min(each), max(each)) for each in zip(*values, strict=True)]
-                points = [(float(x["step"]), mean) for x, mean in zip(seeds[0], means, strict=True)]
+            looks = [at for at in zip(*seeds, strict=True) if of(at[0]) is not None]
+            if looks:
+                values = [[of(x) for x in at] for at in looks]
+                points = [
+                    (float(at[0]["step"]), sum(v) / len(v)) for at, v in zip(looks, values, strict=True)
+                ]
+                spans = [(min(each), max(each)) for each in values]
                 lines.append(plot.Line(presets.title(arm), points, number, spans))
         charts.append(plot.Chart(title, "updates", y, lines))
     return plot.draw(charts)

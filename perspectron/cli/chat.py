@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import tyro
 
@@ -36,7 +36,7 @@ continue by itself. A model with a chat template answers your message. Put {FENC
   /fork        keep this point                 /back [N]    return to the last point kept, or the N-th last
   /state       show the size of the memory     /new         begin another talk
   /quit        leave (or end the input)
-Type // for a message that begins with /. Ctrl-C stops an answer."""
+Type // for a message that begins with /. Ctrl-C stops an answer; other keys typed meanwhile are ignored."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,9 @@ class Chat:
     Over a pipe, each line is a message: perspectron chat runs/letters --max-tokens 40 < other.txt
     """
 
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "--max-tokens", "--temperature", "--top-p", "--seed", "--stop", "--keep", "--load-state",
+    )  # fmt: skip
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     max_tokens: int = 100
@@ -139,6 +142,30 @@ def messages(terminal: bool) -> Iterator[str]:
             yield "\n".join(lines)
         else:
             yield text
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Keys typed meanwhile on a terminal are neither shown, which would be in the answer, nor in the next message."""
+    try:
+        import termios
+
+        number = sys.stdin.fileno()
+        terminal = os.isatty(number)
+    except (ImportError, AttributeError, OSError):  # of another system, or no file
+        terminal = False
+    if not terminal:
+        yield
+        return
+    before = termios.tcgetattr(number)
+    quiet = [*before]
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(number, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcflush(number, termios.TCIFLUSH)
+        termios.tcsetattr(number, termios.TCSADRAIN, before)
 
 
 class Point(NamedTuple):
@@ -277,7 +304,7 @@ class Talk:
         where it is, or the reading before it."""
         options, rows = self.options, Rows(self.model, self.tokenizer, together=False)
         ended, failed, said, ids = False, False, "", list[int]()
-        with Work("reading") as work, signals() as caught:
+        with Work("reading") as work, signals() as caught, unheard():
             whole = 0
             for left in session.reading(()):
                 whole = max(whole, left)

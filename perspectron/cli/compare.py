@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rich.progress import (
     BarColumn,
@@ -56,6 +56,9 @@ class Compare:
     One report of several, made one after another: perspectron compare --report a/results.json b/results.json --out c
     """
 
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "--out", "--designs", "--data", "--params", "--tokens", "--seeds", "--jobs", "--resume",
+    )  # fmt: skip
     out: Path | None = None
     """Output folder; with the same options as before, the comparison resumes there."""
     resume: Path | None = None
@@ -186,11 +189,12 @@ def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
                 "learning rates: " + ", ".join(_chosen(tried[name], rates[name], name) for name in rates)
             )
             cells = run.cells(folder, what, rates)
-            train(folder, what, cells, jobs, console)
-            finished = [cell for cell in cells if run.trained(cell).status == "finished"]
-            failed = _measure(folder, what, finished, jobs, console)
-            found = results.collect(folder, what, rates, tried)
-            results.write(folder, found)
+            at_once = len(what.arms) * -(-jobs // len(what.arms))
+            for end in range(at_once, len(cells) + at_once, at_once):  # there are results after each seed
+                train(folder, what, cells[end - at_once : end], jobs, console)
+                failed = _measure(folder, what, cells, jobs, console, last=end >= len(cells))
+                found = results.collect(folder, what, rates, tried)
+                results.write(folder, found)
     except pool.StoppedBy as stop:
         console.print(f"stopped and saved; resume with: perspectron compare --resume {folder}")
         return 128 + stop.number
@@ -213,10 +217,13 @@ def _table(found: dict[str, Any]) -> Table:
     return table("held-out bits per byte", [whole.head[column] for column in columns], rows)
 
 
-def _measure(folder: Path, what: Plan, finished: list[Cell], jobs: int, console: Console) -> list[Ended]:
+def _measure(
+    folder: Path, what: Plan, cells: list[Cell], jobs: int, console: Console, *, last: bool
+) -> list[Ended]:
     """Run the suites on trained cells and return the jobs that failed. Costs come last and alone, so that nothing
     disturbs their timings."""
     threads, failed = what.settings.threads, list[Ended]()
+    finished = [cell for cell in cells if run.trained(cell).status == "finished"]
 
     def ended(end: Ended) -> None:
         if end.code != 0:
@@ -225,7 +232,7 @@ def _measure(folder: Path, what: Plan, finished: list[Cell], jobs: int, console:
         console.print(f"measured {end.job.name}  {end.seconds:.0f} s{said}")
 
     pool.work(measure.jobs(folder, what.settings, finished), jobs, threads, ended=ended)
-    if "cost" in what.settings.suites:
+    if last and "cost" in what.settings.suites:
         pool.work(measure.cost_jobs(folder), 1, threads, ended=ended)
     return failed
 

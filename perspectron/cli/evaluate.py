@@ -3,7 +3,7 @@
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tyro
 
@@ -34,10 +34,12 @@ class Eval:
     Another suite: perspectron eval runs/letters --suite calibration --set bins=10
     """
 
+    FIRST: ClassVar[tuple[str, ...]] = ("--suite", "--set", "--data", "--tokens", "--json")
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     suite: str = "perplexity"
-    """perplexity, position, calibration, robustness, cost, recall, conversation, perspectives or depth."""
+    """perplexity, position, calibration, robustness, cost, recall, conversation, conversion (of a run
+    that `convert` made), perspectives or depth."""
     set: Sets = ()
     """Options of the suite, as KEY=VALUE."""
     data: str | None = None

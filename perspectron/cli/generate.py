@@ -1,11 +1,12 @@
 """`perspectron generate`."""
 
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tyro
 from rich.table import Table
@@ -29,7 +30,7 @@ from perspectron.util.errors import ConfigError, DataError
 from perspectron.util.machine import pick_device
 from perspectron.util.registry import part
 
-UNDERLINED = "\033[4m{}\033[24m"
+UNDERLINED, DIM = "\033[4m{}\033[24m", "\033[2m{}\033[22m"
 PROMPT = "def read_lines(path):\n"  # of a measurement
 
 
@@ -48,11 +49,14 @@ class Generate:
     Adapt to the prompt while reading it: perspectron generate runs/routed "Dear Sir" --adapt
     """
 
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "--max-tokens", "--temperature", "--top-p", "--seed", "--stop", "--save-state", "--load-state", "--json",
+    )  # fmt: skip
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
     """Texts to continue, in one batch, each with its own random stream; "-" reads standard input; without a prompt a
-    new text starts."""
+    new text starts. A terminal shows a prompt that was typed before its text; a pipe has the text alone."""
     max_tokens: int = 200
     """Maximum number of tokens to generate for each prompt."""
     sampling: Asked = field(default_factory=Asked)
@@ -131,10 +135,15 @@ class Generate:
         drafts = drafts_of(self.draft, self.draft_tokens, opened)
         single = not self.json and len(texts) == 1
         marks = single and sys.stdout.isatty()
+        before = [texts[0]] if marks and self.prompts != ("-",) else []
         with Work("reading the prompt") as reading:
 
             def show(piece: Piece) -> None:
                 reading.stop()
+                while before:  # on a terminal, the prompt
+                    print(
+                        (DIM if "NO_COLOR" not in os.environ else "{}").format(spoken(before.pop())), end=""
+                    )
                 flagged = any(verdict.flagged for verdict in piece.verdicts.values())
                 text = spoken(piece.text)
                 print(UNDERLINED.format(text) if marks and flagged else text, end="", flush=True)

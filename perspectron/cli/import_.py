@@ -8,7 +8,7 @@ import tyro
 
 from perspectron.cli.options import answer
 from perspectron.cli.progress import Work
-from perspectron.util.config import require
+from perspectron.util.config import meant_beside, require
 
 if TYPE_CHECKING:
     from perspectron.model.config import BlockConfig, ModelConfig
@@ -39,6 +39,12 @@ class Import:
 
     def __call__(self) -> int:
         require(not self.out.exists(), "out", str(self.out), "a new folder")
+        require(
+            self.folder.exists(),
+            "folder",
+            str(self.folder),
+            f"a file or folder that is there{meant_beside(self.folder)}",
+        )
         from perspectron.data import origin
         from perspectron.interop import foreign
         from perspectron.train import checkpoint

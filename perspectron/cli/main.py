@@ -62,6 +62,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "quantize": "quantize:Quantize",
         "export": "export:Export",
         "import": "import_:Import",
+        "convert": "convert:Convert",
         "synthesize": "synthesize:Synthesize",
     },
 }
@@ -202,7 +203,8 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
         names = list(within(arguments[0]) or known)
         from perspectron.util.config import listed
 
-        raise ConfigError(f"command = {name!r}, must be {listed(name, names)} (see perspectron --help)")
+        nearest = listed(name.split()[-1], names)
+        raise ConfigError(f"command = {name!r}, must be {nearest} (see perspectron --help)")
     rest = _one_source(rest)
     command = at(known[name])
     if not isinstance(command, type):
@@ -276,6 +278,8 @@ def command_of(name: str) -> Any:
 
 def _overview(group: str = "") -> None:
     """All commands, or those of a group or of a design, each with a line."""
+    from perspectron.cli import usage
+
     start = f"perspectron {group}".rstrip()
     if group:
         what = ABOUT[group] if group in ABOUT else sys.modules[designs()[group].package].__doc__
@@ -286,17 +290,17 @@ def _overview(group: str = "") -> None:
         groups = {title: list(group) for title, group in GROUPS.items()}
         groups["Of one design"] = [name for name in commands() if name not in CORE]
     for title, names in groups.items():
-        print(f"\n{title}")
-        for name in names:
-            print(f"  {name:<20} {about(name)}")
+        print("\n".join(usage.rows(title, [(name, about(name)) for name in names])))
     example = "" if group else "Example: perspectron quickstart\n"
     print(f"\n{example}Each command explains itself: {start} COMMAND --help")
 
 
 def about(name: str) -> str:
-    """The first line of a command's docstring, read from its source, since importing it takes torch."""
+    """The first paragraph of a command's docstring, read from its source, since importing it takes torch."""
     module, _, attribute = commands()[name].partition(":")
     spec = find_spec(module)
     source = Path(str(spec and spec.origin)).read_text(encoding="utf-8")
-    found = re.search(rf'^(?:class|def) {attribute}\b.*?"""(.+?)(?:"""|$)', source, re.DOTALL | re.MULTILINE)
-    return "" if found is None else found[1]
+    found = re.search(
+        rf'^(?:class|def) {attribute}\b.*?"""(.+?)(?:"""|\n\n)', source, re.DOTALL | re.MULTILINE
+    )
+    return "" if found is None else " ".join(found[1].split())

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from perspectron.cli.progress import Work
-from perspectron.util.config import assignment, require
-from perspectron.util.errors import ConfigError, escaped
+from perspectron.util.config import assignment, meant_beside, require
+from perspectron.util.errors import CheckpointError, ConfigError, escaped
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -78,6 +78,8 @@ def describe(model: str, given: Sequence[Sequence[str]]) -> "Folder":
     """Description of a preset with sizes replaced, or of a folder, in which none can be."""
     from perspectron import opening, presets
 
+    if "/" in model and not Path(model).is_dir():
+        raise CheckpointError(f"no run at {model}{meant_beside(Path(model))}")
     if not Path(model).is_dir():
         return opening.Folder(Path(), presets.get(model, **assignments(given)))
     require(not given, "set", " ".join(text for texts in given for text in texts), "left out for a folder")
@@ -177,11 +179,6 @@ def say(line: str) -> None:
 def spoken(text: str) -> str:
     """The words of a model, for standard output: on a terminal without what that would obey."""
     return _COMMAND.sub(lambda sign: escaped(sign[0]), text) if sys.stdout.isatty() else text
-
-
-def printable(text: str) -> str:
-    """The text without control characters, which an untrained model may write."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def answer(as_json: bool, fields: dict[str, Any], *parts: "Table | str") -> int:

@@ -1,28 +1,25 @@
-"""Parses a command's arguments, by tyro: its help names no defaults that say nothing, and its errors what was probably
-meant."""
+"""Parses a command's arguments, by tyro; its errors say what was probably meant."""
 
-import ast
 import contextlib
 import dataclasses
-import difflib
-import inspect
 import io
-import itertools
-import os
 import re
-import textwrap
 import types
-from collections.abc import Iterable, Sequence
-from dataclasses import is_dataclass
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Sequence
+from typing import Any, Union, get_args, get_origin
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from perspectron.cli import usage
+from perspectron.util.config import listed, meant
 from perspectron.util.errors import ConfigError
 
-WIDTH = 100
-"""Columns of a command's first options."""
+HELP = ("-h", "--help")
+NUMBERS: dict[type, tuple[Callable[[str], Any], str]] = {
+    int: (int, "a whole number"),
+    float: (float, "a number"),
+}
 
 
 def parse(command: type, name: str, arguments: Sequence[str], default: Any = None) -> Any:
@@ -30,14 +27,9 @@ def parse(command: type, name: str, arguments: Sequence[str], default: Any = Non
 
     ConfigError: arguments that it does not have, in a line. SystemExit, after printing it: help was asked for.
     """
-    first = getattr(command, "FIRST", ())
-    if first and list(arguments) in (["-h"], ["--help"]):
-        print(_first(command, name, first))
+    if any(word in HELP for word in arguments):
+        print(usage.page(command, name, whole=arguments[-1] == "all", default=default))
         raise SystemExit(0)
-    if first and list(arguments) == ["--help", "all"]:
-        arguments = ["--help"]
-    tyro._experimental_options["ansi_codes"] = "NO_COLOR" not in os.environ
-    _quiet(command)
     options = {} if default is None else {"default": default}
     printed = io.StringIO()
     try:
@@ -53,80 +45,55 @@ def parse(command: type, name: str, arguments: Sequence[str], default: Any = Non
     except SystemExit as stop:
         if stop.code == 0:
             raise
-        said = _one_line(printed.getvalue())
-        flags = {"--help", *(flag for flag, _ in _options(command))}
-        typed = next((word for word in re.findall(r"--[a-z][\w-]*", said) if word not in flags), "")
-        hint = meant(typed, flags) if said.startswith("Unrecognized") else ""
-        raise ConfigError(f"{said}{hint} (see perspectron {name} --help)") from None
+        raise ConfigError(
+            f"{_said(_one_line(printed.getvalue()), command)} (see perspectron {name} --help)"
+        ) from None
 
 
-def meant(word: str, names: Iterable[str]) -> str:
-    """ ", did you mean …?" of the name that is nearest to what was typed; empty where none is near."""
-    near = difflib.get_close_matches(word, list(names), 1, 0.7)
-    return f", did you mean {near[0]}?" if near else ""
+def _said(error: str, command: type) -> str:
+    """An error of the parser, in the words of a command's help."""
+    known = list(usage.options(command))
+    if error.startswith("Missing from"):
+        missing = [option for option in known if option.required and option.text[:24] in error]
+        told = (f"{o.name} is missing ({o.text.removesuffix(' (required)').strip('.')})" for o in missing)
+        return "; ".join(told) or error
+    if bad := re.match(r"Error parsing (?:--)?([\w-]+): = (.*)", error):
+        return f"{_field(bad[1])} = {bad[2]}"
+    if bad := re.match(
+        r"[Ii]nvalid choice '(.*)' for argument '(?:--)?([\w-]+)'. Expected one of \((.*)\)", error
+    ):
+        choices = listed(bad[1], re.findall(r"'([^']+)'", bad[3]))
+        return f"{_field(bad[2])} = {bad[1]!r}, must be {choices}"
+    if bad := re.match(r"Missing value for argument '(--[\w-]+)'", error):
+        return f"{bad[1]} needs a value: " + next(option.text for option in known if option.name == bad[1])
+    flags = ["--help", *(option.name for option in known if not option.positional)]
+    typed = next((word for word in re.findall(r"--[a-z][\w-]*", error) if word not in flags), "")
+    return error + (meant(typed, flags) if error.startswith("Unrecognized") else "")
 
 
-def _options(command: type) -> Iterable[tuple[str, str]]:
-    """The options of a class and of the classes of its fields: the flag of each, and what it is."""
-    hints, texts = get_type_hints(command), _texts(command)
-    for item in dataclasses.fields(command):
-        if is_dataclass(inside := hints[item.name]):
-            yield from _options(inside)  # type: ignore[arg-type]
-        else:
-            yield "--" + item.name.replace("_", "-"), texts.get(item.name, "")
-
-
-def _texts(command: type) -> dict[str, str]:
-    """The docstrings of a class's fields."""
-    found, body = dict[str, str](), list[ast.stmt]()
-    for base in reversed(command.__mro__[:-1]):
-        module = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        body = module.body[0].body  # type: ignore[attr-defined]
-        for item, after in itertools.pairwise(body):
-            text = (
-                after.value.value
-                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-                else None
-            )
-            if (
-                isinstance(item, ast.AnnAssign)
-                and isinstance(item.target, ast.Name)
-                and isinstance(text, str)
-            ):
-                found[item.target.id] = " ".join(text.split())
-    return found
-
-
-def _first(command: type, name: str, flags: Sequence[str]) -> str:
-    """Help of the options that people use first, on a screen."""
-    about, *others = textwrap.dedent("    " + (command.__doc__ or "")).strip().split("\n\n")
-    examples = [" ".join(part.split()) for part in others if ": perspectron " in part and len(part) < 130][:3]
-    texts, lines = (
-        dict(_options(command)),
-        [f"usage: perspectron {name} [OPTIONS]", "", " ".join(about.split()), ""],
-    )
-    lines += ["\n\n".join(examples), ""]
-    for flag in flags:
-        sentence = re.split(r"(?<=[a-z\])])\. ", texts[flag], maxsplit=1)[0].strip(" .*") + "."
-        lines += textwrap.wrap(f"{flag:<11} {sentence}", WIDTH, subsequent_indent=" " * 12)
-    return "\n".join([*lines, "", f"All options: perspectron {name} --help all"])
-
-
-def _quiet(command: type) -> None:
-    """Have the help of a class say no default that is nothing."""
-    hints = get_type_hints(command, include_extras=True)
-    for item in dataclasses.fields(command):
-        if is_dataclass(inside := get_type_hints(command)[item.name]):
-            _quiet(inside)  # type: ignore[arg-type]
-        elif item.default is None or item.default in ("", ()):
-            command.__annotations__[item.name] = Annotated[
-                hints[item.name], tyro.conf.arg(help_behavior_hint="")
-            ]
+def _field(flag: str) -> str:
+    return flag.replace("-", "_").lower()
 
 
 def _registry() -> ConstructorRegistry:
-    """Rules of tyro, but for an option that may be left out: nobody types None."""
+    """Rules of tyro, but for an option that may be left out, as nobody types None, and for what is said of a number."""
     registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if info.type not in NUMBERS:
+            return None
+        kind, what = NUMBERS[info.type]
+
+        def read(words: list[str]) -> Any:
+            try:
+                return kind(words[0])
+            except ValueError:
+                raise ValueError(f"= {words[0]!r}, must be {what}") from None
+
+        return PrimitiveConstructorSpec(
+            1, what, read, lambda value: isinstance(value, (int, info.type)), lambda value: [str(value)]
+        )
 
     @registry.primitive_rule
     def optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
@@ -151,12 +118,8 @@ def _registry() -> ConstructorRegistry:
 
 
 def _one_line(box: str) -> str:
-    """The message inside the parser's box, up to its rule."""
-    words: list[str] = []
-    for line in box.splitlines():
-        text = line.strip("│ ")
-        if set(text) == {"─"}:
-            break
-        if text[:1] not in ("╭", "╰"):
-            words.append(text)
-    return " ".join(" ".join(words).split())
+    """The message inside the parser's box, up to its rule; in ASCII the box is a title over another rule."""
+    lines = [text for line in box.splitlines() if (text := line.strip("│ ")) and text[0] not in "╭╰"]
+    rules = [number for number, text in enumerate(lines) if set(text) <= {"─", "-"}]
+    begin = 0 if "╭" in box else rules.pop(0) + 1
+    return " ".join(" ".join(lines[begin : rules[0]]).split())

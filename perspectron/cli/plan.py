@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import tyro
@@ -39,6 +39,9 @@ class Plan:
     What training needs: perspectron plan transformer-125m --train --gpus 8 --memory 80G
     """
 
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "--ram", "--vram", "--disk", "--set", "--train", "--memory", "--gpus", "--json",
+    )  # fmt: skip
     model: tyro.conf.Positional[str]
     """A preset, or the folder of an artifact or of a run."""
     ram: str | None = None

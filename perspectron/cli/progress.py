@@ -10,6 +10,8 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Self
 
+from perspectron.util.numbers import duration
+
 QUIET = 5.0  # seconds before anything is said
 EVERY = {
     True: 0.5,
@@ -31,16 +33,6 @@ def silence(wanted: bool = True) -> Iterator[None]:
 def silent() -> bool:
     """True within `silence`."""
     return _silent.get()
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person says them: "45 s", "9 min 30 s", "2 h 5 min"."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600:,} h {whole % 3600 // 60} min"
 
 
 class Work:

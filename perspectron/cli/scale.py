@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from statistics import fmean
+from typing import Any, ClassVar, Literal
 
 from rich.table import Table
 
@@ -17,16 +18,16 @@ from perspectron.cli.options import count, table
 from perspectron.cli.progress import Work
 from perspectron.compare import pool, run, scaling
 from perspectron.compare.plan import Plan, models_of_designs, plan, threads_for
-from perspectron.compare.report.numbers import fixed, short
 from perspectron.compare.report.summary import WINDOWS
 from perspectron.compare.run import Rate
-from perspectron.compare.scaling import STUDY, Study
+from perspectron.compare.scaling import STUDY, Point, Study
 from perspectron.data import absolute, with_encoding
 from perspectron.eval.timing import Setting, seconds_per_step
 from perspectron.presets import title
 from perspectron.util.config import between_commas, dump, load, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import locked, read_json, write_json
+from perspectron.util.numbers import fixed, short
 
 DESIGNS = "transformer,perspective2,rwkv7,gdn,ssd,gla"
 
@@ -42,6 +43,9 @@ class Scale:
     Go on: perspectron scale --resume runs/scale
     """
 
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "--out", "--designs", "--sizes", "--per-parameter", "--data", "--minutes", "--resume",
+    )  # fmt: skip
     out: Path | None = None
     """Output folder; with the same options as before, the study resumes there."""
     resume: Path | None = None
@@ -50,8 +54,8 @@ class Scale:
     """Designs, separated by commas, as in `compare`."""
     sizes: str = "300k,1M,2M"
     """Active parameters of each size, growing."""
-    per_parameter: float = Study.per_parameter
-    """Tokens to train on for each parameter."""
+    per_parameter: str = "20"
+    """Tokens to train on for each parameter; several, such as 5,20, also show what more of them are worth."""
     seeds: int = Study.seeds
     """Number of trainings of each design and size."""
     data: str = Study.data
@@ -70,7 +74,7 @@ class Scale:
     """Windows in a batch."""
     rates: tuple[float, ...] = Study.rates
     """Peak learning rates that each design tries at the smallest size, over a whole training (default: the rate of the
-    design). From size to size the rate goes by the cube root of the parameters."""
+    design). From size to size the rate falls by the cube root of the parameters."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Autocast for all designs."""
     device: str = Study.device
@@ -113,8 +117,8 @@ class Scale:
             return resumed
         study = Study(
             tuple(between_commas(self.designs)), tuple(count(size, "sizes") for size in between_commas(self.sizes)),
-            self.per_parameter, self.seeds, absolute(with_encoding(self.data, self.encoding)), self.heldout, self.dev,
-            self.vocab_size, self.seq_len, self.batch_size, self.rates, self.dtype, self.device,
+            tuple(self._ratios()), self.seeds, absolute(with_encoding(self.data, self.encoding)), self.heldout,
+            self.dev, self.vocab_size, self.seq_len, self.batch_size, self.rates, self.dtype, self.device,
         )  # fmt: skip
         if kept.is_file():
             known: Study = load(Study, read_json(kept, ConfigError), str(kept))
@@ -127,18 +131,26 @@ class Scale:
         write_json(kept, dump(study))
         return study
 
+    def _ratios(self) -> list[float]:
+        try:
+            return [float(ratio) for ratio in between_commas(self.per_parameter)]
+        except ValueError:
+            raise ConfigError(
+                f"per_parameter = {self.per_parameter}, must be numbers, such as 5,20"
+            ) from None
+
     def _all(self, out: Path, study: Study, console: Console) -> int:
-        """The comparison at each size, from the smallest on."""
+        """The comparison at each point, from the smallest on."""
         with locked(out), Work("encoding the text and planning"):
             scaling.text_of(out, study)
-            plans = {size: self._plan(out, study, size) for size in study.sizes}
-        if len(study.sizes) == 1:
-            console.print("one size has no line; give --sizes two or more for that")
+            plans = {at: self._plan(out, study, at) for at in study.points}
+        if len(study.points) == 1:
+            console.print("one size has no line; give --sizes or --per-parameter two or more for that")
         console.print(_estimate(study, plans, self.jobs))
         code = 0
-        for size, what in plans.items():
-            folder = scaling.folder_of(out, size)
-            if rates := scaling.transferred(out, study, size):
+        for at, what in plans.items():
+            folder = scaling.folder_of(out, at)
+            if rates := scaling.transferred(out, study, at):
                 run.keep_rates(folder, {name: Rate(lr, scaling.WARMUP) for name, lr in rates.items()})
             ended = finish(folder, what, self.jobs, console)
             if ended >= 128:
@@ -147,10 +159,10 @@ class Scale:
             scaling.write(out, study)
         return code
 
-    def _plan(self, out: Path, study: Study, size: int) -> Plan:
-        folder = scaling.folder_of(out, size)
-        scaling.text_at(out, study, size)
-        return plan(folder, "designs", study.settings(size), models_of_designs, threads_for(self.jobs))
+    def _plan(self, out: Path, study: Study, at: Point) -> Plan:
+        folder = scaling.folder_of(out, at)
+        scaling.text_at(out, study, at)
+        return plan(folder, "designs", study.settings(at), models_of_designs, threads_for(self.jobs))
 
 
 @contextmanager
@@ -178,7 +190,7 @@ def _until(minutes: float | None) -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _estimate(study: Study, plans: dict[int, Plan], jobs: int) -> str:
+def _estimate(study: Study, plans: dict[Point, Plan], jobs: int) -> str:
     """How long the trainings take, by a few updates of each model."""
     seconds = 0.0
     for what in plans.values():
@@ -192,13 +204,13 @@ def _estimate(study: Study, plans: dict[int, Plan], jobs: int) -> str:
 
 
 def _table(study: Study, found: dict[str, Any]) -> Table:
-    """Mean losses by size, and how fast they fall."""
-    columns = ["", *(short(size) for size in study.sizes), "α"]
+    """Mean losses by point, and how fast they fall."""
+    many = len(study.per_parameter) > 1
+    heads = [short(at.size) + (f" × {at.ratio:g}" if many else "") for at in study.points]
+    at = [scaling.losses_at(found, point, WINDOWS) for point in study.points]
     rows = []
-    for name, line in found["lines"][WINDOWS].items():
-        row = [title(name)]
-        for size in study.sizes:
-            own = [c[WINDOWS] for c in found["cells"] if (c["design"], c["size"]) == (name, size)]
-            row.append(fixed(sum(own) / len(own)) if own else "–")
-        rows.append([*row, "–" if line["alpha"] is None else fixed(line["alpha"], 4)])
-    return table("held-out bits per byte, in windows", columns, rows)
+    for name, law in found["laws"][WINDOWS].items():
+        means = [fixed(fmean(each[name].values())) if name in each else "–" for each in at]
+        falls = [fixed(law[x]["mean"], 4) if law[x] else "–" for x in ("alpha", "beta")]
+        rows.append([title(name), *means, *falls])
+    return table("held-out bits per byte, in windows", ["", *heads, "α", "β"], rows)

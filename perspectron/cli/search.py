@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rich.table import Table
 
@@ -28,6 +28,9 @@ class Search:
     space.toml has a list of values for each size, such as rank = [16, 32], and for lr and warmup.
     """
 
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "--design", "--space", "--out", "--params", "--tokens", "--data", "--jobs",
+    )  # fmt: skip
     design: str
     """Design, or a variant such as "gla[heads=2]"."""
     space: Path

@@ -9,7 +9,7 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import tyro
 
@@ -39,9 +39,13 @@ class Serve:
     """Serve models over HTTP: an OpenAI-compatible API, saved states, and a page to try them on.
 
     Example: perspectron serve runs/quickstart/perspective
-    then open http://127.0.0.1:8000, or point any OpenAI client at http://127.0.0.1:8000/v1
+
+    Then open http://127.0.0.1:8000, or point any OpenAI client at http://127.0.0.1:8000/v1.
     """
 
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "--host", "--port", "--api-key", "--template", "--store", "--rows", "--max-tokens",
+    )  # fmt: skip
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders of runs, of their checkpoints, or of artifacts; each is served under the name of its folder."""
     host: str = "127.0.0.1"

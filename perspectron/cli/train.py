@@ -79,7 +79,6 @@ class Train:
     FIRST: ClassVar[tuple[str, ...]] = (
         "--data", "--out", "--minutes", "--preset", "--set", "--steps", "--lr", "--resume", "--init", "--template",
     )  # fmt: skip
-    """The options that people use first, which --help shows; --help all shows all."""
     out: Path | None = None
     """Folder of the new run (default: in runs/, named after the text)."""
     resume: Path | None = None

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import tyro
 
@@ -51,6 +51,7 @@ class Verify:
     Example: perspectron verify --server http://127.0.0.1:8080
     """
 
+    FIRST: ClassVar[tuple[str, ...]] = ("--server", "--model", "--only", "--save", "--json")
     run: tyro.conf.Positional[Path | None] = None
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     server: str | None = None

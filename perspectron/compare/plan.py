@@ -25,7 +25,7 @@ from perspectron.model.model import LanguageModel, build
 from perspectron.train.config import TrainConfig
 from perspectron.train.estimate import faster
 from perspectron.train.optim import OptimConfig, recipe_of
-from perspectron.util.config import at_least, dump, load, one_of, require
+from perspectron.util.config import at_least, dump, load, meant_beside, one_of, require
 from perspectron.util.errors import ConfigError, DataError, escaped
 from perspectron.util.files import read_json, remove, safe_join, write_json
 from perspectron.util.machine import pick_device
@@ -232,6 +232,8 @@ def _threads(count: int) -> Iterator[None]:
 
 def read(out: Path) -> Plan:
     """Plan in a folder. ConfigError when there is none, or one of another version."""
+    if not (out / PLAN).exists():
+        raise ConfigError(f"no comparison at {out}{meant_beside(out)}")
     content = read_json(out / PLAN, ConfigError)
     version = content.pop("version", None) if isinstance(content, dict) else None
     bound = f"{VERSION}, this program's version: choose a new folder, or use the program that wrote it"

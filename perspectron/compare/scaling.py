@@ -1,10 +1,12 @@
-"""A scaling study: the same designs compared at several sizes, each with as many tokens for a parameter, and the lines
-that their losses follow.
+"""A scaling study: the same designs compared at several sizes and numbers of tokens for a parameter, and the laws that
+their losses follow.
 
-DIR/SIZE is the comparison at a size, DIR/text the text in one vocabulary for all. A line is log L = log A − α log N, by
-least squares for each seed; intervals are Student's over the seeds, so that designs are compared on the same seeds.
+DIR/SIZE-RATIO is the comparison at one of the points, DIR/text the text in one vocabulary for all. A law is log L =
+log A − α log N − β log D, by least squares for each seed; where all points have one ratio D/N, α is what both gain and
+there is no β. Intervals are Student's over the seeds, so that designs are compared on the same seeds. A loss that no
+model gets below is not fitted: a few sizes cannot tell it from a smaller α, and `off` shows how straight the lines are.
 
-N: active parameters, L: held-out bits per byte.
+N: active parameters, D: tokens, L: held-out bits per byte.
 """
 
 import itertools
@@ -19,19 +21,20 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from perspectron import presets
-from perspectron.compare.plan import ASKED, DATA, REFERENCE, Settings, asked, models_of_designs
+from perspectron.compare.plan import ASKED, DATA, REFERENCE, Settings, asked, models_of_designs, optimizer_in
 from perspectron.compare.report import figures
-from perspectron.compare.report.numbers import fixed, grouped, percent, short
 from perspectron.compare.report.page import Section, rendered
 from perspectron.compare.report.summary import STREAMING, WINDOWS
-from perspectron.compare.report.tables import Cell, Table, estimate
+from perspectron.compare.report.tables import estimate
 from perspectron.data import Shards, Tokenizer, encode, made_in, open_corpus, open_shards
 from perspectron.presets.rates import FALL, PASSES, rate
 from perspectron.util import plot
 from perspectron.util.config import at_least, dump, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import read_json, safe_join, write_json, write_text
-from perspectron.util.stats import LEVEL, interval
+from perspectron.util.numbers import fixed, grouped, percent, short
+from perspectron.util.page import Cell, Table
+from perspectron.util.stats import LEVEL, interval, paired
 
 VERSION = 1
 STUDY, TEXT, RESULTS, PAGE = "scale.json", "text", "scale-results.json", "scale.html"
@@ -42,14 +45,14 @@ SCORES = {WINDOWS: "in windows", STREAMING: "memory carried"}
 
 @dataclass(frozen=True)
 class Study:
-    """What a study compares. designs: as in `compare`. sizes: active parameters. per_parameter: tokens for each.
-    rates: peak learning rates that are tried with the whole training at the smallest size, on the dev split; none takes
-    that of the design (`presets.rates.rate`). From size to size they go by N^FALL. vocab_size: of all sizes; 0 is that
-    of the smallest."""
+    """What a study compares. designs: as in `compare`. sizes: active parameters. per_parameter: tokens for each, at
+    each size. rates: peak learning rates that are tried with the whole training at the smallest size, on the dev split,
+    for each of per_parameter; none takes that of the design (`presets.rates.rate`). From size to size they go by
+    N^FALL. vocab_size: of all sizes; 0 is that of the smallest."""
 
     designs: tuple[str, ...]
     sizes: tuple[int, ...]
-    per_parameter: float = 20.0
+    per_parameter: tuple[float, ...] = (20.0,)
     seeds: int = 3
     data: str = "stdlib"
     heldout: float = 0.05
@@ -62,43 +65,63 @@ class Study:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        require(len(self.sizes) >= 1, "sizes", self.sizes, "one or more")
-        require(list(self.sizes) == sorted(set(self.sizes)), "sizes", self.sizes, "growing")
-        require(self.per_parameter > 0, "per_parameter", self.per_parameter, "> 0")
+        for name in ("sizes", "per_parameter"):
+            values = getattr(self, name)
+            require(len(values) >= 1, name, values, "one or more")
+            require(list(values) == sorted(set(values)), name, values, "growing")
+        require(self.per_parameter[0] > 0, "per_parameter", self.per_parameter, "> 0")
         at_least(1, self, "seeds")
         require(not self.rates or min(self.rates) > 0, "rates", self.rates, "> 0")
 
-    def tokens(self, size: int) -> int:
-        """Those that a model of a size is trained on."""
-        return max(self.seq_len * self.batch_size, round(self.per_parameter * size))
+    @property
+    def points(self) -> list["Point"]:
+        """Size by size, those with the fewest tokens first."""
+        return [Point(size, ratio) for size in self.sizes for ratio in self.per_parameter]
+
+    def tokens(self, at: "Point") -> int:
+        """Those that a model is trained on at a point."""
+        return max(self.seq_len * self.batch_size, round(at.ratio * at.size))
 
     @property
     def vocabulary(self) -> int:
         """Size of the vocabulary of all sizes."""
         return self.vocab_size or presets.vocabulary(self.sizes[0])
 
-    def settings(self, size: int) -> Settings:
-        """Those of the comparison at a size."""
-        tried = self.rates if size == self.sizes[0] else ()
+    def settings(self, at: "Point") -> Settings:
+        """Those of the comparison at a point."""
+        tried = self.rates if at.size == self.sizes[0] else ()
         return Settings(
-            self.designs, size, self.tokens(size), self.seeds, self.data, self.heldout, self.dev,
+            self.designs, at.size, self.tokens(at), self.seeds, self.data, self.heldout, self.dev,
             vocab_size=self.vocabulary, seq_len=self.seq_len, batch_size=self.batch_size, rates=tried or (1e-3,),
             warmups=(WARMUP,), rate_share=1.0, dtype=self.dtype, device=self.device, suites=(),
         )  # fmt: skip
 
 
-class Line(NamedTuple):
-    """A design's losses at the sizes, and the line of each seed that has them all. A, alpha: by seed."""
+class Point(NamedTuple):
+    """A size, and tokens for each of its parameters."""
 
-    losses: dict[int, dict[int, float]]
-    parameters: dict[int, float]
-    A: dict[int, float]
-    alpha: dict[int, float]
+    size: int
+    ratio: float
 
 
-def folder_of(out: Path, size: int) -> Path:
-    """That of the comparison at a size."""
-    return safe_join(out, short(size), ConfigError)
+class Law(NamedTuple):
+    """A design's losses by point and seed, what it was trained with there, and (log A, α, β) of each seed that has all
+    points; what the points cannot tell is 0."""
+
+    losses: dict[Point, dict[int, float]]
+    parameters: dict[Point, float]
+    tokens: dict[Point, float]
+    fits: dict[int, tuple[float, float, float]]
+
+    def line(self, seed: int, ratio: float) -> tuple[float, float]:
+        """(intercept, fall) of log L over log N where there are so many tokens for a parameter."""
+        at, alpha, beta = self.fits[seed]
+        return at - beta * math.log(ratio), alpha + beta
+
+
+def folder_of(out: Path, at: Point) -> Path:
+    """That of the comparison at a point."""
+    return safe_join(out, f"{short(at.size)}-{at.ratio:g}", ConfigError)
 
 
 def text_of(out: Path, study: Study) -> tuple[Tokenizer, Shards]:
@@ -109,46 +132,48 @@ def text_of(out: Path, study: Study) -> tuple[Tokenizer, Shards]:
         corpus = open_corpus(study.data, study.heldout, dev=study.dev)
         encode(corpus, made_in(folder, "bpe", corpus, study.vocabulary), folder)
     tokenizer, shards = Tokenizer.load(folder / "tokenizer.json"), open_shards(folder)
-    there, most = shards.split("train").tokens, study.tokens(study.sizes[-1])
+    there, most = shards.split("train").tokens, study.tokens(study.points[-1])
     few = f"the text has {there:,} tokens to train on, of which more than {PASSES:g} passes teach little"
     bound = f"≤ {PASSES * there / study.sizes[-1]:.3g}: {few}"
-    require(most <= PASSES * there, "per_parameter", study.per_parameter, bound)
+    require(most <= PASSES * there, "per_parameter", study.per_parameter[-1], bound)
     return tokenizer, shards
 
 
-def text_at(out: Path, study: Study, size: int) -> None:
-    """Give the comparison at a size a copy of the text, as if it had encoded it, so that the folder can be moved."""
-    folder, settings = folder_of(out, size) / DATA, study.settings(size)
+def text_at(out: Path, study: Study, at: Point) -> None:
+    """Give the comparison at a point a copy of the text, as if it had encoded it, so that the folder can be moved."""
+    folder, settings = folder_of(out, at) / DATA, study.settings(at)
     if not (folder / ASKED).is_file():
         shutil.copytree(out / TEXT, folder, dirs_exist_ok=True)
         write_json(folder / ASKED, asked(settings))
 
 
 def checked(study: Study) -> None:
-    """ConfigError for designs that are unknown or cannot be as small."""
+    """ConfigError for designs that are unknown, cannot be as small, or ask for a recipe that is not theirs."""
     for size in study.sizes:
-        models_of_designs(study.settings(size))
+        models = models_of_designs(study.settings(Point(size, study.per_parameter[0])))
+        for name, (model, *_) in models.items():
+            optimizer_in(name, model)
 
 
-def transferred(out: Path, study: Study, size: int) -> dict[str, float]:
-    """The rate of each design at a size: the best at the smallest, or the design's own, by N^FALL. Empty where they are
-    to be tried."""
+def transferred(out: Path, study: Study, at: Point) -> dict[str, float]:
+    """The rate of each design at a point: the best at the smallest size with as many tokens for a parameter, or the
+    design's own, by N^FALL. Empty where they are to be tried."""
     first = study.sizes[0]
     if not study.rates:
-        return {name: rate(name.partition("[")[0].rstrip("+"), size) for name in study.designs}
-    if size == first and len(study.rates) > 1:
+        return {name: rate(name.partition("[")[0].rstrip("+"), at.size) for name in study.designs}
+    if at.size == first and len(study.rates) > 1:
         return {}
     chosen = dict.fromkeys(study.designs, (study.rates[0], WARMUP))
     if len(study.rates) > 1:
-        chosen = read_json(folder_of(out, first) / "rates.json", ConfigError)["chosen"]
-    return {name: float(f"{chosen[name][0] * (size / first) ** FALL:.3g}") for name in study.designs}
+        chosen = read_json(folder_of(out, Point(first, at.ratio)) / "rates.json", ConfigError)["chosen"]
+    return {name: float(f"{chosen[name][0] * (at.size / first) ** FALL:.3g}") for name in study.designs}
 
 
 def collected(out: Path, study: Study) -> dict[str, Any]:
     """What has been measured so far: a line for each cell that finished."""
     cells = list[dict[str, Any]]()
-    for size in study.sizes:
-        path = folder_of(out, size) / "results.json"
+    for at in study.points:
+        path = folder_of(out, at) / "results.json"
         if not path.is_file():
             continue
         found = read_json(path, ConfigError)
@@ -156,102 +181,140 @@ def collected(out: Path, study: Study) -> dict[str, Any]:
             for cell in entry["cells"]:
                 if cell.get(WINDOWS) is not None:
                     cells.append({
-                        "design": name, "size": size, "parameters": entry["active_parameters"], "seed": cell["seed"],
-                        "tokens": cell["tokens"], "rate": entry["lr"], "seconds": cell["seconds"],
-                        "state_bytes": (entry.get("streaming") or {}).get("state_bytes"),
+                        "design": name, "size": at.size, "per_parameter": at.ratio, "seed": cell["seed"],
+                        "parameters": entry["active_parameters"], "tokens": cell["tokens"], "rate": entry["lr"],
+                        "seconds": cell["seconds"], "state_bytes": (entry.get("streaming") or {}).get("state_bytes"),
                     } | {score: cell.get(score) for score in SCORES})  # fmt: skip
-    lines = {score: lines_of(cells, study, score) for score in SCORES}
+    laws = {score: laws_of(cells, study, score) for score in SCORES}
     return {
         "version": VERSION, "study": dump(study), "cells": cells,
-        "lines": {score: {name: told(line) for name, line in each.items()} for score, each in lines.items()},
-        "crossings": {score: crossings(each, study.sizes) for score, each in lines.items()},
+        "laws": {score: {name: told(law) for name, law in each.items()} for score, each in laws.items()},
+        "crossings": {score: crossings(each, study) for score, each in laws.items()},
     }  # fmt: skip
 
 
-def lines_of(cells: Sequence[dict[str, Any]], study: Study, score: str) -> dict[str, Line]:
-    """The line of each design that has a loss, by the seeds that finished all sizes."""
-    found = dict[str, Line]()
+def laws_of(cells: Sequence[dict[str, Any]], study: Study, score: str) -> dict[str, Law]:
+    """The law of each design that has a loss, by the seeds that finished all points."""
+    found = dict[str, Law]()
     for name in study.designs:
-        own = [cell for cell in cells if cell["design"] == name and cell[score] is not None]
-        losses: dict[int, dict[int, float]] = {}
-        for cell in own:
-            losses.setdefault(cell["size"], {})[cell["seed"]] = cell[score]
-        parameters = {cell["size"]: float(cell["parameters"]) for cell in own}
-        whole = [s for s in range(study.seeds) if all(s in losses.get(size, {}) for size in study.sizes)]
-        A, alpha = dict[int, float](), dict[int, float]()
-        if len(study.sizes) > 1:
-            for seed in whole:
-                x = np.log([parameters[size] for size in study.sizes])
-                slope, at = np.polyfit(x, np.log([losses[size][seed] for size in study.sizes]), 1)
-                A[seed], alpha[seed] = float(math.exp(at)), float(-slope)
-        if own:
-            found[name] = Line(losses, parameters, A, alpha)
+        law = Law({}, {}, {}, {})
+        for cell in cells:
+            if cell["design"] == name and cell.get(score) is not None:
+                at = Point(cell["size"], cell["per_parameter"])
+                law.losses.setdefault(at, {})[cell["seed"]] = cell[score]
+                law.parameters[at], law.tokens[at] = float(cell["parameters"]), float(cell["tokens"])
+        for seed in range(study.seeds):
+            if len(study.points) > 1 and all(seed in law.losses.get(at, {}) for at in study.points):
+                law.fits[seed] = fitted(law, seed, study)
+        if law.losses:
+            found[name] = law
     return found
 
 
-def told(line: Line) -> dict[str, Any]:
-    """A line with its intervals. off: the largest share by which a mean lies off it."""
-    if not line.alpha:
-        return {"alpha": None}
-    alpha, at = statistics.fmean(line.alpha.values()), statistics.fmean(map(math.log, line.A.values()))
+def fitted(law: Law, seed: int, study: Study) -> tuple[float, float, float]:
+    """(log A, α, β) of a seed, by least squares."""
+    points = study.points
+    N, D = (np.log([each[at] for at in points]) for each in (law.parameters, law.tokens))
+    columns = {"A": np.ones(len(points))}
+    if len(study.sizes) > 1:
+        columns["alpha"] = -N
+    if len(study.per_parameter) > 1:
+        columns["beta"] = -D
+    y = np.log([law.losses[at][seed] for at in points])
+    solved = dict(zip(columns, np.linalg.lstsq(np.stack(list(columns.values()), 1), y)[0], strict=True))
+    return float(solved["A"]), float(solved.get("alpha", 0.0)), float(solved.get("beta", 0.0))
+
+
+def told(law: Law) -> dict[str, Any]:
+    """A law with its intervals; an exponent that the points cannot tell is None. off: the largest share by which a mean
+    loss lies off it."""
+    if not law.fits:
+        return {"alpha": None, "beta": None}
+    logs, *exponents = zip(*law.fits.values(), strict=True)
+    at, alpha, beta = (statistics.fmean(values) for values in (logs, *exponents))
     off = max(
-        abs(statistics.fmean(each.values()) / math.exp(at - alpha * math.log(line.parameters[size])) - 1)
-        for size, each in line.losses.items()
+        abs(statistics.fmean(each.values()) / math.exp(at - alpha * math.log(N) - beta * math.log(D)) - 1)
+        for each, N, D in zip(law.losses.values(), law.parameters.values(), law.tokens.values(), strict=True)
     )
-    span = interval(list(line.alpha.values()))
-    return {"alpha": alpha, "A": math.exp(at), "interval": span, "seeds": len(line.alpha), "off": off}
-
-
-def crossings(lines: dict[str, Line], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Where the lines of two designs cross, within FAR of the sizes: the parameters, with their interval over the seeds
-    that both have. far: they cross, but elsewhere or in no seed alike."""
-    found = list[dict[str, Any]]()
-    for (a, one), (b, other) in itertools.combinations(lines.items(), 2):
-        seeds = [seed for seed in one.alpha if seed in other.alpha]
-        steeper = [one.alpha[seed] - other.alpha[seed] for seed in seeds]
-        if not seeds or not (all(x > 0 for x in steeper) or all(x < 0 for x in steeper)):
-            continue
-        logs = [(math.log(one.A[s]) - math.log(other.A[s])) / x for s, x in zip(seeds, steeper, strict=True)]
-        at, span = statistics.fmean(logs), interval(logs)
-        if math.log(sizes[0] / FAR) <= at <= math.log(sizes[-1] * FAR):
-            first = a if statistics.fmean(steeper) > 0 else b  # the steeper is ahead of it beyond
-            ends = None if span is None else [math.exp(min(max(end, -700), 700)) for end in span]
-            found.append(
-                {"designs": [a, b], "parameters": math.exp(at), "interval": ends, "ahead_beyond": first}
-            )
+    found: dict[str, Any] = {"A": math.exp(at), "seeds": len(law.fits), "off": off}
+    for name, values in zip(("alpha", "beta"), exponents, strict=True):
+        found[name] = (
+            {"mean": statistics.fmean(values), "interval": interval(values)} if any(values) else None
+        )
     return found
 
 
-def means_at(found: dict[str, Any], size: int, score: str) -> dict[str, list[float]]:
-    """Losses at a size by design, those of the seeds that finished."""
-    losses: dict[str, list[float]] = {}
+def crossings(laws: dict[str, Law], study: Study) -> list[dict[str, Any]]:
+    """Where the lines of two designs cross for as many tokens for a parameter: the parameters, with their interval over
+    the seeds that both have. Only those whose whole interval lies within FAR of the sizes, and whose lines meet in one
+    order in every seed; of one seed there is no interval."""
+    found, low, high = list[dict[str, Any]](), study.sizes[0] / FAR, study.sizes[-1] * FAR
+    if len(study.sizes) == 1:
+        return found
+    for (a, one), (b, other) in itertools.combinations(laws.items(), 2):
+        for ratio in study.per_parameter:
+            lines = [(one.line(s, ratio), other.line(s, ratio)) for s in one.fits if s in other.fits]
+            steeper = [mine[1] - theirs[1] for mine, theirs in lines]
+            if not lines or not (min(steeper) > 0 or max(steeper) < 0):
+                continue
+            logs = [(mine[0] - theirs[0]) / x for (mine, theirs), x in zip(lines, steeper, strict=True)]
+            ends = interval(logs) or (statistics.fmean(logs),) * 2
+            if math.log(low) <= ends[0] and ends[1] <= math.log(high):
+                first = a if steeper[0] > 0 else b  # the steeper is ahead of it beyond
+                span = [math.exp(end) for end in ends] if len(logs) > 1 else None
+                found.append({
+                    "designs": [a, b], "per_parameter": ratio, "parameters": math.exp(statistics.fmean(logs)),
+                    "interval": span, "ahead_beyond": first,
+                })  # fmt: skip
+    return found
+
+
+def losses_at(found: dict[str, Any], at: Point, score: str) -> dict[str, dict[int, float]]:
+    """Losses at a point by design and seed, the lowest mean first."""
+    losses: dict[str, dict[int, float]] = {}
     for cell in found["cells"]:
-        if cell["size"] == size and cell[score] is not None:
-            losses.setdefault(cell["design"], []).append(cell[score])
-    return losses
+        if (cell["size"], cell["per_parameter"]) == at and cell.get(score) is not None:
+            losses.setdefault(cell["design"], {})[cell["seed"]] = cell[score]
+    return dict(sorted(losses.items(), key=lambda item: statistics.fmean(item[1].values())))
 
 
 def sentence(found: dict[str, Any], score: str = WINDOWS) -> str:
-    """What follows: who is ahead at each end, and whether that is going to change."""
+    """What follows: who is ahead at each end, told apart from whom, and whether that is going to change."""
     study, ahead = found["study"], list[str]()
-    for size in (study["sizes"][0], study["sizes"][-1]):
-        means = {name: statistics.fmean(each) for name, each in means_at(found, size, score).items()}
-        if means:
-            best = min(means, key=means.__getitem__)
-            text = (
-                f"{presets.title(best)} has the lowest loss at {short(size)} parameters, {fixed(means[best])}"
-            )
-            ahead.append(text)
+    ends = [Point(study["sizes"][i], study["per_parameter"][i]) for i in (0, -1)]
+    for at in dict.fromkeys(ends):
+        if losses := losses_at(found, at, score):
+            ahead.append(_ahead(at, losses))
     if not ahead:
         return "Nothing has finished yet."
-    parts = [f"Scored {SCORES[score]}: {'; '.join(dict.fromkeys(ahead))}."]
+    parts = [f"Scored {SCORES[score]}: {'; '.join(ahead)}."]
     for cross in found["crossings"][score]:
         behind = next(name for name in cross["designs"] if name != cross["ahead_beyond"])
         where, span = f"{short(cross['parameters'])} parameters", cross["interval"]
-        where += f" ({short(span[0])} to {short(span[1])})" if span else ""
+        where += f" ({short(span[0])} to {short(span[1])})" if span else " (one seed)"
         one, other = presets.title(cross["ahead_beyond"]), presets.title(behind)
-        parts.append(f"The line of {one} passes below that of {other} at {where}.")
+        many = "" if len(study["per_parameter"]) == 1 else f", {cross['per_parameter']:g} tokens for each"
+        parts.append(f"The line of {one} passes below that of {other} at {where}{many}.")
     return " ".join(parts)
+
+
+def _ahead(at: Point, losses: dict[str, dict[int, float]]) -> str:
+    """The design with the lowest mean at a point, and those that are not told apart from it."""
+    (best, own), *others = losses.items()
+    where = f"{short(at.size)} parameters and {at.ratio:g} tokens for each"
+    text = f"at {where} {presets.title(best)} has the lowest loss, {fixed(statistics.fmean(own.values()))}"
+    if not others:
+        return text
+    if len(own) == 1:
+        return f"{text} (one seed, which tells nothing apart)"
+    level = []
+    for name, its in others:
+        seeds = [seed for seed in its if seed in own]
+        against = paired([its[s] for s in seeds], [own[s] for s in seeds])
+        if against is None or against.low is None or against.low <= 0:
+            level.append(presets.title(name))
+    rest = f"not told apart from {', '.join(level)}" if level else "told apart from all others"
+    return f"{text}, {rest}"
 
 
 def html(found: dict[str, Any]) -> str:
@@ -259,13 +322,17 @@ def html(found: dict[str, Any]) -> str:
     study = found["study"]
     spent = sum(cell["seconds"] or 0.0 for cell in found["cells"])
     facts = [
-        ("tokens for a parameter", f"{study['per_parameter']:g}"), ("text", study["data"]),
-        ("seeds", str(study["seeds"])), ("trainings that finished", grouped(len(found["cells"]))),
-        ("hours they took", f"{spent / 3600:.1f}"),
+        ("tokens for a parameter", ", ".join(f"{ratio:g}" for ratio in study["per_parameter"])),
+        ("text", study["data"]), ("seeds", str(study["seeds"])),
+        ("trainings that finished", grouped(len(found["cells"]))), ("hours they took", f"{spent / 3600:.1f}"),
     ]  # fmt: skip
-    note = "All sizes have one vocabulary; rates go from size to size by the cube root of the parameters."
+    rates = "each design has the rate known for it, which falls by the cube root of the parameters and has a ceiling"
+    if study["rates"]:
+        rates = "rates go from the smallest size to others by the cube root of the parameters"
     sections = [part for score in SCORES for part in _section(found, score)]
-    sections.append(Section("conditions", "Conditions", note, facts=facts))
+    sections.append(
+        Section("conditions", "Conditions", f"All sizes have one vocabulary; {rates}.", facts=facts)
+    )
     heading = f"{len(study['designs'])} designs at {len(study['sizes'])} sizes"
     return rendered(heading, sentence(found), sections)
 
@@ -274,33 +341,45 @@ def _section(found: dict[str, Any], score: str) -> list[Section]:
     """Figure and tables of a score; none where nothing has it."""
     study, how = found["study"], SCORES[score]
     style = figures.styles(list(study["designs"]), REFERENCE)
-    at = {size: means_at(found, size, score) for size in study["sizes"]}
-    parameters = {(cell["design"], cell["size"]): float(cell["parameters"]) for cell in found["cells"]}
-    curves, losses, slopes = list[plot.Line](), list[list[Cell]](), list[list[Cell]]()
-    for name, line in found["lines"][score].items():
-        title = presets.title(name)
-        there = {size: each[name] for size, each in at.items() if name in each}
-        points = [(parameters[name, size], statistics.fmean(each)) for size, each in there.items()]
-        spans = [interval(each) or (each[0], each[0]) for each in there.values()]
-        curves.append(plot.Line(title, points, style[name], spans))
-        losses.append([Cell(title), *(estimate(there.get(size, [])) for size in at)])
-        if line["alpha"] is not None:
-            span = line["interval"]
-            note = f"{fixed(span[0], 4)} to {fixed(span[1], 4)}" if span else ""
-            slope = Cell(fixed(line["alpha"], 4), note)
-            slopes.append([Cell(title), slope, Cell(short(line["A"])), Cell(percent(line["off"], 2))])
-    if not curves:
+    known = {(cell["design"], cell["size"]): float(cell["parameters"]) for cell in found["cells"]}
+    charts, tables = list[plot.Chart](), list[Table]()
+    for ratio in study["per_parameter"]:
+        at = {size: losses_at(found, Point(size, ratio), score) for size in study["sizes"]}
+        curves, rows = list[plot.Line](), list[list[Cell]]()
+        for name in found["laws"][score]:
+            there = {size: list(each[name].values()) for size, each in at.items() if name in each}
+            if there:
+                points = [(known[name, size], statistics.fmean(each)) for size, each in there.items()]
+                spans = [interval(each) or (each[0], each[0]) for each in there.values()]
+                curves.append(plot.Line(presets.title(name), points, style[name], spans))
+                rows.append([Cell(presets.title(name)), *(estimate(there.get(size, [])) for size in at)])
+        if curves:
+            title = f"{how}, {ratio:g} tokens for a parameter"
+            axes = ("active parameters", "bits per byte")
+            charts.append(plot.Chart(title, *axes, curves, log_x=True, log_y=True, x_text=short))
+            caption = f"Bits per byte {title}, by active parameters, with {LEVEL:.0%} intervals over seeds."
+            tables.append(Table(caption, ["design", *map(short, study["sizes"])], rows))
+    if not charts:
         return []
-    axes = ("active parameters", "bits per byte")
-    chart = plot.Chart(f"held-out loss, {how}", *axes, curves, log_x=True, log_y=True, x_text=short)
-    caption = f"Bits per byte {how}, by active parameters, with {LEVEL:.0%} intervals over seeds."
-    tables = [Table(caption, ["", *map(short, study["sizes"])], losses)]
-    if slopes:
-        caption = "Lines log L = log A − α log N; off: the most by which a mean lies off its line."
-        tables.append(Table(caption, ["", "α", "A", "off"], slopes))
+    laws = [(name, law) for name, law in found["laws"][score].items() if "A" in law]
+    if laws:
+        caption = "Laws log L = log A − α log N − β log D; off: the most by which a mean lies off its law."
+        rows = [
+            [Cell(presets.title(name)), *(_exponent(law[x]) for x in ("alpha", "beta")), Cell(short(law["A"])),
+             Cell(percent(law["off"], 2))]
+            for name, law in laws
+        ]  # fmt: skip
+        tables.append(Table(caption, ["design", "α", "β", "A", "off"], rows))
     slug = score.partition("_")[0]
-    drawn = [plot.draw([chart], slug=slug)]
+    drawn = [plot.draw([chart], slug=f"{slug}{i}-") for i, chart in enumerate(charts)]
     return [Section(slug, f"Loss, {how}", sentence(found, score), drawn, tables)]
+
+
+def _exponent(found: dict[str, Any] | None) -> Cell:
+    if found is None:
+        return Cell("–")
+    span = found["interval"]
+    return Cell(fixed(found["mean"], 4), f"{fixed(span[0], 4)} to {fixed(span[1], 4)}" if span else "")
 
 
 def write(out: Path, study: Study) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from perspectron.data.records import Fields, Records, Table
 from perspectron.data.tables import is_table, open_table, table_of
 from perspectron.data.template import Template
 from perspectron.data.texts import HIDDEN, Files, NoText, divide, open_file, walk
+from perspectron.util.config import meant_beside
 from perspectron.util.errors import DataError
 
 _PATTERN = frozenset("*?[")
@@ -105,9 +106,8 @@ def _open(source: str, shares: Shares, template: Template | None) -> Corpus:
             raise DataError(f"{place}: no file fits this pattern")
         return _open_files(source, "pattern", place, files, shares, fields)
     if not path.is_file():
-        raise DataError(
-            f"{source}: " + ("not a file or folder" if path.exists() else "no such file or folder")
-        )
+        what = "not a file or folder" if path.exists() else f"no such file or folder{meant_beside(path)}"
+        raise DataError(f"{source}: {what}")
     if is_table(path.name):
         return open_table(path, shares, fields, encoding)
     _require_records(source, template)

@@ -20,7 +20,7 @@ from typing import Any
 
 from perspectron.data.shield import Shield
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.util.config import require
+from perspectron.util.config import meant_beside, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import read_json, read_text, write_text
 
@@ -84,7 +84,11 @@ class Template:
     def named(cls, name: str, tokens: Mapping[str, str] = NO_TOKENS) -> "Template":
         """The one that is called "plain", in which a line such as "### user" stands before each message; or that of a
         file."""
-        return cls(_PLAIN, name, tokens) if name == PLAIN else cls.load(Path(name), tokens)
+        if name == PLAIN:
+            return cls(_PLAIN, name, tokens)
+        bound = f'"{PLAIN}", or a file with one in Jinja{meant_beside(Path(name))}'
+        require(Path(name).exists(), "template", name, bound)
+        return cls.load(Path(name), tokens)
 
     def save(self, folder: Path) -> None:
         """Keep it in a folder with a model, or with text that it makes prompts of. StorageError if it cannot be."""

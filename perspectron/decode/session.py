@@ -412,6 +412,7 @@ class Session:
             return None
         own = self.fork()
         own.note("from", own.digest)
+        own.extra = dict(self.extra)
         return own
 
     @classmethod

@@ -29,7 +29,7 @@ from perspectron.train import lora, moments
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import falls_at
 from perspectron.train.weights import fill, same_tensors
-from perspectron.util.config import dump, load, unlike
+from perspectron.util.config import dump, load, meant_beside, unlike
 from perspectron.util.errors import CheckpointError, ConfigError
 from perspectron.util.files import (
     Record,
@@ -339,7 +339,7 @@ def _known(run: Path) -> Known:
     if run.suffix == ".gguf" or (isinstance(values, dict) and "architectures" in values):
         raise CheckpointError(f"no run at {run}, but a model of others: perspectron import {run} --out DIR")
     if values is None:
-        raise CheckpointError(f"no run at {run}")
+        raise CheckpointError(f"no run at {run}{meant_beside(run)}")
     return Known(values, run_config(values, run / "config.json"))
 
 

@@ -10,6 +10,7 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from perspectron.util import registry
@@ -216,6 +217,22 @@ def one_of(value: Any, allowed: Iterable[Any], where: str) -> Any:
 
 def listed(value: Any, allowed: Sequence[Any]) -> str:
     """What a value must be, of these; the nearest is named, and there is no list of many beside it."""
-    near = difflib.get_close_matches(str(value), map(str, allowed), 1, 0.7)
+    near = meant(value, allowed)
     names = f"{len(allowed)} names" if near and len(allowed) > MANY else ", ".join(map(str, allowed))
-    return f"one of {names}" + (f"; did you mean {near[0]}?" if near else "")
+    return f"one of {names}{near}"
+
+
+def meant(value: Any, allowed: Iterable[Any]) -> str:
+    """ "; did you mean …?" of the name that is nearest to what was typed; empty where none is near."""
+    near = difflib.get_close_matches(str(value), list(map(str, allowed)), 1, 0.7)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def meant_beside(path: Path) -> str:
+    """The same of what lies in the folder where a path would be; extensions do not count."""
+    try:
+        there = {one.stem: one for one in path.parent.iterdir()} if path.name else {}
+    except (OSError, ValueError):
+        return ""
+    near = difflib.get_close_matches(path.stem, list(there), 1, 0.7)
+    return f"; did you mean {there[near[0]]}?" if near else ""

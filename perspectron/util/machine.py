@@ -177,6 +177,13 @@ def resident() -> int:
     return 0
 
 
+def peak_resident() -> int:
+    """The most bytes that this process had in memory, since the last `Peak` began; 0 where the system does not tell."""
+    with suppress(OSError):
+        return _status("VmHWM")
+    return 0
+
+
 def _status(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):

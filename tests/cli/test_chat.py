@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import sys
 
 import pytest
 
@@ -249,3 +250,51 @@ def test_what_was_saved_goes_on_as_if_nothing_had_been(run, tmp_path):
     for one in (talk, again):
         one.answer("And?")
     assert again.now.session.tokens == talk.now.session.tokens
+
+
+def test_keys_typed_during_an_answer_are_neither_in_it_nor_in_the_next_message(run, monkeypatch, capsys):
+    """A terminal shows what is typed at once, and keeps it for the next line that is asked for."""
+    master, slave = os.openpty()
+    taken, real, shown = list[str](), chat.Talk.take, chat.spoken
+
+    def take(talk, message):
+        taken.append(message)
+        going = real(talk, message)
+        os.write(master, b"/quit\n")
+        return going
+
+    def typing(text):
+        os.write(master, b"zzz\n")
+        return shown(text)
+
+    monkeypatch.setattr(chat.Talk, "take", take)
+    monkeypatch.setattr(chat, "spoken", typing)
+    with open(slave, encoding="utf-8") as terminal:
+        monkeypatch.setattr("sys.stdin", terminal)
+        os.write(master, b"the cat\n")
+        assert main(["chat", str(run), "--max-tokens", "6", "--keep", str(run / "keys.state")]) == 0
+        echoed = os.read(master, 10_000).decode()
+    os.close(master)
+    assert taken == ["the cat", "/quit"] and "the cat" in echoed and "zzz" not in echoed
+    assert "zzz" not in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("colours", [True, False])
+def test_a_terminal_shows_the_prompt_before_its_text_and_a_pipe_does_not(run, colours, monkeypatch, capsys):
+    (monkeypatch.delenv if colours else monkeypatch.setenv)(*("NO_COLOR", False if colours else "1"))
+    command = ["generate", str(run), "the \x1b[2Jcat", "--max-tokens", "4"]
+    assert main(command) == 0
+    alone = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdout", Terminal())
+    assert main(command) == 0
+    prompt, text = sys.stdout.getvalue().split("cat", 1)
+    assert prompt.startswith("\x1b[2mthe " if colours else "the ")
+    assert "\x1b[2J" not in prompt  # which a terminal would obey
+    assert text.removeprefix("\x1b[22m") == alone

@@ -15,8 +15,9 @@ import pytest
 from perspectron.cli.main import main
 from perspectron.compare import pool, scaling
 from perspectron.compare.report.summary import WINDOWS
-from perspectron.compare.scaling import Study
+from perspectron.compare.scaling import Point, Study
 from perspectron.presets.rates import rate
+from perspectron.util.config import dump
 from perspectron.util.errors import ConfigError
 from tests.refusals import names, refused
 
@@ -24,6 +25,7 @@ COMMAND = [
     "scale", "--designs", "transformer,ssd", "--sizes", "60k,120k", "--per-parameter", "0.05", "--seeds", "1",
     "--vocab-size", "300", "--seq-len", "32", "--batch-size", "4", "--dtype", "float32",
 ]  # fmt: skip
+POINTS = Point(100_000, 20.0), Point(800_000, 20.0)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +64,8 @@ def test_every_cell_is_there_with_tokens_by_its_size(whole):
 
 def test_stopped_on_the_way_it_ends_with_the_same_numbers(whole, tmp_path, monkeypatch, capsys):
     out = Path(shutil.copytree(whole, tmp_path / "slices"))
-    shutil.rmtree(out / "120k" / "cells" / "ssd")
-    (out / "120k" / "results.json").unlink()
+    shutil.rmtree(out / "120k-0.05" / "cells" / "ssd")
+    (out / "120k-0.05" / "results.json").unlink()
 
     def stops(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -73,19 +75,26 @@ def test_stopped_on_the_way_it_ends_with_the_same_numbers(whole, tmp_path, monke
         before = signal.getsignal(signal.SIGTERM)
         assert main(["scale", "--resume", str(out), "--minutes", "60"]) == 128 + signal.SIGTERM
         assert signal.getsignal(signal.SIGTERM) == before
-    assert len(results(out)["cells"]) == 2 and results(out)["lines"][WINDOWS]["ssd"]["alpha"] is None
+    assert len(results(out)["cells"]) == 2 and results(out)["laws"][WINDOWS]["ssd"]["alpha"] is None
     assert main(["scale", "--resume", str(out)]) == 0
     plain = [
         [{k: v for k, v in c.items() if k != "seconds"} for c in results(x)["cells"]] for x in (out, whole)
     ]
-    assert plain[0] == plain[1] and results(out)["lines"] == results(whole)["lines"]
+    assert plain[0] == plain[1] and results(out)["laws"] == results(whole)["laws"]
 
 
-def cell(design: str, size: int, seed: int, loss: float) -> dict:
-    return {"design": design, "size": size, "seed": seed, "parameters": 1.01 * size, WINDOWS: loss}
+def cell(design: str, size: int, seed: int, loss: float, ratio: float = 20.0) -> dict:
+    known = {
+        "parameters": 1.01 * size,
+        "tokens": ratio * size,
+        "seconds": 1.0,
+        "rate": 1e-3,
+        "state_bytes": 1,
+    }
+    return {"design": design, "size": size, "per_parameter": ratio, "seed": seed, WINDOWS: loss} | known
 
 
-def test_lines_and_crossings_are_those_of_the_numbers_they_were_made_of():
+def test_laws_and_crossings_are_those_of_the_numbers_they_were_made_of():
     """Two laws that cross at 4 million parameters, two seeds with a factor each."""
     study = Study(("a", "b", "c"), (100_000, 300_000, 1_000_000), seeds=2)
     laws = {"a": (20.0, 0.15), "b": (20.0 * (1.01 * 4e6) ** 0.05, 0.2), "c": (60.0, 0.15)}
@@ -95,39 +104,86 @@ def test_lines_and_crossings_are_those_of_the_numbers_they_were_made_of():
         for size in study.sizes
         for seed in range(2)
     ]
-    lines = scaling.lines_of(cells, study, WINDOWS)
+    found = scaling.laws_of(cells, study, WINDOWS)
     for name, (A, alpha) in laws.items():
-        told = scaling.told(lines[name])
-        assert told["alpha"] == pytest.approx(alpha) and told["off"] < 1e-4
-        assert told["A"] == pytest.approx(A * math.sqrt(1.01))
-    (cross,) = scaling.crossings(lines, study.sizes)
+        told = scaling.told(found[name])
+        assert told["alpha"]["mean"] == pytest.approx(alpha) and told["off"] < 1e-4
+        assert told["A"] == pytest.approx(A * math.sqrt(1.01)) and told["beta"] is None
+    (cross,) = scaling.crossings(found, study)
     assert cross["designs"] == ["a", "b"] and cross["ahead_beyond"] == "b"
     assert cross["parameters"] == pytest.approx(1.01 * 4e6)
 
 
-def test_rates_go_by_the_cube_root_of_the_parameters(tmp_path):
-    study = Study(("transformer", "ssd"), (100_000, 800_000), rates=(8e-3,))
-    assert scaling.transferred(tmp_path, study, 100_000) == {"transformer": 8e-3, "ssd": 8e-3}
-    assert scaling.transferred(tmp_path, study, 800_000) == {"transformer": 4e-3, "ssd": 4e-3}
+def test_more_tokens_for_a_parameter_have_an_exponent_of_their_own():
+    study = Study(("a", "b"), (100_000, 400_000), (5.0, 20.0), seeds=2)
+    laws = {"a": (40.0, 0.1, 0.08), "b": (40.0, 0.06, 0.12)}
+    cells = [
+        cell(name, at.size, seed, A * (1.01 * at.size) ** -alpha * (at.ratio * at.size) ** -beta, at.ratio)
+        for name, (A, alpha, beta) in laws.items()
+        for at in study.points
+        for seed in range(2)
+    ]
+    found = scaling.laws_of(cells, study, WINDOWS)
+    for name, (A, alpha, beta) in laws.items():
+        told = scaling.told(found[name])
+        exponents = [told[x]["mean"] for x in ("alpha", "beta")]
+        assert exponents == pytest.approx([alpha, beta]) and told["A"] == pytest.approx(A)
+    page = scaling.html({"study": dump(study), "cells": cells, "laws": {
+        score: {name: scaling.told(law) for name, law in scaling.laws_of(cells, study, score).items()}
+        for score in scaling.SCORES}, "crossings": {score: [] for score in scaling.SCORES}})  # fmt: skip
+    assert page.count("<svg") == len(study.per_parameter) == 2
+    one_size = dataclasses.replace(study, sizes=(100_000,))
+    told = scaling.told(scaling.laws_of(cells, one_size, WINDOWS)["a"])
+    assert told["alpha"] is None and told["beta"]["mean"] == pytest.approx(0.08)
+
+
+def test_a_crossing_that_seeds_put_anywhere_is_not_told():
+    study, rng = Study(("a", "b"), (100_000, 300_000, 1_000_000), seeds=3), np.random.default_rng(1)
+    laws = {"a": (20.0, 0.15), "b": (20.0 * 4e6**0.002, 0.152)}
+    cells = [
+        cell(name, size, seed, A * size**-alpha * (1 + 0.003 * rng.normal()))
+        for name, (A, alpha) in laws.items()
+        for size in study.sizes
+        for seed in range(3)
+    ]
+    assert scaling.crossings(scaling.laws_of(cells, study, WINDOWS), study) == []
+
+
+def test_who_is_level_with_the_best_is_named():
+    study = Study(("a", "b", "c"), (100_000, 300_000), seeds=3)
+    means = {"transformer": 1.0, "kda": 1.001, "ssd": 1.5}
+    cells = [
+        cell(name, size, seed, mean + (0.01 * seed if name == "kda" else 0.0))
+        for name, mean in means.items() for size in study.sizes for seed in range(3)
+    ]  # fmt: skip
+    said = scaling.sentence({"study": dump(study), "cells": cells, "crossings": {WINDOWS: []}})
+    assert "KDA" in said and "Mamba-2" not in said
+
+
+def test_rates_fall_by_the_cube_root_of_the_parameters(tmp_path):
+    study, small, large = Study(("transformer", "ssd"), (100_000, 800_000), rates=(8e-3,)), *POINTS
+    assert scaling.transferred(tmp_path, study, small) == {"transformer": 8e-3, "ssd": 8e-3}
+    assert scaling.transferred(tmp_path, study, large) == {"transformer": 4e-3, "ssd": 4e-3}
     tried = dataclasses.replace(study, rates=(8e-3, 1.6e-2))
-    assert scaling.transferred(tmp_path, tried, 100_000) == {}
-    (tmp_path / "100k").mkdir()
+    assert scaling.transferred(tmp_path, tried, small) == {}
+    folder = scaling.folder_of(tmp_path, small)
+    folder.mkdir()
     chosen = {"transformer": [1.6e-2, 0.2], "ssd": [8e-3, 0.2]}
-    (tmp_path / "100k" / "rates.json").write_text(json.dumps({"chosen": chosen, "tried": {}}))
-    assert scaling.transferred(tmp_path, tried, 800_000) == {"transformer": 8e-3, "ssd": 4e-3}
-    plain = scaling.transferred(tmp_path, dataclasses.replace(study, rates=()), 800_000)
+    (folder / "rates.json").write_text(json.dumps({"chosen": chosen, "tried": {}}))
+    assert scaling.transferred(tmp_path, tried, large) == {"transformer": 8e-3, "ssd": 4e-3}
+    plain = scaling.transferred(tmp_path, dataclasses.replace(study, rates=()), large)
     assert plain == {name: rate(name, 800_000) for name in study.designs}
 
 
-def test_a_seed_that_lacks_a_size_has_no_line_and_no_interval_comes_of_one():
+def test_a_seed_that_lacks_a_size_has_no_law_and_no_interval_comes_of_one():
     study = Study(("a",), (100_000, 200_000), seeds=2)
     cells = [cell("a", 100_000, 0, 3.0), cell("a", 200_000, 0, 2.5), cell("a", 100_000, 1, 3.1)]
-    told = scaling.told(scaling.lines_of(cells, study, WINDOWS)["a"])
-    assert told["seeds"] == 1 and told["interval"] is None
-    assert told["alpha"] == pytest.approx(math.log(3 / 2.5) / math.log(2))
+    told = scaling.told(scaling.laws_of(cells, study, WINDOWS)["a"])
+    assert told["seeds"] == 1 and told["alpha"]["interval"] is None
+    assert told["alpha"]["mean"] == pytest.approx(math.log(3 / 2.5) / math.log(2))
     rng = np.random.default_rng(0)
     noisy = [cell("a", size, seed, 3 + rng.normal()) for size in study.sizes for seed in (0, 1)]
-    low, high = scaling.told(scaling.lines_of(noisy, study, WINDOWS)["a"])["interval"]
+    low, high = scaling.told(scaling.laws_of(noisy, study, WINDOWS)["a"])["alpha"]["interval"]
     assert low < high
 
 
@@ -138,6 +194,8 @@ def test_a_seed_that_lacks_a_size_has_no_line_and_no_interval_comes_of_one():
         (["--sizes", "120k,60k"], "sizes"), (["--per-parameter", "0"], "per_parameter"), (["--seeds", "0"], "seeds"),
         (["--rates", "-1"], "rates"), (["--minutes", "0"], "minutes"), (["--jobs", "0"], "jobs"),
         (["--per-parameter", "1000"], "per_parameter"),
+        (["--per-parameter", "20,5"], "per_parameter"), (["--per-parameter", "many"], "per_parameter"),
+        (["--designs", "rwkv7[groups=mamba]"], "groups"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_is_trained(changed, field, text, tmp_path, capsys):

@@ -37,9 +37,9 @@ NOISE = 0.01
 
 @dataclass(frozen=True)
 class Options:
-    """tokens: of the text. sampled: tokens whose geometry is looked at. pairs, span, rounds: of the low-action test,
-    how many paths, of how many tokens, and steps of gradient descent. points: compared for recurrence. steps: tokens
-    of the Lyapunov exponent. seed: of what is drawn."""
+    """How much is looked at. tokens: of the text. sampled: tokens whose geometry is looked at. pairs: paths of the
+    low-action test. span: tokens of such a path. rounds: its steps of gradient descent. points: compared for
+    recurrence. steps: tokens of the Lyapunov exponent. seed: of what is drawn."""
 
     tokens: int = 100_000
     sampled: int = 256

@@ -31,7 +31,7 @@ ADAPTED: dict[type[Any], type[Any]] = {PDRState: AdaptedState, PDR2State: Adapte
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """rank: r. layers: blocks that it adapts; none is every PDR block. seed: of A."""
+    """A new adapter. rank: of its matrices, r. layers: blocks that it adapts; none is every PDR block. seed: of A."""
 
     rank: int = 4
     layers: tuple[int, ...] = ()

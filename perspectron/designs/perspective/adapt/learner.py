@@ -41,11 +41,12 @@ PATIENCE = 3  # rollbacks in a row, after which nothing is learned until the nex
 
 @dataclass(frozen=True)
 class AdaptConfig:
-    """estimator: of the gradient. "trace" goes through all tokens before, by traces that are carried along; "jvp" takes
-    `directions` of a random subspace of `subspace` numbers, in forward mode; "backprop" goes back through `window`
-    tokens. every: tokens for each update, which are read at once. lr: of Adam. pull: of the weights towards 0, in terms
-    of lr. clip: norm of a gradient at most. guard: turns to update between two comparisons with the model without the
-    adapter; 0 is never. seconds: after so many nothing is learned any more.
+    """How it learns. estimator: of the gradient. "trace" goes through all tokens before, by traces that are carried
+    along; "jvp" takes `directions` of a random subspace of `subspace` numbers, in forward mode; "backprop" goes back
+    through `window` tokens. every: tokens for each update, which are read at once. lr: of Adam. pull: of the weights
+    towards 0, in terms of lr. clip: norm of a gradient at most. guard: turns to update between two comparisons with the
+    model without the adapter; 0 is never. window: tokens of backprop. directions: of jvp. subspace: numbers of jvp.
+    seconds: after so many nothing is learned any more.
     """
 
     estimator: Literal["trace", "jvp", "backprop"] = "trace"

@@ -4,6 +4,7 @@ import math
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import tyro
@@ -41,6 +42,9 @@ class Adapt:
 
     Positions instead: perspectron perspective adapt runs/routed --text other.txt --positions --merge runs/moved"""
 
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "--text", "--adapter", "--out", "--merge", "--positions", "--tokens", "--json",
+    )  # fmt: skip
     run: tyro.conf.Positional[Path]
     """Folder of a run with PDR layers, or of one of its checkpoints."""
     text: Path
