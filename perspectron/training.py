@@ -1,6 +1,7 @@
 """Training from Python, planned as `perspectron train` plans it."""
 
 import json
+import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -162,6 +163,8 @@ def _trained(command: Train, quiet: bool) -> Trained:
     run = command.resume or _free(command.folder())
     with silence(quiet):
         code = replace(command, out=None if command.resume else run)()
+    if code not in (0, 128 + signal.SIGINT):  # another signal, which asks the program to end
+        raise SystemExit(code)
     if code:
         raise KeyboardInterrupt(f"stopped and saved; go on with perspectron.train(resume={str(run)!r})")
     opened = open_model(run)

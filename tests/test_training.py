@@ -82,7 +82,7 @@ def test_a_size_or_a_design_may_be_given_or_follow_from_the_tokens():
 
 
 def test_an_interrupt_saves_the_run_which_resumes_to_the_same_weights(monkeypatch):
-    step = Trainer.step
+    step, before = Trainer.step, signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(trainer):
         if trainer.progress.step == 2:
@@ -93,6 +93,7 @@ def test_an_interrupt_saves_the_run_which_resumes_to_the_same_weights(monkeypatc
         patch.setattr(Trainer, "step", interrupted)
         with pytest.raises(KeyboardInterrupt, match="stopped"):
             perspectron.train(text=TEXT, steps=6, out="stopped", **SMALL)
+    signal.signal(signal.SIGINT, before)
     assert open_model(Path("stopped")).checkpoint.progress.step == 3
     resumed = perspectron.train(resume="stopped", quiet=True)
     assert same(resumed.model, perspectron.train(text=TEXT, steps=6, out="whole", **SMALL).model)
