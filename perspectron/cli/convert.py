@@ -18,13 +18,12 @@ from perspectron.opening import describe
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.convert.build import in_place, student
 from perspectron.train.convert.config import SHARES, TEXT, WINDOW, ConvertConfig, fitting, require_both
-from perspectron.train.convert.run import FILE, Conversion, config_of
+from perspectron.train.convert.run import Conversion, config_of, noted
 from perspectron.train.loop import Trainer
 from perspectron.train.pace import Pace
 from perspectron.train.prepare import prepare, training_batches
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
-from perspectron.util.files import write_json
 from perspectron.util.machine import memory_kept, pick_device
 
 MINUTES = 10.0  # where nothing says how long
@@ -75,7 +74,7 @@ class Convert:
         if self.resume is not None:
             typed = replace(self, resume=None, json=False)
             require(typed == Convert(), "resume", str(self.resume), "alone: all else comes from there")
-            return self._go(self.resume, config_of(self.resume), began)
+            return self._go(self.resume, config_of(self.resume), None)
         if self.run is None or self.out is None:
             raise ConfigError("convert needs RUN and --out DIR, or --resume DIR")
         require(not self.out.exists(), "out", str(self.out), "a new folder; or use --resume")
@@ -103,7 +102,7 @@ class Convert:
         )
         return config
 
-    def _go(self, run: Path, config: ConvertConfig, began: float) -> int:
+    def _go(self, run: Path, config: ConvertConfig, began: float | None) -> int:
         console = progress()
         model = describe(Path(config.teacher)).model
         train = TrainConfig(data=config.data, heldout=config.heldout, init=config.teacher)
@@ -113,10 +112,10 @@ class Convert:
         run.mkdir(parents=True, exist_ok=True)
         with memory_kept():
             with nothing_left(run, new), Work("reading and encoding the text") as work:
+                noted(run, config)
                 tokenizer, shards, summary = prepare(run, asked, tell=work.read)
                 training_batches(RunConfig(model, longest), shards)
                 conversion = Conversion(run, config, tokenizer, shards, began)
-                write_json(run / FILE, conversion.notes)
             console.print(summary)
 
             def fit(trainer: Trainer, stage: str, ends: float | None) -> int | None:

@@ -1,6 +1,7 @@
 """Conversion: what is taken over, what is learned, and resuming."""
 
 import shutil
+import time
 from dataclasses import replace
 
 import pytest
@@ -220,6 +221,7 @@ def test_the_minutes_are_kept_to(runs, tmp_path, teacher, monkeypatch):
         return None if stage != "text" else 15
 
     made = conversion(tmp_path / "out", teacher, runs, tokens=0, minutes=1.0)
+    made.began = time.monotonic()
     made.go(fit)
     assert [name for name, *_ in ends] == ["layers", "whole", "text"]
     assert ends[0][1] < ends[1][1] < ends[2][1]

@@ -38,15 +38,19 @@ def paced(trainer: Trainer, name: str, ends: float | None) -> int | None:
 
 
 class Conversion:
-    """One conversion. began: time of the monotonic clock from which the minutes of a new one count."""
+    """One conversion. began: time of the monotonic clock from which the minutes of a new one count; None for one that
+    goes on."""
 
     def __init__(
-        self, run: Path, config: ConvertConfig, tokenizer: Tokenizer, shards: Shards, began: float = 0.0
+        self,
+        run: Path,
+        config: ConvertConfig,
+        tokenizer: Tokenizer,
+        shards: Shards,
+        began: float | None = None,
     ) -> None:
         self.run, self.config, self.tokenizer, self.shards = run, config, tokenizer, shards
-        known = read_json(run / FILE, CheckpointError) if (run / FILE).is_file() else {}
-        self.notes: dict[str, Any] = known or {"config": dump(config), "layers": [], "rows": []}
-        self.began = None if known else began or time.monotonic()
+        self.notes, self.began = noted(run, config), began
         self.teacher = checkpoint.load_run(Path(config.teacher))[0].requires_grad_(False)
         self.layers = list(in_place(self.teacher.config, config.to))
 
@@ -172,6 +176,14 @@ class Conversion:
         if self.began is None:
             return time.monotonic() + SHARES[stage] * whole
         return self.began + sum(SHARES[name] for name in names[: names.index(stage) + 1]) * whole
+
+
+def noted(run: Path, config: ConvertConfig) -> dict[str, Any]:
+    """What RUN/convert.json has, which is begun where there is none."""
+    if not (run / FILE).is_file():
+        write_json(run / FILE, {"config": dump(config), "layers": [], "rows": []})
+    notes: dict[str, Any] = read_json(run / FILE, CheckpointError)
+    return notes
 
 
 def seconds(trainer: Trainer) -> float:
