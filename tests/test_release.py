@@ -48,4 +48,4 @@ def test_extras_that_contributors_are_told_to_install_exist():
     named = {
         extra for group in re.findall(r"(?:\.|perspectron)\[([\w,]+)\]'", told) for extra in group.split(",")
     }
-    assert {"test", "dev", "docs"} <= named <= set(project["optional-dependencies"])
+    assert {"ci", "dev", "docs"} <= named <= set(project["optional-dependencies"])
