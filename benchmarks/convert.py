@@ -72,7 +72,7 @@ def arms(seeds: int) -> Iterator[Arm]:
         yield from (Arm(seed, share=share) for share in (0.01, 0.03, 0.3))
         yield from (Arm(seed, to) for to in TARGETS)
         yield from (Arm(seed, keep=keep) for keep in (0, 8, 2))
-    for stage, rates in {"layers": (1.0, 4.0), "whole": (0.25, 1.0), "text": (0.03, 0.3)}.items():
+    for stage, rates in {"layers": (1.0, 4.0), "whole": (0.125, 0.5), "text": (0.03, 0.3)}.items():
         yield from (Arm(0, recipe=f"{stage} rate={rate:g}") for rate in rates)
     for shares in ("0.1 0.7 0.2", "0.5 0.3 0.2", "0.3 0.65 0.05"):
         yield Arm(0, recipe=f"shares={shares}")

@@ -15,9 +15,10 @@ from perspectron.util.config import at_least, one_of, require
 
 LAYERS, WHOLE, TEXT = "layers", "whole", "text"
 SHARES = {LAYERS: 0.3, WHOLE: 0.5, TEXT: 0.2}
-"""Of the tokens or the time (docs/lab-notes.md)."""
-RATES = {LAYERS: 2.0, WHOLE: 0.5, TEXT: 0.1}
-"""Of the peak rate with which the target is trained from nothing."""
+"""Of the tokens or the time. Not searched."""
+RATES = {LAYERS: 2.0, WHOLE: 0.25, TEXT: 0.1}
+"""Of the peak rate with which the target is trained from nothing. The first two are the best of three each (0.5, 1, 2;
+0.25, 0.5, 1), both at the edge, of one seed at 0.76 M parameters; the last is not searched."""
 LONGER = 4  # times the window of the other stages: that of the last
 WINDOW = 512  # tokens in a window, of models that do not say how they were trained
 BATCH = 8
