@@ -47,7 +47,7 @@ def options(command: type, default: Any = None) -> Iterator[Option]:
         kind, marks = _parted(hints[item.name])
         now = getattr(default, item.name, item.default)
         if dataclasses.is_dataclass(kind):
-            yield from options(kind, None if now is dataclasses.MISSING else now)  # type: ignore[arg-type]
+            yield from options(kind, None if now is dataclasses.MISSING else now)
         elif "Suppress" not in map(repr, marks):
             positional = "Positional" in map(repr, marks)
             said = next((mark.help for mark in marks if getattr(mark, "help", "")), texts.get(item.name, ""))
@@ -137,7 +137,7 @@ def _usage(arguments: Sequence[Option]) -> Iterator[str]:
 def _title(group: type) -> str:
     """What a class of options is: its docstring up to what it says of its fields."""
     paragraph = " ".join((group.__doc__ or "").split("\n\n")[0].split())
-    names = "|".join(item.name for item in dataclasses.fields(group))  # type: ignore[arg-type]
+    names = "|".join(item.name for item in dataclasses.fields(group))
     return re.split(rf"\b(?:{names}): ", paragraph, maxsplit=1)[0] or group.__name__
 
 
