@@ -47,7 +47,7 @@ def options(command: type, default: Any = None) -> Iterator[Option]:
         kind, marks = _parted(hints[item.name])
         now = getattr(default, item.name, item.default)
         if dataclasses.is_dataclass(kind):
-            yield from options(kind, None if now is dataclasses.MISSING else now)
+            yield from options(kind, None if now is dataclasses.MISSING else now)  # type: ignore[arg-type]
         elif "Suppress" not in map(repr, marks):
             positional = "Positional" in map(repr, marks)
             said = next((mark.help for mark in marks if getattr(mark, "help", "")), texts.get(item.name, ""))
