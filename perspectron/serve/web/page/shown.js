@@ -41,7 +41,7 @@ export async function answering(what) {
   listening = new AbortController();
   at("go").disabled = true;
   at("stop").disabled = false;
-  say("Reading.");
+  say("Under way.");
   await act(() => what(listening.signal));
   listening = null;
   at("go").disabled = false;
