@@ -1,9 +1,15 @@
-"""Decoding time and state of each reference design, at the size of its run, after 1,024 and 262,144 tokens.
+"""Decoding time and state of each reference design, at the size of its run, after 1,024 and 262,144 tokens, or
+those that --contexts says.
 
 One step of one row in float32, head included, sampling not; weights are random. Caches are filled with random keys and
 values, since reading that far is quadratic for full attention. All designs take turns, at one context after the other.
-Seconds are processor time on one thread. README.md and its picture show the result: python benchmarks/contexts.py
---json results/contexts.json && python docs/front.py
+Seconds are processor time on one thread. README.md's table shows the result, and its picture that of three designs at
+more contexts:
+
+    python benchmarks/contexts.py --json results/contexts.json
+    python benchmarks/contexts.py --designs transformer ssd perspective2 \
+        --contexts 1024 4096 16384 65536 262144 --json results/lengths.json
+    python docs/front.py
 """
 
 import json
@@ -42,12 +48,15 @@ def main() -> int:
     parser.add_argument(
         "--designs", nargs="*", help="designs to measure (default: those of the reference runs)"
     )
+    parser.add_argument(
+        "--contexts", nargs="*", type=int, default=CONTEXTS, help="tokens read before, ascending"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     reference = json.loads(REFERENCE.read_text(encoding="utf-8"))
     plan = reference["plan"]
     designs = args.designs or (["perspective2", "transformer"] if args.quick else list(reference["designs"]))
-    params, contexts, visit = (80_000, (64, 256), 2) if args.quick else (plan["params"], CONTEXTS, 16)
+    params, contexts, visit = (80_000, (64, 256), 2) if args.quick else (plan["params"], args.contexts, 16)
     report = common.Report(args, TESTS, dtype="float32", shapes=f"{params:,} parameters, batch 1")
     sizes = {"vocab_size": 300 if args.quick else plan["vocab_size"], "seq_len": plan["seq_len"]}
     configs = {name: presets.solve(name, params, **sizes) for name in designs}

@@ -5,6 +5,7 @@ what it would write.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,20 +13,39 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from perspectron.compare.report.figures import REFERENCE, styles  # noqa: E402
-from perspectron.compare.report.numbers import fixed, signed, size  # noqa: E402
+from perspectron.compare.report.figures import REFERENCE  # noqa: E402
 from perspectron.compare.report.summary import Row, ranked  # noqa: E402
-from perspectron.presets import variant  # noqa: E402
-from perspectron.util import plot  # noqa: E402
+from perspectron.presets import title, variant  # noqa: E402
+from perspectron.util.numbers import fixed, signed, size  # noqa: E402
 from perspectron.util.stats import interval  # noqa: E402
 
 RESULTS = ROOT / "results"
 PICTURE = ROOT / "docs" / "images" / "front.svg"
 SHORT, LONG = "1024", "262144"
+TITLE = "A transformer slows down as its text grows"
+DRAWN = {"transformer": "second", "ssd": "ink", "perspective2": "accent"}
+"""The designs of the picture, and the colours of their lines."""
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 380, 55, 535, 90, 310  # of the picture and its axes
+STYLE = """
+  text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; stroke: none }
+  .ground { fill: #fbfaf7 } .title { font-size: 16px; font-weight: 600; fill: #1b2430 }
+  .soft { fill: #55606e } .end { text-anchor: end } .middle { text-anchor: middle }
+  .grid { stroke: #e4e0d6 } .line { fill: none; stroke-width: 2.5; stroke-linejoin: round }
+  .accent { stroke: #0f6b6b } .second { stroke: #b4531f } .ink { stroke: #55606e }
+  text.accent, text.second, text.ink { font-weight: 600; stroke: #fbfaf7; stroke-width: 6; paint-order: stroke }
+  text.accent { fill: #0f6b6b } text.second { fill: #b4531f } text.ink { fill: #55606e }
+  @media (prefers-color-scheme: dark) {
+    .ground { fill: #14181d } .title { fill: #e6e9ec } .soft { fill: #a3adb8 } .grid { stroke: #2c333b }
+    .accent { stroke: #5cc6c0 } .second { stroke: #f0a36b } .ink { stroke: #a3adb8 }
+    text.accent, text.second, text.ink { stroke: #14181d }
+    text.accent { fill: #5cc6c0 } text.second { fill: #f0a36b } text.ink { fill: #a3adb8 }
+  }
+"""
 WINDOW = 256  # tokens of a window of the reference runs
 RIVALS = 5  # baselines in README.md's table, the best ones, beside the transformer
 README_HEAD = (
-    "| design | bits per byte (95%) | training, tokens/s | state, 256 tokens | at 256k | ms per token there |"
+    "| design | bits per byte (95%) | training, tokens/s | state, 256 tokens | state, 256k | ms per token, 256k "
+    "|"
 )
 RESULTS_HEAD = (
     "| 2 M parameters, 3 M tokens of `stdlib`, 3 seeds | bits per byte (95%) | against the transformer | "
@@ -87,24 +107,52 @@ def results_table(measured: Measured) -> str:
     return "\n".join(lines) + "\n"
 
 
-def picture(measured: Measured) -> str:
-    """Loss against the time of a token at 256k, a mark for each design with its interval over seeds."""
-    style = styles([row.name for row in measured.timed], REFERENCE)
-    lines = []
-    for row in measured.timed:
-        taken = measured.contexts[row.name][LONG]["decode_seconds"]
-        span = interval(list(row.losses.values()))
-        if taken is not None and row.mean is not None:
-            at = (taken["median"] * 1e3, row.mean)
-            lines.append(plot.Line(row.title, [at], style[row.name], [span] if span else ()))
-    chart = plot.Chart(
-        "Loss against time per token after 262,144 tokens; lower left is better",
-        "milliseconds per token, one core",
-        "held-out bits per byte",
-        lines,
-        log_x=True,
-    )
-    return plot.draw([chart])
+def picture(lengths: dict[str, Any]) -> str:
+    """Time of a token against the tokens before it, on logarithmic axes; each line has its design's name at its end."""
+    curves = {
+        name: {int(at): one["decode_seconds"]["median"] * 1e3 for at, one in lengths["results"][name].items()}
+        for name in DRAWN
+    }
+    xs = sorted(next(iter(curves.values())))
+    taken = [value for curve in curves.values() for value in curve.values()]
+    low, high = math.floor(math.log10(min(taken))), math.log10(max(taken))
+
+    def x(tokens: float) -> float:
+        return LEFT + (RIGHT - LEFT) * math.log(tokens / xs[0]) / math.log(xs[-1] / xs[0])
+
+    def y(milliseconds: float) -> float:
+        return BOTTOM - (BOTTOM - TOP) * (math.log10(milliseconds) - low) / (high - low)
+
+    parts = [
+        f'<rect class="ground" width="{WIDTH}" height="{HEIGHT}" rx="8"/>',
+        _text(20, 34, TITLE, "title"),
+    ]
+    processor = lengths["conditions"]["cpu"].split(",")[0].replace("(R)", "").removesuffix(" Processor")
+    parts.append(_text(20, 56, f"milliseconds per token; 2 M parameters, one core of an {processor}", "soft"))
+    for power in range(low, math.floor(high) + 1):
+        at = y(10**power)
+        parts.append(f'<path class="grid" d="M{LEFT} {at:.1f}H{RIGHT}"/>')
+        parts.append(_text(LEFT - 10, at + 4, f"{10.0**power:g}", "soft end"))
+    parts += [_text(x(tokens), BOTTOM + 24, f"{tokens // 1024}k", "soft middle") for tokens in xs]
+    parts.append(_text((LEFT + RIGHT) / 2, BOTTOM + 46, "tokens read before", "soft middle"))
+    for name, curve in curves.items():
+        points = " ".join(f"{x(tokens):.1f},{y(time):.1f}" for tokens, time in sorted(curve.items()))
+        parts.append(f'<polyline class="line {DRAWN[name]}" points="{points}"/>')
+        last = curve[xs[-1]]
+        below = last == min(one[xs[-1]] for one in curves.values())  # the others' names are above their lines
+        named = f"{title(name)}: {last:.{0 if last >= 10 else 2}f} ms"
+        parts.append(_text(RIGHT, y(last) + (20 if below else -9), named, f"end {DRAWN[name]}"))
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
+        f"<title>{TITLE}</title>",
+        f"<style>{STYLE}</style>",
+    ]
+    return "\n".join([*head, *parts, "</svg>\n"])
+
+
+def _text(x: float, y: float, words: str, kind: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{words}</text>'
 
 
 def rewritten(text: str, table: str) -> str:
@@ -124,7 +172,7 @@ def pages(measured: Measured) -> dict[Path, str]:
     return {
         readme: rewritten(readme.read_text(encoding="utf-8"), readme_table(measured)),
         results: rewritten(results.read_text(encoding="utf-8"), results_table(measured)),
-        PICTURE: picture(measured),
+        PICTURE: picture(_json("lengths.json")),
     }
 
 

@@ -17,9 +17,9 @@ import front  # noqa: E402
 import long_memory  # noqa: E402
 
 from perspectron.compare.report.figures import REFERENCE, styles  # noqa: E402
-from perspectron.compare.report.numbers import size  # noqa: E402
 from perspectron.presets import title  # noqa: E402
 from perspectron.util import plot  # noqa: E402
+from perspectron.util.numbers import size  # noqa: E402
 
 RESULTS = ROOT / "results" / "long_memory.json"
 PAGE, PICTURE = ROOT / "docs" / "long-memory.md", ROOT / "docs" / "images" / "long-memory.svg"

@@ -8,12 +8,14 @@ from perspectron.util.version import __version__ as __version__
 if TYPE_CHECKING:
     from perspectron import ops as ops
     from perspectron import presets as presets
+    from perspectron.data.tokenizer import Tokenizer
     from perspectron.decode.generate import generate as generate
     from perspectron.decode.session import Session
     from perspectron.model.config import ModelConfig
     from perspectron.model.model import LanguageModel, Output
     from perspectron.model.state import LMState, load_extra, load_state, save_state
-    from perspectron.opening import load
+    from perspectron.opening import load, save
+    from perspectron.training import Trained, train
     from perspectron.util.errors import PerspectronError
 
 __all__ = [
@@ -23,6 +25,8 @@ __all__ = [
     "Output",
     "PerspectronError",
     "Session",
+    "Tokenizer",
+    "Trained",
     "build",
     "generate",
     "load",
@@ -30,7 +34,9 @@ __all__ = [
     "load_state",
     "ops",
     "presets",
+    "save",
     "save_state",
+    "train",
 ]
 
 
@@ -38,6 +44,11 @@ def build(preset_or_config: "str | ModelConfig", seed: int = 0) -> "LanguageMode
     """Build a model in float32 on the CPU (or on torch's default device), with weights drawn from `seed`.
 
     Raises ConfigError for an unknown preset; the message lists the known ones.
+
+        >>> import perspectron
+        >>> model = perspectron.build("perspective2-tiny", seed=1)
+        >>> sum(parameter.numel() for parameter in model.parameters())
+        1212160
     """
     from perspectron import presets
     from perspectron.model import model
@@ -52,7 +63,9 @@ _MODULES = {
     "decode.generate": ("generate",),
     "util.errors": ("PerspectronError",),
     "model.model": ("LanguageModel", "Output"),
-    "opening": ("load",),
+    "opening": ("load", "save"),
+    "data.tokenizer": ("Tokenizer",),
+    "training": ("Trained",),
     "model.state": ("LMState", "load_extra", "load_state", "save_state"),
 }
 """The other public names and their modules. Each is imported when it is first used, so that `perspectron --help` does
@@ -66,7 +79,11 @@ if not TYPE_CHECKING:  # to mypy a module with __getattr__ has every name
                 return getattr(import_module(f"perspectron.{module}"), name)
         if name == "ops":
             import_module("perspectron.ops.pdr")  # documented as perspectron.ops.pdr.scan
-        if name in ("ops", "presets"):
+        if name in (
+            "ops",
+            "presets",
+            "train",
+        ):  # train is a package that can be called, as its functions' home
             return import_module(f"perspectron.{name}")
         raise AttributeError(f"module 'perspectron' has no attribute {name!r}")
 

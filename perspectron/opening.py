@@ -1,4 +1,4 @@
-"""Opening a model: from the folder of a run, of one of its checkpoints or of an artifact.
+"""Opening a model from the folder of a run, of one of its checkpoints or of an artifact, and saving one as a run.
 
 `describe` reads a folder's description without weights; `open_model` loads the model too.
 """
@@ -19,10 +19,12 @@ from perspectron.stream.artifact import ExpertFiles, Header, Trained, is_artifac
 from perspectron.stream.engine import load_artifact
 from perspectron.train import checkpoint
 from perspectron.train.checkpoint import Checkpoint
-from perspectron.train.config import RunConfig
+from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.prepare import prepare
+from perspectron.train.weights import same_tensors
 from perspectron.util.config import require
-from perspectron.util.errors import DataError
+from perspectron.util.errors import CheckpointError, ConfigError, DataError, StorageError
+from perspectron.util.files import atomic
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,54 @@ def open_model(path: Path, *, cache_bytes: int | None = None, verify: bool = Fal
 def load(
     path: Path | str, *, cache_bytes: int | None = None, verify: bool = False
 ) -> tuple[LanguageModel, Tokenizer]:
-    """The model and tokenizer of `open_model`, with the same options and errors."""
+    """Load the model and the tokenizer of a run, of one of its checkpoints or of an artifact, onto the CPU. Options and
+    errors are those of `open_model`.
+
+        >>> model, tokenizer = perspectron.load("runs/play")
+        >>> model(torch.tensor([tokenizer.encode("KING")])).logits.shape[0]
+        1
+    """
     opened = open_model(Path(path), cache_bytes=cache_bytes, verify=verify)
     return opened.model, opened.tokenizer
+
+
+def save(model: LanguageModel, tokenizer: Tokenizer, folder: Path | str, *, seq_len: int = 256) -> Path:
+    """Write a model that was built, and perhaps trained, by hand as a run, for `load` and for every command that takes
+    one; its folder. The run holds weights alone, in float32 or 16 bits as the model has them: training goes on in a new
+    run, by `train(init=folder)`.
+
+    tokenizer: its ids are below the model's vocabulary size. seq_len: of the windows it was trained on, at most its
+    learned positions, in which `eval` measures it. The folder is there as a whole or not at all. ConfigError: it is
+    there already, the tokenizer has ids that the model lacks, or the model has packed or adapted weights, which are no
+    run's; StorageError: writing failed.
+
+        >>> import perspectron
+        >>> tokenizer = perspectron.Tokenizer.train(["to be or not to be"], 300)
+        >>> model = perspectron.build("perspective2-tiny")
+        >>> perspectron.save(model, tokenizer, "by-hand").name
+        'by-hand'
+    """
+    folder = Path(folder)
+    if (folder / "config.json").exists():
+        raise ConfigError(f"folder: {folder} is a run already; name a new folder, or remove it first")
+    there = folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir())))
+    require(not there, "folder", str(folder), "a new folder, or an empty one")
+    known = f"≥ {tokenizer.vocab_size}, the tokenizer's"
+    require(model.config.vocab_size >= tokenizer.vocab_size, "vocab_size", model.config.vocab_size, known)
+    with torch.device("meta"):
+        plain = LanguageModel(model.config)
+    try:
+        same_tensors(plain.state_dict(), model.state_dict(), folder)
+    except CheckpointError as error:
+        raise ConfigError(f"model: {error}") from None
+    train = TrainConfig(
+        data="", dtype="float32", device="cpu", seq_len=min(seq_len, model.config.positions or seq_len)
+    )
+    with atomic(folder) as temporary:
+        try:
+            checkpoint.export(
+                temporary, RunConfig(model.config, train), tokenizer, model, checkpoint.Progress()
+            )
+        except StorageError as error:
+            raise StorageError(f"{error}".replace(str(temporary), str(folder))) from error
+    return folder

@@ -1,6 +1,7 @@
 """One thread (small matmuls stall on two), scratch memory that starts as NaN, and the device of the run."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ import torch
 
 from tests import long
 
+pytest_plugins = ["tests.extras"]
 torch.set_num_threads(1)
 CACHE = tempfile.mkdtemp(prefix="perspectron-cache-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
@@ -67,6 +69,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     there = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in there])
     items[:] = kept
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The collector of garbage need not look at thousands of tests again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

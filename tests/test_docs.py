@@ -2,7 +2,7 @@
 
     mkdocs build -d SITE && python -m tests.test_docs SITE
 
-says what axe finds wrong on any of its pages.
+says what axe finds wrong on any of its pages, and with a folder after SITE takes pictures of the first one into it.
 """
 
 import contextlib
@@ -32,13 +32,15 @@ BLOCK = re.compile(r"^```(\S*) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 BENCHMARK = re.compile(r"\bpython (-m )?benchmarks[./](\w+)")
 CITATION = re.compile(r"\b(docs/[\w/-]+\.md)(?:#([\w-]+))?")
-RUN = ("index.md", "guides/your-text.md", "guides/keep-a-memory.md", "guides/choose-a-design.md")
+RUN = ("guides/your-text.md", "guides/keep-a-memory.md", "guides/choose-a-design.md")
 RUN += ("guides/bring-a-model.md", "guides/serve.md")
-RUN += ("guides/quantise-and-stream.md", "guides/transformers.md", "guides/fine-tune.md", "guides/onnx.md")
-"""In this order: later pages use the run of the second."""
+RUN += ("guides/quantise-and-stream.md", "guides/transformers.md", "guides/fine-tune.md", "guides/convert.md")
+RUN += ("guides/onnx.md", "guides/python.md", "reference/from-fla.md")
+"""In this order: later pages use the run of the first."""
 SIZES = "layers=3 d_model=16 hidden=16 rank=4 heads=2 kv_heads=1 window=16"
 STEPS = "--steps 3 --batch-size 2 --seq-len 32 --eval-every 0 --save-every 0 --eval-tokens 64 --dtype float32"
 SMALL = {
+    "convert": "--dtype float32",
     "train": f"{STEPS} --set {SIZES} vocab_size=300",
     "quantize": "--windows 2 --tokens 64",
     "eval": "--tokens 64",
@@ -101,6 +103,11 @@ def test_every_block_of_the_guides_runs(folder, monkeypatch, capsys):
                 assert program == "perspectron"
                 assert main([command, *rest, *small]) == 0, (name, line, capsys.readouterr().err)
     assert trained == [Path("runs/compared")] * 2 + [Path("runs/scaled/70k"), Path("runs/scaled/140k")] * 2
+
+
+def test_a_served_model_takes_few_lines_of_python():
+    language, _, first = blocks(DOCS / "guides" / "python.md")[0]
+    assert language == "python" and len(first.splitlines()) <= 25
 
 
 def test_blocks_elsewhere_are_equations_or_run_by_a_test_of_their_own():
@@ -194,7 +201,7 @@ def test_the_site_has_every_page_and_citations_in_the_reference_are_links(site):
     assert {path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")} <= {
         path.relative_to(site) for path in site.rglob("*.html")
     }
-    for name in ("results", "changelog", "contributing", "security"):
+    for name in ("index", "results", "changelog", "contributing", "security"):
         assert (site / f"{name}.html").is_file()
     mixers = (site / "reference" / "mixers.html").read_text(encoding="utf-8")
     assert 'href="../designs/perspective.html#the-recurrence"' in mixers
@@ -245,6 +252,29 @@ def test_the_site_can_be_read_by_everyone(address, name):
         assert page.evaluate("document.activeElement.textContent.trim()") == "Skip to content"
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+@pytest.mark.parametrize("width", [1300, 390])
+def test_a_term_is_found_on_the_site(address, width):
+    with browsing(f"{address}/index.html", viewport={"width": width, "height": 900}) as page:
+        if width == 390:  # behind the magnifying glass
+            page.locator("label[for=__search].md-header__button").click()
+        page.get_by_role("textbox", name="Search").fill("bisect")
+        page.locator(".md-search-result__item").first.get_by_role("link").first.click()
+        page.wait_for_url("**/past-of-a-memory.html*")
+        assert page.locator("main h1").inner_text().startswith("The past of a memory")
+        assert page.locator("main").get_by_text("bisect").first.is_visible()
+
+
+def test_every_file_of_the_results_is_listed_with_what_wrote_it(site):
+    listed = (site / "results-files.html").read_text(encoding="utf-8")
+    files = [path for path in (ROOT / "results").rglob("*.*") if path.suffix != ".md"]
+    assert len(files) > 100
+    for path in files:
+        name = path.relative_to(ROOT).as_posix()
+        assert (site / name).read_bytes() == path.read_bytes() and f'href="{name}"' in listed, name
+    assert "python benchmarks/contexts.py" in listed
+
+
 def all_pages(site: Path) -> int:
     wrong = 0
     with serving(site) as address:
@@ -256,5 +286,15 @@ def all_pages(site: Path) -> int:
     return min(wrong, 1)
 
 
+def pictures(site: Path, folder: Path) -> None:
+    for kind, scheme, width in (("light", "light", 1300), ("dark", "dark", 1300), ("phone", "light", 390)):
+        size = {"width": width, "height": 844}
+        with (
+            serving(site) as address,
+            browsing(f"{address}/index.html", color_scheme=scheme, viewport=size) as page,
+        ):
+            page.screenshot(path=folder / f"site-{kind}.png")
+
+
 if __name__ == "__main__":
-    sys.exit(all_pages(Path(sys.argv[1])))
+    sys.exit(pictures(*map(Path, sys.argv[1:])) if sys.argv[2:] else all_pages(Path(sys.argv[1])))

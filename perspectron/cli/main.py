@@ -62,6 +62,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "quantize": "quantize:Quantize",
         "export": "export:Export",
         "import": "import_:Import",
+        "convert": "convert:Convert",
         "synthesize": "synthesize:Synthesize",
     },
 }

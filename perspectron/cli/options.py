@@ -181,11 +181,6 @@ def spoken(text: str) -> str:
     return _COMMAND.sub(lambda sign: escaped(sign[0]), text) if sys.stdout.isatty() else text
 
 
-def printable(text: str) -> str:
-    """The text without control characters, which an untrained model may write."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
 def answer(as_json: bool, fields: dict[str, Any], *parts: "Table | str") -> int:
     """Print one JSON object, or tables and lines for people; the exit code 0."""
     from perspectron.cli.console import Console

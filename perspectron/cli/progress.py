@@ -4,24 +4,35 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Self
+
+from perspectron.util.numbers import duration
 
 QUIET = 5.0  # seconds before anything is said
 EVERY = {
     True: 0.5,
     False: 10.0,
 }  # seconds between two lines: on a terminal, where one is written over, and elsewhere
+_silent: ContextVar[bool] = ContextVar("silent", default=False)
 
 
-def duration(seconds: float) -> str:
-    """Seconds as a person says them: "45 s", "9 min 30 s", "2 h 5 min"."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600:,} h {whole % 3600 // 60} min"
+@contextmanager
+def silence(wanted: bool = True) -> Iterator[None]:
+    """Context in which work tells nothing of itself, if that is wanted."""
+    token = _silent.set(wanted)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
+
+
+def silent() -> bool:
+    """True within `silence`."""
+    return _silent.get()
 
 
 class Work:
@@ -39,6 +50,8 @@ class Work:
     def __enter__(self) -> Self:
         self._start = time.monotonic()
         self._terminal = sys.stderr.isatty()
+        if silent():
+            self.stop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         return self

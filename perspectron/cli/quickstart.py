@@ -1,11 +1,11 @@
 """`perspectron quickstart`."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.markup import escape
-from rich.table import Table
 
 import perspectron
 from perspectron import presets
@@ -20,12 +20,15 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval.perplexity import compressors, text_of
 from perspectron.model.census import census
 from perspectron.presets import rates
+from perspectron.train.checkpoint import load_config
 from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.loop import CURVE
 from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig
+from perspectron.train.page import PAGE, course, facts_of, losses, parts, read_samples
 from perspectron.util.config import require
-from perspectron.util.registry import at, designs
+from perspectron.util.files import write_text
+from perspectron.util.page import Cell, page_template
+from perspectron.util.page import Table as PageTable
 
 PROMPT = "def read_lines(path):\n"
 STATE = "conversation.state"
@@ -76,10 +79,12 @@ class Quickstart:
             if stopped:
                 return stopped
         console.print("\n[bold]3  Held-out text[/]  lower is better; gzip and xz see this text alone")
-        console.print(self._comparison())
+        title, head, rows = self._comparison()
+        console.print(table(title, head, rows))
         console.print("\n[bold]4  Generation[/]  by perspective2-tiny, then continued from the saved state")
         self._conversation(console)
-        self._page(console)
+        self._page(title, head, rows)
+        console.print(f"\n[bold]5  A page[/]  with both models side by side: {escape(str(self.out / PAGE))}")
         console.print(f"\ndone in {time.perf_counter() - start:.0f} s; try one of these next:")
         console.print(
             f'  perspectron generate {self.out}/perspective "import " --max-tokens 200', markup=False
@@ -104,8 +109,9 @@ class Quickstart:
             optim=OptimConfig(lr=lr, warmup=presets.warmup(self.steps)),
         )
 
-    def _comparison(self) -> Table:
-        rows = []
+    def _comparison(self) -> tuple[str, tuple[str, ...], list[list[str]]]:
+        """Title, head and rows of a table."""
+        rows = list[list[str]]()
         for name in MODELS:
             model, tokenizer = perspectron.load(self.out / name)
             bits = read_metrics(self.out / name)[-1]["heldout_bits_per_byte"]
@@ -116,22 +122,23 @@ class Quickstart:
         for other, bits in compressors(text_of(split, tokenizer, split.tokens)).items():
             rows.append([other, f"{bits:.3f}"])
         title = f"on all {split.text_bytes:,} held-out bytes, which no model was trained on"
-        return table(title, ("", "bits per byte", "parameters", "state at 8,192 tokens"), rows)
+        return title, ("model or compressor", "bits per byte", "parameters", "state at 8,192 tokens"), rows
 
-    def _page(self, console: Console) -> None:
-        """Write what there is to look at."""
-        model, tokenizer = perspectron.load(self.out / "perspective")
-        bits = read_metrics(self.out / "perspective")[-1]["heldout_bits_per_byte"]
-        state = model.init_state(1, capacity=8192).nbytes
-        facts = [
-            ("text", self.data), ("updates", f"{self.steps:,}"),
-            ("parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,}"),
-            ("held-out bits per byte", f"{bits:.3f}"), ("memory, for any length of text", f"{state:,} bytes"),
-        ]  # fmt: skip
-        playground = at(f"{designs()['perspective'].package}.playground")
-        page = self.out / playground.PAGE
-        playground.write(page, model, tokenizer, self.out / "perspective" / CURVE, facts)
-        console.print(f"\n[bold]5  A page[/]  with its loss curve, samples and memory: {escape(str(page))}")
+    def _page(self, title: str, head: Sequence[str], rows: list[list[str]]) -> None:
+        """Write the page of both models."""
+        runs = {preset: self.out / name for name, preset in MODELS.items()}
+        courses = {preset: course(run) for preset, run in runs.items()}
+        models = []
+        for (preset, run), name in zip(runs.items(), MODELS, strict=True):
+            config, own = load_config(run), courses[preset]
+            told = own.facts() + facts_of(config)
+            models.append(parts(config, own, read_samples(run)) | {"page": f"{name}/{PAGE}", "facts": told})
+        cells = [[*map(Cell, row), *[Cell("")] * (len(head) - len(row))] for row in rows]
+        page = page_template("perspectron.cli", "quickstart.html.j2").render(
+            models=models, figures=[figure for figure in losses(courses) if figure is not None],
+            text=self.data, table=PageTable(title, head, cells),
+        )  # fmt: skip
+        write_text(self.out / PAGE, page)
 
     def _conversation(self, console: Console) -> None:
         model, tokenizer = perspectron.load(self.out / "perspective")

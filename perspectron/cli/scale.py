@@ -18,7 +18,6 @@ from perspectron.cli.options import count, table
 from perspectron.cli.progress import Work
 from perspectron.compare import pool, run, scaling
 from perspectron.compare.plan import Plan, models_of_designs, plan, threads_for
-from perspectron.compare.report.numbers import fixed, short
 from perspectron.compare.report.summary import WINDOWS
 from perspectron.compare.run import Rate
 from perspectron.compare.scaling import STUDY, Point, Study
@@ -28,6 +27,7 @@ from perspectron.presets import title
 from perspectron.util.config import between_commas, dump, load, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import locked, read_json, write_json
+from perspectron.util.numbers import fixed, short
 
 DESIGNS = "transformer,perspective2,rwkv7,gdn,ssd,gla"
 

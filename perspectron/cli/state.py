@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import tyro
 
 from perspectron import opening
-from perspectron.cli.options import answer, open_model, printable, say, table
+from perspectron.cli.options import answer, open_model, say, table
 from perspectron.cli.progress import Work
 from perspectron.decode import apart, merge, past
 from perspectron.decode.history import History, exhausted, history
@@ -20,6 +20,7 @@ from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, DataError, PerspectronError
 from perspectron.util.files import opened
 from perspectron.util.machine import pick_device
+from perspectron.util.numbers import printable
 
 T = TypeVar("T")
 SHOWN = 40  # characters of a text in a table

@@ -119,6 +119,10 @@ class Train:
     """Fields that were typed or stand in the TOML file; of a training, what is not among them is chosen."""
     began: tyro.conf.Suppress[float] = 0.0
     """Time at which the command was typed, by the monotonic clock: before torch was imported."""
+    design: tyro.conf.Suppress[str] = presets.DESIGN
+    """The design whose size is chosen, or solved for `params`."""
+    params: tyro.conf.Suppress[int] = 0
+    """Parameters of a model of the design; 0 is what the budget can train."""
 
     def __call__(self) -> int:
         if not launched():
@@ -154,7 +158,7 @@ class Train:
                 value = getattr(self, name)
                 require(value is None, name, value, "left out with a recipe; use --steps")
             model = presets.get(self.preset or STAGED, **assignments(self.set))
-            return fit(self._folder(), RunConfig(model, train, recipe), **options)
+            return fit(self.folder(), RunConfig(model, train, recipe), **options)
         budget = self._budget(train)
         ends = None if budget.minutes is None else self.began + 60 * budget.minutes
 
@@ -162,7 +166,7 @@ class Train:
             return settled(config, frozenset(self.given), budget, shards, _left(ends))
 
         config = RunConfig(self._model(train, budget, ends), train)
-        return fit(self._folder(), config, settle=settle, ends=ends, **options)
+        return fit(self.folder(), config, settle=settle, ends=ends, **options)
 
     def _memory(self) -> int:
         """Train a memory of a run's model: a state file."""
@@ -246,10 +250,13 @@ class Train:
                     text = next(corpus.documents("train")).text
                     each = len(text.encode()) / len(tokenizer.encode(text))
                 unique = size_of(corpus) / each
+        if self.params:
+            vocab_size = vocab_size or presets.vocabulary(self.params)
+            return presets.solve(self.design, self.params, vocab_size=vocab_size, seq_len=train.seq_len)
         with Work("timing this machine"), memory_kept():  # as in the training that is timed
-            return sized(presets.DESIGN, budget, train, unique, _left(ends), vocab_size)
+            return sized(self.design, budget, train, unique, _left(ends), vocab_size)
 
-    def _folder(self) -> Path:
+    def folder(self) -> Path:
         """The folder of a new run: --out, or the first free one that is called after the text."""
         if self.out is not None:
             return self.out

@@ -137,7 +137,7 @@ def _usage(arguments: Sequence[Option]) -> Iterator[str]:
 def _title(group: type) -> str:
     """What a class of options is: its docstring up to what it says of its fields."""
     paragraph = " ".join((group.__doc__ or "").split("\n\n")[0].split())
-    names = "|".join(item.name for item in dataclasses.fields(group))  # type: ignore[arg-type]
+    names = "|".join(item.name for item in dataclasses.fields(group))
     return re.split(rf"\b(?:{names}): ", paragraph, maxsplit=1)[0] or group.__name__
 
 

@@ -23,16 +23,17 @@ import numpy as np
 from perspectron import presets
 from perspectron.compare.plan import ASKED, DATA, REFERENCE, Settings, asked, models_of_designs, optimizer_in
 from perspectron.compare.report import figures
-from perspectron.compare.report.numbers import fixed, grouped, percent, short
 from perspectron.compare.report.page import Section, rendered
 from perspectron.compare.report.summary import STREAMING, WINDOWS
-from perspectron.compare.report.tables import Cell, Table, estimate
+from perspectron.compare.report.tables import estimate
 from perspectron.data import Shards, Tokenizer, encode, made_in, open_corpus, open_shards
 from perspectron.presets.rates import FALL, PASSES, rate
 from perspectron.util import plot
 from perspectron.util.config import at_least, dump, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import read_json, safe_join, write_json, write_text
+from perspectron.util.numbers import fixed, grouped, percent, short
+from perspectron.util.page import Cell, Table
 from perspectron.util.stats import LEVEL, interval, paired
 
 VERSION = 1
@@ -357,7 +358,7 @@ def _section(found: dict[str, Any], score: str) -> list[Section]:
             axes = ("active parameters", "bits per byte")
             charts.append(plot.Chart(title, *axes, curves, log_x=True, log_y=True, x_text=short))
             caption = f"Bits per byte {title}, by active parameters, with {LEVEL:.0%} intervals over seeds."
-            tables.append(Table(caption, ["", *map(short, study["sizes"])], rows))
+            tables.append(Table(caption, ["design", *map(short, study["sizes"])], rows))
     if not charts:
         return []
     laws = [(name, law) for name, law in found["laws"][score].items() if "A" in law]
@@ -368,9 +369,10 @@ def _section(found: dict[str, Any], score: str) -> list[Section]:
              Cell(percent(law["off"], 2))]
             for name, law in laws
         ]  # fmt: skip
-        tables.append(Table(caption, ["", "α", "β", "A", "off"], rows))
+        tables.append(Table(caption, ["design", "α", "β", "A", "off"], rows))
     slug = score.partition("_")[0]
-    return [Section(slug, f"Loss, {how}", sentence(found, score), [plot.draw(charts, slug=slug)], tables)]
+    drawn = [plot.draw([chart], slug=f"{slug}{i}-") for i, chart in enumerate(charts)]
+    return [Section(slug, f"Loss, {how}", sentence(found, score), drawn, tables)]
 
 
 def _exponent(found: dict[str, Any] | None) -> Cell:

@@ -41,6 +41,10 @@ class Tokenizer:
     specials: ids that stand for no text. vocab_size: the highest id + 1. Where a tokenizer changes what it encodes, as
     a normaliser does, or lacks a byte, `decode` gives back what it kept. Ordinary added tokens are parsed in every
     text; special ones only where a template's are `marked`.
+
+        >>> tokenizer = perspectron.Tokenizer.train(["to be or not to be"], 300)
+        >>> tokenizer.decode(tokenizer.encode("to be")), tokenizer.vocab_size <= 300
+        ('to be', True)
     """
 
     def __init__(self, text: str, file: bpe.Read, place: object) -> None:

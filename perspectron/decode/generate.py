@@ -67,6 +67,12 @@ def generate(
     ConfigError: ids outside the vocabulary, a number out of bounds, a number of prompts that differs from the
     conversation's rows, more tokens than a table of learned positions has left. NonFiniteError: the logits are not
     finite, or none of those that hooks leave. PerspectronError: a hook failed.
+
+        >>> model, tokenizer = perspectron.load("runs/play")
+        >>> result = perspectron.generate(model, tokenizer, ["KING", "QUEEN"], max_tokens=5)
+        >>> [len(ids) for ids in result.ids], result.finished
+        ([5, 5], ['length', 'length'])
+        >>> more = perspectron.generate(model, tokenizer, ["", ""], max_tokens=5, conversation=result.conversation)
     """
     listed = not isinstance(prompts, str | bytes) and not any(isinstance(prompt, int) for prompt in prompts)
     require(listed, "prompts", prompts, "a list of texts, or of lists of ids")

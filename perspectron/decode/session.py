@@ -42,6 +42,15 @@ class Session:
     saved and loaded, or brought back to an earlier token changes no bit. Up to `chunk` tokens wait until they are
     needed. store: texts begin at the longest prefix that is stored there. start: the state before any token, where it
     is a trained one (`model.tuned`), which stays as it is. drafts: as `Rows` has them. Not for several threads at once.
+
+        >>> model, tokenizer = perspectron.load("runs/play")
+        >>> session = perspectron.Session(model, tokenizer).read("KING")
+        >>> text = session.say(8)
+        >>> branch = session.at(2)  # as it was after two tokens
+        >>> session.save("king.session")
+        >>> again = perspectron.Session.load("king.session", model, tokenizer)
+        >>> again.say(4) == session.say(4)
+        True
     """
 
     def __init__(
@@ -403,6 +412,7 @@ class Session:
             return None
         own = self.fork()
         own.note("from", own.digest)
+        own.extra = dict(self.extra)
         return own
 
     @classmethod

@@ -36,9 +36,12 @@ GENERAL = {
 }
 CONVERSATION = {"conversation": Suite("perspectron.eval.conversation", reads_text=False, draws=True)}
 """Of models that hold conversations: not for a comparison of new ones."""
+CONVERTED = {"conversion": Suite("perspectron.eval.conversion", draws=True)}
+"""Of runs that `convert` made."""
 SUITES = (
     GENERAL
     | CONVERSATION
+    | CONVERTED
     | {name: Suite(module, draws=True) for name, module in registry.places("suites").items()}
 )
 BESIDE_LOSS = tuple(name for name in GENERAL if name != "perplexity")

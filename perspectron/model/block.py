@@ -250,24 +250,8 @@ class Block(nn.Module):
         if self.config.mixer is None:
             mixed_BTD, aux = torch.zeros_like(x_BTD), dict[str, Term]()
         else:
-            read_BTD = self.mixer_norm(x_BTD) if first and not law5 else x_BTD
-            if self.mixer_shift is not None:
-                assert before_BND is not None
-                rows = self.mixer_shift.rows
-                read_BTD, last_BND = self.mixer_shift(read_BTD, before_BND[:, :rows], reset_BT, pad_BT)
-                lasts.append(last_BND)
-            masks = {"reset_BT": reset_BT, "pad_BT": pad_BT, "consume_state": consume_state}
-            handed = self.handed(shared)
-            mixed_BTD, first_state, aux = self.mixer(read_BTD, states_of(own)[0], **masks, **handed)
-            if self.config.beside is None:
-                own = first_state
-            else:
-                handed = self.handed(shared, self.beside)
-                other_BTD, other_state, more = self.beside(read_BTD, states_of(own)[1], **masks, **handed)
-                mixed_BTD, own = mixed_BTD + other_BTD, BesideState(first_state, other_state)
-                aux = {
-                    name: term.plus(more.pop(name)) if name in more else term for name, term in aux.items()
-                } | more
+            masks = (reset_BT, pad_BT)
+            mixed_BTD, own, lasts, aux = self.mixed(x_BTD, state, *masks, consume_state, shared)
             if self.mixer_dropout is not None:
                 mixed_BTD = self.mixer_dropout(mixed_BTD)
             mixed_BTD = self._added(mixed_BTD, "mixer")
@@ -293,6 +277,36 @@ class Block(nn.Module):
         y_BTD = self._added(y_BTD, "ffn")
         out_BTD, gate = self._joined(x_BTD, h_BTD, mixed_BTD, y_BTD)
         return out_BTD, state, aux | more | gate
+
+    def mixed(
+        self,
+        x_BTD: Tensor,
+        state: Any,
+        reset_BT: Tensor | None,
+        pad_BT: Tensor | None,
+        consume_state: bool = False,
+        shared: Shared | None = None,
+    ) -> tuple[Tensor, Any, list[Tensor], dict[str, Term]]:
+        """What the mixers give of the block's input; their state, and what of the last tokens the first one's shift
+        keeps."""
+        bare = self.around.norm == "post" or isinstance(self.config.residual, Law5Config)
+        own, before_BND = (state.mixer, state.last_BND) if isinstance(state, ShiftedState) else (state, None)
+        lasts: list[Tensor] = []
+        read_BTD = x_BTD if bare else self.mixer_norm(x_BTD)
+        if self.mixer_shift is not None:
+            assert before_BND is not None
+            rows = self.mixer_shift.rows
+            read_BTD, last_BND = self.mixer_shift(read_BTD, before_BND[:, :rows], reset_BT, pad_BT)
+            lasts.append(last_BND)
+        masks = {"reset_BT": reset_BT, "pad_BT": pad_BT, "consume_state": consume_state}
+        handed = self.handed(shared)
+        mixed_BTD, first_state, aux = self.mixer(read_BTD, states_of(own)[0], **masks, **handed)
+        if self.config.beside is None:
+            return mixed_BTD, first_state, lasts, aux
+        handed = self.handed(shared, self.beside)
+        other_BTD, other_state, more = self.beside(read_BTD, states_of(own)[1], **masks, **handed)
+        aux = {name: term.plus(more.pop(name)) if name in more else term for name, term in aux.items()} | more
+        return mixed_BTD + other_BTD, BesideState(first_state, other_state), lasts, aux
 
     def _added(self, y_BTD: Tensor, part: Literal["mixer", "ffn"]) -> Tensor:
         """What the mixer or the network adds, of what it gives: normed and multiplied if the config says so."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from perspectron.model.ring import Ring
 from perspectron.model.ring import attend as attend_ring
+from perspectron.model.seen import mapped
 from perspectron.model.state import LMState, Ragged, cat, register
 from perspectron.native.tape import piece_of
 from perspectron.ops import attention
@@ -83,6 +84,11 @@ class Cache(Ragged):
     used: int
     shared: tuple[tuple[Piece, ...], ...] = ()
     grown = ("k_BHSK", "v_BHSV")
+    window = None
+
+    def keys(self) -> Tensor:
+        """Keys [B,H,S,K] of all tokens, at their positions."""
+        return self.whole().ring()[0]
 
     @property
     def slots(self) -> int:
@@ -360,6 +366,7 @@ def ringed(state: LMState, window: int) -> LMState:
 Keys = TypeVar("Keys", Cache, Ring)
 
 
+@mapped
 def attend(
     q: Tensor,
     k: Tensor,

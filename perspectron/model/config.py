@@ -113,7 +113,7 @@ Shift = bool | tuple[str, ...]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A language model: embedding, blocks, final norm, head.
+    """The sizes and parts of a language model: embedding, blocks, final norm, head.
 
     head: None uses the transposed embedding. embedding_std: standard deviation of the embedding at initialisation.
     embedding_norm: divide the embedding by its root mean square before the first block, so that it is comparable in
@@ -129,6 +129,10 @@ class ModelConfig:
     those of the first mixer with as many channels. longest: tokens of the longest document that rotary positions were
     made for, past which nothing is generated; 0 for no bound. zero_outputs: what mixers and networks write with starts
     at 0.
+
+        >>> config = perspectron.presets.get("perspective2-tiny", layers=2)
+        >>> config.d_model, len(config.blocks), perspectron.build(config).config == config
+        (128, 2, True)
     """
 
     name: str

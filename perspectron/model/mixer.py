@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from perspectron.model.transfer import Heads
 from perspectron.util import registry
 from perspectron.util.config import MixerConfig, require
 
@@ -94,6 +95,21 @@ class Mixer(nn.Module, abc.ABC):
     def idle_parameters(self) -> int:
         """Count the parameters that its config leaves without effect."""
         return 0
+
+    def heads(self, x_BTD: Tensor) -> Heads | None:
+        """What attention hands to a recurrence that takes its place, with the distances of these inputs; None of what
+        is no attention."""
+        return None
+
+    @classmethod
+    def in_place_of(cls, d_model: int, heads: int, key: int, value: int) -> MixerConfig | None:
+        """Its config in the place of attention with so many heads of these widths; None where it cannot have them.
+        `take` then fills it."""
+        return None
+
+    def take(self, heads: Heads) -> None:
+        """Start from what attention hands on, as far as there is a place for it."""
+        raise NotImplementedError
 
 
 def mixers() -> dict[str, type[Mixer]]:

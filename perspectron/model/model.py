@@ -23,6 +23,7 @@ from perspectron.model.config import ModelConfig
 from perspectron.model.ffn import TiedConfig
 from perspectron.model.heads import TokenEmbedding, tied
 from perspectron.model.parts import Dropout, SameZeros, Shared, ValueResidual
+from perspectron.model.seen import Seen
 from perspectron.model.state import LMState, fingerprint
 from perspectron.model.tuned import carried, has_first
 from perspectron.ops import fused
@@ -41,13 +42,32 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Output:
-    """logits: [B,T,V]. state: after the last token. loss: mean in nats, None without targets. aux: terms that blocks
-    and head report, summed by name."""
+    """What a forward pass gives.
+
+    logits: [B,T,V]. state: after the last token. loss: mean in nats, None without targets. aux: terms that blocks
+    and head report, summed by name.
+
+    hidden_states, of as many entries as blocks and one more: what enters the first block (embeddings, with learned
+    positions, if there are any), then the output of each block [B,T,D], but in the place of the last block's output
+    the input of the head, which is that output after the final norm. attentions: of each block the weights of its
+    attention [B,H,T,P+T] after the softmax, or None where it has no attention. Their last T columns are the tokens
+    given, the P before them those that the layer's state holds, the newest at the right; a token of padding, and one
+    outside of the window or in another document, has 0. Both are None unless asked for, as in transformers.
+
+        >>> model = perspectron.build("perspective2-tiny")
+        >>> ids = torch.tensor([[5, 6, 7, 8]])
+        >>> output = model(ids[:, :-1], targets=ids[:, 1:], output_hidden_states=True, output_attentions=True)
+        >>> tuple(output.logits.shape), len(output.hidden_states), output.attentions[0] is None
+        ((1, 3, 2048), 5, True)
+        >>> output.objective().backward()
+    """
 
     logits: Tensor
     state: LMState
     loss: Tensor | None
     aux: dict[str, Term]
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor | None, ...] | None = None
 
     def objective(self) -> Tensor:
         """The training objective: the loss plus every term times its weight."""
@@ -57,8 +77,17 @@ class Output:
 
 
 class LanguageModel(nn.Module):
-    """A language model: token ids in, logits and state out. `recompute` trades time for memory in training by
-    computing activations inside a block again in the backward pass."""
+    """A model of language: it takes token ids [B,T] and gives logits [B,T,V] and a state. `recompute` trades time for
+    memory in training by computing activations inside a block again in the backward pass.
+
+        >>> model = perspectron.build("perspective2-tiny").eval()
+        >>> ids = torch.tensor([[5, 6, 7, 8]])
+        >>> with torch.inference_mode():
+        ...     whole, half = model(ids), model(ids[:, :2])
+        ...     rest = model(ids[:, 2:], half.state)
+        >>> torch.allclose(whole.logits[:, -1], rest.logits[:, -1], atol=1e-4)
+        True
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -175,16 +204,23 @@ class LanguageModel(nn.Module):
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
         consume_state: bool = False,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
     ) -> Output:
         """Read T ≥ 1 tokens in B ≥ 1 rows after `state`.
 
         ids, targets: [B,T]. A target is the next token, shifted by the caller; -100 is ignored. inputs_embeds: [B,T,·]
         instead of ids, as `embedding` would return them. reset_BT: True at the first token of a document; nothing
         before it is remembered. pad_BT: True where there is no token; the state is unchanged there. consume_state:
-        allow `state` to be overwritten, which saves a copy; it must not be used again. Results are the same. Raises
-        ConfigError for neither or both of ids and inputs_embeds or a wrong shape, ValueError for consume_state with
-        gradients enabled.
+        allow `state` to be overwritten, which saves a copy; it must not be used again. Results are the same.
+        output_hidden_states, output_attentions: keep them, as `Output` says, with gradients where those are enabled;
+        dropout of the weights of attention is left out of its maps. Raises ConfigError for neither or both of ids and
+        inputs_embeds or a wrong shape, and for attention maps of several documents that begin with a trained memory;
+        ValueError for consume_state with gradients enabled.
         """
+        seen = None
+        if output_hidden_states or output_attentions:
+            seen = Seen([] if output_hidden_states else None, [] if output_attentions else None)
         hidden_BTD, state, aux = self.hidden(
             ids,
             state,
@@ -192,6 +228,7 @@ class LanguageModel(nn.Module):
             reset_BT=reset_BT,
             pad_BT=pad_BT,
             consume_state=consume_state,
+            seen=seen,
         )
         logits_BTV = self.head(hidden_BTD)
         aux |= self.terms(logits_BTV, reset_BT, pad_BT)
@@ -199,7 +236,7 @@ class LanguageModel(nn.Module):
         if targets is not None:
             total = fused.entropy(logits_BTV.flatten(0, 1), targets.flatten())
             loss = ranks.all_reduce_sum(total) / ranks.all_reduce_sum((targets != -100).sum()).clamp_min(1)
-        return Output(logits_BTV, state, loss, aux)
+        return Output(logits_BTV, state, loss, aux, *(() if seen is None else seen.result(hidden_BTD)))
 
     def hidden(
         self,
@@ -211,9 +248,10 @@ class LanguageModel(nn.Module):
         pad_BT: Tensor | None = None,
         consume_state: bool = False,
         views: Views | None = None,
+        seen: Seen | None = None,
     ) -> tuple[Tensor, LMState, dict[str, Term]]:
         """The input of the head [B,T,D], the new state, and the terms that blocks report, summed by name. views: from
-        which the rows choose their experts."""
+        which the rows choose their experts. seen: gets what it asks for of each block."""
         check_consumed(consume_state)
         self.check_tokens(ids_BT, inputs_embeds)
         x_BTD: Tensor = self.embedding(ids_BT) if inputs_embeds is None else inputs_embeds
@@ -230,7 +268,7 @@ class LanguageModel(nn.Module):
             raise ConfigError(f"ids have {x_BTD.shape[0]} rows, the state has {state.batch_size}")
         if reset_BT is not None and has_first(state) and reset_BT[:, 1:].any():
             masks = {"inputs_embeds": x_BTD, "reset_BT": reset_BT, "pad_BT": pad_BT}
-            return self._by_documents(state, masks, consume_state=consume_state, views=views)
+            return self._by_documents(state, masks, consume_state=consume_state, views=views, seen=seen)
         x_BTD, length_B = self.placed(x_BTD, state.length_B, reset_BT, pad_BT)
         if self.dropout is not None:
             for drop in self._drops if self.training and torch.is_grad_enabled() else ():
@@ -240,38 +278,60 @@ class LanguageModel(nn.Module):
         for index, (block, layer) in enumerate(
             zip(cast("list[Block]", self.blocks), state.layers, strict=True)
         ):
-            seen = None if views is None else views.at(index)
-            if self.recompute and torch.is_grad_enabled():
-                given = (x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, False, shared, seen)
-                x_BTD, layer, terms = torch.utils.checkpoint.checkpoint(
-                    block,
-                    *given,
-                    use_reentrant=False,
-                    context_fn=lambda: (nullcontext(), SameZeros(self._drops)),
-                )
-            else:
-                given = (x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, consume_state, shared, seen)
-                x_BTD, layer, terms = block(*given)
+            at = None if views is None else views.at(index)
+            again = self.recompute and torch.is_grad_enabled() and (seen is None or seen.maps is None)
+            given = (
+                x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, consume_state and not again, shared, at,
+            )  # fmt: skip
+            with nullcontext() if seen is None else seen.block(x_BTD):
+                if again:
+                    x_BTD, layer, terms = torch.utils.checkpoint.checkpoint(
+                        block,
+                        *given,
+                        use_reentrant=False,
+                        context_fn=lambda: (nullcontext(), SameZeros(self._drops)),
+                    )
+                else:
+                    x_BTD, layer, terms = block(*given)
             layers.append(layer)
             for name, term in terms.items():
                 aux[name] = aux[name].plus(term) if name in aux else term
+        if seen is not None and seen.states is not None:
+            seen.states.append(x_BTD)
         return self.norm(x_BTD), LMState(tuple(layers), length_B, self.number), aux
 
     def _by_documents(
-        self, state: LMState, texts: dict[str, Tensor | None], *, consume_state: bool, views: Views | None
+        self,
+        state: LMState,
+        texts: dict[str, Tensor | None],
+        *,
+        consume_state: bool,
+        views: Views | None,
+        seen: Seen | None,
     ) -> tuple[Tensor, LMState, dict[str, Term]]:
         """`hidden` of pieces, each up to where a document of some row begins: there the memory is the first one."""
         reset_BT = cast(Tensor, texts["reset_BT"])
         cuts = [0, *(1 + reset_BT[:, 1:].any(0).nonzero()[:, 0]).tolist(), reset_BT.shape[1]]
-        hidden, aux = list[Tensor](), dict[str, Term]()
+        hidden, aux, parts = list[Tensor](), dict[str, Term](), list[Seen]()
+        if seen is not None:
+            alone = "false where documents begin with a trained memory; read each alone"
+            require(seen.maps is None, "output_attentions", True, alone)
         for start, stop in itertools.pairwise(cuts):
             piece = {name: None if x is None else x[:, start:stop] for name, x in texts.items()}
-            seen = views and dataclasses.replace(views, position_BT=views.position_BT[:, start:stop])
-            x_BTD, state, terms = self.hidden(None, state, consume_state=consume_state, views=seen, **piece)
+            at = views and dataclasses.replace(views, position_BT=views.position_BT[:, start:stop])
+            own = None if seen is None else Seen([])
+            x_BTD, state, terms = self.hidden(
+                None, state, consume_state=consume_state, views=at, seen=own, **piece
+            )
             hidden.append(x_BTD)
+            parts += [] if own is None else [own]
             consume_state = gradients_off()
             for name, term in terms.items():
                 aux[name] = aux[name].plus(term) if name in aux else term
+        if seen is not None:
+            seen.states = [
+                torch.cat(list(xs), 1) for xs in zip(*(part.states or [] for part in parts), strict=True)
+            ]
         return torch.cat(hidden, 1), state, aux
 
     def own(self, state: LMState) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from perspectron.model.seen import mapped
 from perspectron.model.state import Ragged, cat, register
 from perspectron.ops import attention
 from perspectron.util.errors import StateError
@@ -24,6 +25,15 @@ class Ring(Ragged):
     k_BGWK: Tensor
     v_BGWK: Tensor
     length_B: Tensor
+
+    @property
+    def window(self) -> int:
+        """W; 0 before the first token."""
+        return self.k_BGWK.shape[2]
+
+    def keys(self) -> Tensor:
+        """Keys [B,G,W,K], each at its position modulo W."""
+        return self.k_BGWK
 
     def room(self) -> None:
         keys, values = self.k_BGWK.shape[2], self.v_BGWK.shape[2]
@@ -59,14 +69,15 @@ def empty(
     return Ring(k, v, torch.zeros(batch_size, dtype=torch.int64, device=device))
 
 
+@mapped
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     state: Ring,
     at: attention.Places,
-    window: int,
     *,
+    window: int,
     scale: float | None = None,
     cap: float | None = None,
     consume_state: bool = False,
@@ -77,7 +88,7 @@ def attend(
     if cap is None and drop is None and (tokens := attention.without_tail(at, q)) is not None:
         T, spare = tokens.position_BT.shape[1], q.shape[2] - tokens.position_BT.shape[1]
         q, k, v = (x[:, :, :T] for x in (q, k, v))
-        o, state = attend(q, k, v, state, tokens, window, scale=scale, consume_state=consume_state)
+        o, state = attend(q, k, v, state, tokens, window=window, scale=scale, consume_state=consume_state)
         return F.pad(o, (0, 0, 0, spare)), state
     T, fresh = q.shape[2], state.k_BGWK.shape[2] == 0
     ring = (state.k_BGWK, state.v_BGWK)

@@ -94,7 +94,14 @@ class Ragged(ABC):
 @dataclass(frozen=True)
 class LMState:
     """One state per block, in order. A forward pass leaves it unchanged unless `consume_state` is set; then keep a
-    `fork()` to return to it."""
+    `fork()` to return to it.
+
+        >>> model = perspectron.build("perspective2-tiny")
+        >>> state = model(torch.tensor([[5, 6, 7]])).state
+        >>> two = state.select([0, 0])  # two rows with the same memory
+        >>> two.batch_size, state.fork().nbytes == state.nbytes
+        (2, True)
+    """
 
     layers: tuple["DataclassInstance", ...]
     length_B: Tensor | None = None
@@ -298,6 +305,12 @@ def save_state(
 
     The file is written whole or not at all. StorageError if it cannot be written. StateError for what would be refused
     when it is read: numbers that the dtype cannot hold, a state of another model, a header of over MAX_JSON bytes.
+
+        >>> model = perspectron.build("perspective2-tiny")
+        >>> state = model(torch.tensor([[5, 6, 7]])).state
+        >>> perspectron.save_state("saved.state", state, model, extra={"tokens": 3})
+        >>> perspectron.load_state("saved.state", model).batch_size
+        1
     """
     if not isinstance(state, LMState) or state.model not in (None, model.number):
         raise StateError(f"{path}: no state of this model; save it with the model that made it")
@@ -351,7 +364,16 @@ def packed(
 
 
 def load_state(path: Path | str, model: Stateful) -> LMState:
-    """Read a state saved by `save_state`, on the CPU; StateError as `read_state`."""
+    """Read a state that `save_state` wrote, onto the CPU. StateError: it is missing, damaged or another model's.
+
+    >>> model = perspectron.build("perspective2-tiny")
+    >>> perspectron.save_state("read.state", model.init_state(2), model)
+    >>> perspectron.load_state("read.state", model).batch_size
+    2
+    >>> perspectron.load_state("read.state", perspectron.build("perspective2-tiny", seed=1))
+    Traceback (most recent call last):
+    perspectron.util.errors.StateError: ...
+    """
     return read_state(path, model)[0]
 
 
@@ -460,7 +482,13 @@ def _name(where: pytree.KeyPath) -> str:
 
 
 def load_extra(path: Path | str) -> dict[str, Any]:
-    """The `extra` that was saved with a state."""
+    """Read the JSON object that was saved as `extra` with a state; StateError: the file is missing or damaged.
+
+    >>> model = perspectron.build("perspective2-tiny")
+    >>> perspectron.save_state("extra.state", model.init_state(1), model, extra={"speaker": "KING"})
+    >>> perspectron.load_extra("extra.state")
+    {'speaker': 'KING'}
+    """
     return _json(Path(path), _read(Path(path))[0], "extra")
 
 

@@ -18,6 +18,7 @@ from perspectron import native
 from perspectron.native import training
 from perspectron.ops.dispatch import gradients_off, owned, recorder, under_tracing
 from perspectron.ops.fused import batch_invariant, fits, recorded
+from perspectron.ops.sequences import packed
 
 BLOCK = 128
 """Positions that are read with equally many keys. Sums over another number of them have other last bits."""
@@ -135,6 +136,7 @@ def visible(at: Places, key_position_BS: Tensor, key_segment_BS: Tensor, window:
     return mask_BTS if window is None else mask_BTS & (distance_BTS < window)
 
 
+@packed("BHTV")
 def attend(
     q_BHTK: Tensor,
     k_BGSK: Tensor,
@@ -145,14 +147,22 @@ def attend(
     scale: float | None = None,
     cap: float | None = None,
     drop: Drop = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Attention softmax(scale · q kᵀ) v [B,H,T,V] on PyTorch's fused kernel, or on ours where it is causal and trains
-    on a CPU; H / G query heads share a key head. `scale` is K^-½ when not given. cap: scores s become
+    """Attend to keys, softmax(scale · q kᵀ) v [B,H,T,V], on PyTorch's fused kernel, or on ours where it is causal and
+    trains on a CPU; H / G query heads share a key head. `scale` is K^-½ when not given. cap: scores s become
     cap · tanh(s / cap), without a fused kernel. drop: gets the weights where gradients are on.
+
+    cu_seqlens: several sequences in one row (`perspectron.ops.sequences`), with `causal` and no mask.
 
     Values may be narrower than keys: PyTorch's kernel wants them padded, so one query goes without it (padding would
     copy the cache for every token). So does one query on a CPU in float32 and float64, which must see a key: the kernel
     cuts the keys of one query among the threads, whose number would change its bits.
+
+        >>> from perspectron.ops import attention
+        >>> q, k, v = torch.rand(1, 4, 5, 8), torch.rand(1, 2, 5, 8), torch.rand(1, 2, 5, 8)
+        >>> tuple(attention.attend(q, k, v, causal=True).shape)
+        (1, 4, 5, 8)
     """
     mask = None if mask_BTS is None else mask_BTS[:, None]
     k, v = k_BGSK.to(q_BHTK.dtype), v_BGSV.to(q_BHTK.dtype)

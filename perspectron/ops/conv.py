@@ -15,10 +15,12 @@ from perspectron import native
 from perspectron.native import training
 from perspectron.ops.attention import places, tail_of
 from perspectron.ops.dispatch import once_differentiable, refuse, under_tracing
+from perspectron.ops.sequences import packed
 
 BLOCK = 16
 
 
+@packed("BTC", "BZC")
 def convolve(
     u_BTC: Tensor,
     window_BZC: Tensor,
@@ -28,9 +30,19 @@ def convolve(
     pad_BT: Tensor | None,
     *,
     swish: bool = True,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Each token's sum with the Z tokens of its document before it, weighted by channel, or the swish of it: (outputs
-    [B,T,C], the window after them). Computes and returns in the window's dtype."""
+    """Sum, for each token, the Z tokens of its document before it and itself, weighted by channel, or take the swish of
+    it: (outputs
+    [B,T,C], the window after them). Computes and returns in the window's dtype. cu_seqlens: several sequences in one
+    row (`perspectron.ops.sequences`), each with its own window.
+
+        >>> from perspectron.ops import conv
+        >>> u, window, weight = torch.rand(1, 5, 3), torch.zeros(1, 3, 3), torch.rand(3, 1, 4)
+        >>> outputs, window = conv.convolve(u, window, weight, torch.zeros(3), None, None)
+        >>> tuple(outputs.shape), torch.equal(window, u[:, 2:])
+        ((1, 5, 3), True)
+    """
     dtype, (B, Z, _), T = window_BZC.dtype, window_BZC.shape, u_BTC.shape[1]
     weights = weight_C1W[:, 0].T.to(dtype).contiguous(), bias_C.to(dtype).contiguous()
     if reset_BT is None and pad_BT is None:

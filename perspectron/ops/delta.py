@@ -26,6 +26,7 @@ from torch import Tensor
 from perspectron.ops import dispatch, memory
 from perspectron.ops.fused import fits, plain
 from perspectron.ops.products import Saved, within, within_backward, within_tangent
+from perspectron.ops.sequences import packed
 from perspectron.ops.tree import Recurrence
 from perspectron.ops.triton import delta_scan as on_gpu
 
@@ -34,6 +35,7 @@ BACKENDS = ("auto", "naive", "torch", "triton")
 Result = tuple[Tensor, Tensor]
 
 
+@packed("BHTV", "BHKV")
 @dispatch.in_full_precision
 def scan(
     q_BHTK: Tensor,
@@ -47,8 +49,10 @@ def scan(
     backend: str = "auto",
     consume_state: bool = False,
     checked: bool = True,
+    cu_seqlens: Tensor | None = None,
 ) -> Result:
-    """The recurrence that decays first, over T tokens from a given state: (outputs [B,H,T,V], final state [B,H,K,V]).
+    """Run the recurrence that decays first, over T tokens from a given state: (outputs [B,H,T,V], final state
+    [B,H,K,V]).
 
     Any T, also 0 and 1; gates in [0, 1]. I − k eᵀ must not expand: keys of length 1 and e = β k with β in [0, 2].
     Computes and returns in float32 or, if any input is, in float64; autocast does not reach inside. Differentiable once
@@ -61,8 +65,17 @@ def scan(
     are the same. Only where gradients are off.
     `checked`: gates outside [0, 1], and NaN, are a ValueError. A mixer, whose gates are sigmoids, leaves the check out:
     it would cost every single token a pass over its gates.
+    `cu_seqlens`: several sequences in one row (`perspectron.ops.sequences`); states then have a row for each.
     Raises BackendError for an unknown backend or kernels that cannot run, ValueError for shapes that do not fit and for
     a state to be consumed while gradients are on.
+
+        >>> from perspectron.ops import delta
+        >>> q, k = torch.rand(1, 2, 5, 4), torch.rand(1, 2, 5, 4)
+        >>> v, alpha = torch.rand(1, 2, 5, 3), torch.rand(1, 2, 5, 1)
+        >>> k = k / k.norm(dim=-1, keepdim=True)
+        >>> outputs, state = delta.scan(q, k, 0.5 * k, 0.5 * v, alpha)
+        >>> tuple(outputs.shape), tuple(state.shape)
+        ((1, 2, 5, 3), (1, 2, 4, 3))
     """
     _check(backend, consume_state, checked, "e", (q_BHTK, k_BHTK, v_BHTV, e_BHTK, alpha_BHTA), state_BHKV)
     q, k, v, e, alpha, state = _prepared((q_BHTK, k_BHTK, v_BHTV, e_BHTK, alpha_BHTA), state_BHKV)
@@ -78,6 +91,7 @@ def scan(
     return _run(DECAY_FIRST, q, k, v, alpha * e, alpha, state)
 
 
+@packed("BHTV", "BHKV")
 @dispatch.in_full_precision
 def scan_rwkv7(
     q_BHTK: Tensor,
@@ -92,9 +106,18 @@ def scan_rwkv7(
     backend: str = "auto",
     consume_state: bool = False,
     checked: bool = True,
+    cu_seqlens: Tensor | None = None,
 ) -> Result:
-    """The recurrence that reads first; all else as `scan`. diag(α) + b aᵀ must not expand: in RWKV-7 a = −κ and
-    b = κ ⊙ η with κ of length 1 and η in [0, 1]."""
+    """Run the recurrence that reads first; all else is as in `scan`. diag(α) + b aᵀ must not expand: in RWKV-7
+    a = −κ and b = κ ⊙ η with κ of length 1 and η in [0, 1].
+
+        >>> from perspectron.ops import delta
+        >>> q, k = torch.rand(1, 2, 5, 4), torch.rand(1, 2, 5, 4)
+        >>> v, alpha = torch.rand(1, 2, 5, 3), torch.rand(1, 2, 5, 4)
+        >>> k = k / k.norm(dim=-1, keepdim=True)
+        >>> tuple(delta.scan_rwkv7(q, k, v, -k, 0.5 * k, alpha)[0].shape)
+        (1, 2, 5, 3)
+    """
     inputs = (q_BHTK, k_BHTK, v_BHTV, a_BHTK, b_BHTK, alpha_BHTA)
     _check(backend, consume_state, checked, "a, b", inputs, state_BHKV)
     q, k, v, a, b, alpha, state = _prepared(inputs, state_BHKV)

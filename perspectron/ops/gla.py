@@ -17,6 +17,7 @@ from torch import Tensor
 from perspectron.ops import dispatch, memory
 from perspectron.ops.fused import fits, plain
 from perspectron.ops.products import Saved, within, within_backward
+from perspectron.ops.sequences import packed
 from perspectron.ops.tree import Recurrence
 from perspectron.ops.triton import scan as on_gpu
 
@@ -24,6 +25,7 @@ CHUNK = 64
 BACKENDS = ("auto", "naive", "torch", "triton")
 
 
+@packed("BHTV", "BHKV")
 @dispatch.in_full_precision
 def scan(
     q_BGTK: Tensor,
@@ -36,8 +38,9 @@ def scan(
     backend: str = "auto",
     consume_state: bool = False,
     checked: bool = True,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence over T tokens from a given state: (outputs [B,H,T,V], final state [B,H,K,V]).
+    """Run the recurrence over T tokens from a given state: (outputs [B,H,T,V], final state [B,H,K,V]).
 
     Any T, also 0 and 1; gates in [0, 1]. `scale` is K^-½ when not given. Computes and returns in float32 or, if
     any input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse
@@ -50,8 +53,16 @@ def scan(
     are the same. Only where gradients are off.
     `checked`: gates outside [0, 1], and NaN, are a ValueError. A mixer, whose gates are sigmoids, leaves the check out:
     it would cost every single token a pass over its gates.
+    `cu_seqlens`: several sequences in one row (`perspectron.ops.sequences`); states then have a row for each.
     Raises BackendError for an unknown backend or kernels that cannot run, ValueError for shapes that do not fit and for
     a state to be consumed while gradients are on.
+
+        >>> from perspectron.ops import gla
+        >>> q, k = torch.rand(1, 2, 5, 4), torch.rand(1, 2, 5, 4)
+        >>> v, gate = torch.rand(1, 2, 5, 3), torch.rand(1, 2, 5, 4)
+        >>> outputs, state = gla.scan(q, k, v, gate)
+        >>> tuple(outputs.shape), tuple(state.shape)
+        ((1, 2, 5, 3), (1, 2, 4, 3))
     """
     dispatch.known(backend, BACKENDS)
     dispatch.check_consumed(consume_state)

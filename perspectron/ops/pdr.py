@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from perspectron import native
 from perspectron.native import training
 from perspectron.ops import dispatch
+from perspectron.ops.sequences import packed
 from perspectron.ops.tree import Recurrence, blocks, halves
 from perspectron.ops.triton import scan as on_gpu
 from perspectron.util.errors import BackendError
@@ -27,6 +28,7 @@ WIDEST = 256  # columns of a state that the kernel trains; for more, the tree's 
 BACKENDS = ("auto", "naive", "torch", "native", "triton")
 
 
+@packed("BTD", "BDR")
 @dispatch.in_full_precision
 def scan(
     q_BTR: Tensor,
@@ -39,8 +41,9 @@ def scan(
     backend: str = "auto",
     consume_state: bool = False,
     checked: bool = True,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence over T tokens from a given state: (outputs [B,T,D], final state [B,D,R]).
+    """Run the recurrence over T tokens from a given state: (outputs [B,T,D], final state [B,D,R]).
 
     Any T, also 0 and 1; gates in [0, 1]. `scale` is R^-½ when not given. Computes and returns in float32 or, if any
     input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse and in forward
@@ -51,8 +54,18 @@ def scan(
 
     `consume_state`: the caller gives `state_BDR` up, and the kernel and the step write into it; only without gradients.
     `checked`: gates outside [0, 1], and NaN, are a ValueError; a mixer, whose gates are sigmoids, saves that pass.
+    `cu_seqlens`: several sequences in one row (`perspectron.ops.sequences`); states then have a row for each.
     Raises BackendError for an unknown backend or a kernel that cannot run, ValueError for shapes that do not fit and
     for a state to be consumed while gradients are on.
+
+        >>> from perspectron.ops import pdr
+        >>> q, k, v, gamma = torch.rand(1, 5, 4), torch.rand(1, 5, 4), torch.rand(1, 5, 3), torch.rand(1, 5, 3)
+        >>> outputs, state = pdr.scan(q, k, v, gamma)
+        >>> tuple(outputs.shape), tuple(state.shape)
+        ((1, 5, 3), (1, 3, 4))
+        >>> _, states = pdr.scan(q, k, v, gamma, cu_seqlens=torch.tensor([0, 2, 5]))
+        >>> len(states)
+        2
     """
     dispatch.known(backend, BACKENDS)
     dispatch.check_consumed(consume_state)

@@ -33,10 +33,14 @@ STATE_TOLERANCE = 0.05
 def solve(
     design: str, params: int, *, vocab_size: int, seq_len: int, state: int | None = None
 ) -> ModelConfig:
-    """The design, or a variant of it, at `params` parameters, within 2%; of experts, those that a token uses count.
+    """Size a design, or a variant of it, at `params` parameters, within 2%; of experts, those that a token uses count.
     state: bytes of its state, within 5%; None leaves them as they come.
 
     ConfigError for an unknown design or size, and for a budget that its embedding and least layers exceed.
+
+        >>> config = perspectron.presets.solve("gla", 300_000, vocab_size=512, seq_len=64)
+        >>> perspectron.presets.design_of(config)
+        'gla'
     """
     require(params >= 1, "params", params, "≥ 1")
     shape = _shape(params, vocab_size, seq_len)
@@ -57,8 +61,12 @@ def solve(
 
 
 def vocabulary(params: int) -> int:
-    """Size of a vocabulary that fits so many parameters: the largest power of two whose square is at most four times
-    their number; 2048 at 2 M, 8192 at 20 M."""
+    """Choose the size of a vocabulary for so many parameters: the largest power of two whose square is at most four
+    times their number; 2048 at 2 M, 8192 at 20 M.
+
+        >>> perspectron.presets.vocabulary(2_000_000)
+        2048
+    """
     size = LEAST_VOCABULARY
     while (2 * size) ** 2 <= 4 * params:
         size *= 2
@@ -68,7 +76,12 @@ def vocabulary(params: int) -> int:
 def small(
     design: str, *, vocab_size: int, d_model: int = 64, layers: int = 2, seq_len: int = 256
 ) -> ModelConfig:
-    """The design as large as a small transformer with a SwiGLU of 8/3 of its width, as near as its sizes allow."""
+    """Size a design to be as large as a small transformer with a SwiGLU of 8/3 of its width, as near as its sizes
+    allow. ConfigError for an unknown design.
+
+        >>> perspectron.presets.small("perspective2", vocab_size=280, d_model=32).vocab_size
+        280
+    """
     shape = Shape(vocab_size, seq_len, d_model, layers)
     wide = {"hidden": 8 * d_model // 3 // 8 * 8}
     transformer = DESIGNS["transformer"]

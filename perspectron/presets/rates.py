@@ -33,14 +33,22 @@ PASSES = 8.0
 
 
 def warmup(steps: int) -> int:
-    """Updates in which the rate rises, of so many."""
+    """Give the updates in which the rate rises, of so many.
+
+    >>> 0 < perspectron.presets.warmup(1000) < 1000
+    True
+    """
     return max(1, round(min(max(RISES * steps, LEAST), MOST * steps)))
 
 
 def rate(design: str, params: int, tokens: int | None = None) -> float:
-    """Peak learning rate of a design at so many active parameters, two digits of it: between sizes that were searched
-    in proportion, beyond them by N^FALL; and for trainings of more than SEARCHED tokens by D^LONGER of what they have
-    more. None: as many tokens as were searched."""
+    """Give the peak learning rate of a design at so many active parameters, two digits of it: between sizes that were
+    searched in proportion, beyond them by N^FALL; and for trainings of more than SEARCHED tokens by D^LONGER of what
+    they have more. None: as many tokens as were searched.
+
+        >>> perspectron.presets.rate("transformer", 1_000_000) > perspectron.presets.rate("transformer", 100_000_000)
+        True
+    """
     known = sorted(RATES.get(design, OTHERS).items())
     below = [point for point in known if point[0] <= params]
     above = [point for point in known if point[0] >= params]

@@ -116,27 +116,42 @@ def preset(
 
 
 def names() -> list[str]:
-    """The presets there are."""
+    """List the names of the presets.
+
+    >>> "perspective2-tiny" in perspectron.presets.names()
+    True
+    """
     return list(PRESETS)
 
 
 def get(name: str, **overrides: Any) -> ModelConfig:
-    """The config of a preset, or of a design at its default sizes, with some sizes replaced.
+    """Give the config of a preset, or of a design at its default sizes, with some sizes replaced.
 
     ConfigError, naming the key, for an unknown name or key, a value of the wrong type or out of bounds.
+
+        >>> perspectron.presets.get("transformer-tiny", layers=2).name
+        'transformer-tiny'
     """
     return made(_make(name), name, overrides)
 
 
 def sizes(name: str) -> dict[str, Any]:
-    """The sizes of a preset or a design that `get` can replace, and what they are by default."""
+    """List the sizes of a preset or a design that `get` can replace, with their defaults. ConfigError: it is none.
+
+    >>> perspectron.presets.sizes("perspective2-tiny")["layers"]
+    4
+    """
     return {key: size.default for key, size in sizes_of(_make(name)).items()}
 
 
 def variant(name: str) -> tuple[Design, dict[str, Any]]:
-    """(design, its sizes that are given) of "DESIGN" or "DESIGN[KEY=VALUE,…]", such as "gla[embedding_norm=false]" or
-    "perspective[kda,rank=16]"; "DESIGN+" gives the best parts too, as in "transformer+" or "perspective+[kda,heads=2]".
-    ConfigError for what is neither."""
+    """Take a name apart: (design, its sizes that are given) of "DESIGN" or "DESIGN[KEY=VALUE,…]", such as
+    "gla[embedding_norm=false]" or "perspective[kda,rank=16]"; "DESIGN+" gives the best parts too, as in "transformer+"
+    or "perspective+[kda,heads=2]". ConfigError for what is neither.
+
+        >>> perspectron.presets.variant("gla[embedding_norm=false]")[1]
+        {'embedding_norm': False}
+    """
     closed = name.count("[") == name.count("]") and name.endswith("]") == ("[" in name)
     require(closed, "design", name, "as in gla[rank=16,embedding_norm=false]")
     design, with_parts, given = _parts(name)
@@ -150,7 +165,11 @@ def variant(name: str) -> tuple[Design, dict[str, Any]]:
 
 
 def training(name: str) -> dict[str, Any]:
-    """Options of the optimizer in the brackets of a design's name."""
+    """Give the options of the optimizer in the brackets of a design's name.
+
+    >>> perspectron.presets.training("gla")
+    {}
+    """
     *_, given = _parts(name)
     return {key: value for key, value in given.items() if key in OF_TRAINING}
 
@@ -184,9 +203,13 @@ def _parts(name: str) -> tuple[str, bool, dict[str, Any]]:
 
 
 def title(name: str) -> str:
-    """A design's or a variant's name as people write it: "Mamba-2" of ssd, "Perspective[KDA, rank=16]" of
+    """Write a design's or a variant's name as people do: "Mamba-2" of ssd, "Perspective[KDA, rank=16]" of
     perspective[kda,rank=16], "Transformer[shift]" of transformer[shift=true], "Transformer+" of transformer+. Other
-    names are returned as they are."""
+    names are returned as they are.
+
+        >>> perspectron.presets.title("ssd")
+        'Mamba-2'
+    """
     head, bracket, inside = name.partition("[")
     items = [registry.title(item.removesuffix("=true")) for item in between_commas(inside.removesuffix("]"))]
     plus = "+" if head.endswith("+") else ""
@@ -194,8 +217,12 @@ def title(name: str) -> str:
 
 
 def design_of(config: ModelConfig) -> str:
-    """The design of a model, by its name, which is that of a preset, of a design or of a variant of one. ConfigError
-    when it is none of them."""
+    """Name the design of a model, by the model's name, which is that of a preset, of a design or of a variant of one.
+    ConfigError when it is none of them.
+
+        >>> perspectron.presets.design_of(perspectron.presets.get("transformer-tiny"))
+        'transformer'
+    """
     name, *_ = _parts(config.name)
     if name in PRESETS:
         name = PRESETS[name].design

@@ -25,6 +25,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ENDING = ".state"
 
 
+Messages = list[dict[str, str]]
+MESSAGES = "messages"
+"""What a file of a talk has beside its text: its messages, each with `role` and `content`."""
 MOST = 256 << 20
 """Bytes of the states of a folder that stay in memory, beside what stores, sessions and their marks have of them."""
 
@@ -106,13 +109,18 @@ class States:
         with self._told():
             return history(self.found(name))
 
+    def messages(self, name: str) -> Messages:
+        """The messages of a talk, as its file claims them. Missing, StateError as `history`."""
+        with self._told():
+            return messages_of(parse_json(read_metadata(self.found(name)).get("extra", "{}"), room=JSON_ROOM))
+
     def save(self, name: str, session: Session, parent: str = "", lease: Lease | None = None) -> About:
         """Write a state, whole or not at all. StorageError when it cannot be written. Busy: the lease under which it is
         written is over."""
         with self._told():
             if lease is not None:
                 lease.check()
-            session.save(path := self.path(name), extra={"parent": parent})
+            session.save(path := self.path(name), extra=_beside(session, parent))
         with contextlib.suppress(PerspectronError, ValueError, KeyError):
             sign, found = _sign(path), parse_json(read_metadata(path)["extra"], room=JSON_ROOM)
             if found["session"] == session.fields():  # else another has written there meanwhile
@@ -142,6 +150,7 @@ class States:
     def _hold(self, path: Path, sign: tuple[int, ...], session: Session) -> None:
         """Keep a state in memory, and let those go that were not used for longest."""
         own = session.fork()
+        own.extra = {MESSAGES: messages_of(session.extra)}
         with self._lock:
             self._held.pop(path, None)
             if sign:
@@ -172,6 +181,22 @@ class States:
         remove(path)
         with self._lock:
             self._held.pop(path, None)
+
+
+def messages_of(extra: Any) -> Messages:
+    """The messages in what a file has beside its state; none where they are not messages."""
+    found = extra.get(MESSAGES) if isinstance(extra, dict) else None
+    rows = found if isinstance(found, list) else []
+    told = [
+        isinstance(row, dict) and {*map(type, map(row.get, ("role", "content")))} == {str} for row in rows
+    ]
+    return [{"role": row["role"], "content": row["content"]} for row in rows] if all(told) else []
+
+
+def _beside(session: Session, parent: str) -> dict[str, Any]:
+    """What a file has beside a session: the state it went on from, and of a talk its messages."""
+    messages = messages_of(session.extra)
+    return {"parent": parent} | ({MESSAGES: messages} if messages else {})
 
 
 def _sign(path: Path) -> tuple[int, ...]:

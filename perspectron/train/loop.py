@@ -25,9 +25,10 @@ from perspectron.train.config import RunConfig, Turn
 from perspectron.train.distill import Teacher
 from perspectron.train.estimate import Estimate, autocast, estimate, faster
 from perspectron.train.heldout import Heldout, heldout
-from perspectron.train.metrics import Metrics, draw, draw_terms, forget, noting, read_metrics
+from perspectron.train.metrics import Metrics, forget, noting
 from perspectron.train.optim import falls_at, freeze, learning_rate, optimizer_of
 from perspectron.train.pace import Pace
+from perspectron.train.page import Page, Write, forget_samples
 from perspectron.train.prepare import training_batches
 from perspectron.train.resume import resume, set_aside
 from perspectron.util import ranks
@@ -37,7 +38,7 @@ from perspectron.util.files import locked, sweep, write_json
 from perspectron.util.hooks import first_non_finite
 from perspectron.util.machine import in_large_pages, pick_device, signals
 
-CURVE, TERMS, TERNARY = "loss.svg", "terms.svg", "ternary.json"
+TERNARY = "ternary.json"
 SETTLED = 10  # updates, after which memory holds what it will hold
 
 
@@ -73,6 +74,7 @@ class Trainer:
         self.progress = Progress(loader=self.loader.state_dict())
         self.best = math.inf
         self.damaged: CheckpointError | None = None
+        self.page: Page | None = None
         self.build()
         self.wrap()
         self.settle()
@@ -141,6 +143,7 @@ class Trainer:
         self.best = min((value for value in measured if value is not None), default=math.inf)
         if self.first:
             forget(self.run_dir, self.progress.step)
+            forget_samples(self.run_dir, self.progress.step)
 
     def restored(self) -> tuple[checkpoint.Checkpoint | None, CheckpointError | None]:
         """Fill the model and the optimizer as `train.resume` does."""
@@ -167,9 +170,11 @@ class Trainer:
         until: int | None = None,
         report: Callable[[Metrics], None] = lambda _: None,
         pace: Pace | None = None,
+        write: Write | None = None,
     ) -> int | None:
         """Train to the end (or to step `until`) and call `report` with each line of metrics. pace: ends the training on
-        time by changing the number of updates.
+        time by changing the number of updates. write: what the model writes after each of some texts, for the run's
+        page; it may not change the model or a generator of torch.
 
         Returns the number of the signal (SIGINT, SIGTERM, SIGHUP) that ended it early, or None. In both cases a
         checkpoint of the last step is on disk. NonFiniteError is raised before the optimizer step, StorageError if
@@ -187,7 +192,9 @@ class Trainer:
             note: Callable[[Metrics], None] = lambda _: None  # noqa: E731
             if self.first:
                 stack.enter_context(locked(self.run_dir, RUN_LOCK))
-                note = stack.enter_context(noting(self.run_dir, report, caught))
+                if self.progress.step < last():  # else its page tells all
+                    self.page = stack.enter_context(Page(self, pace, write))
+                note = stack.enter_context(noting(self.run_dir, self._told(report), caught))
             settled = self.progress.step + SETTLED
             while self.progress.step < last() and not self.agreed(caught):
                 note(self.step())
@@ -199,6 +206,8 @@ class Trainer:
                 measured = _due(step, train.eval_every) or step == self.config.train.steps
                 if measured:
                     note(self.measure())
+                    if self.page is not None:
+                        self.page.draw()
                 if _due(step, train.save_every) or self.best < best or step in (last(), before_fall):
                     self.save()
                 if pace is not None and measured:
@@ -206,11 +215,15 @@ class Trainer:
             self.save()
             self.saved()
             stopped = self.agreed(caught)
-        if self.first:
-            metrics = read_metrics(self.run_dir)
-            draw(metrics, self.run_dir / CURVE)
-            draw_terms(metrics, self.run_dir / TERMS)
         return stopped or None
+
+    def _told(self, report: Callable[[Metrics], None]) -> Callable[[Metrics], None]:
+        def told(line: Metrics) -> None:
+            if self.page is not None:
+                self.page.note(line)
+            report(line)
+
+        return told
 
     def agreed(self, caught: list[int]) -> int:
         """The signal that is to end the training; 0: none. Asked before every update."""
@@ -259,7 +272,7 @@ class Trainer:
         for batch in batches:
             # So that every target counts the same, wherever it stands; of prompts alone there is none.
             parts = max(targets, 1) / max(batch.targets, 1)
-            value, terms = self._backward(batch, parts)
+            value, terms = self.backward(batch, parts)
             loss += value / parts
             aux = {name: aux.get(name, 0.0) + term / parts for name, term in terms.items()}
         norm = self._clip()
@@ -282,7 +295,7 @@ class Trainer:
             "seconds": self.progress.seconds,
         } | ({"aux": aux} if aux else {})
 
-    def _backward(self, batch: Batch, parts: float) -> tuple[float, dict[str, float]]:
+    def backward(self, batch: Batch, parts: float) -> tuple[float, dict[str, float]]:
         """Add one batch's gradients, divided by `parts`; its loss, and what the model reports beside it, are not."""
         ids, targets = (ranks.columns(x).to(self.device) for x in (batch.ids_BT, batch.targets_BT))
         reset = None if batch.reset_BT is None else ranks.columns(batch.reset_BT).to(self.device)

@@ -1,4 +1,4 @@
-"""RUN/metrics.jsonl: a line of JSON for each update and each measurement; and the charts of a run."""
+"""RUN/metrics.jsonl: a line of JSON for each update and each measurement."""
 
 import contextlib
 import json
@@ -10,15 +10,12 @@ from typing import Any
 
 from perspectron.util.errors import CheckpointError, StorageError
 from perspectron.util.files import append_to, parse_json, plain, read_text, write_text
-from perspectron.util.plot import Chart, Line, Point
-from perspectron.util.plot import draw as picture
 
 Metrics = dict[str, Any]
 METRICS = "metrics.jsonl"
 HELDOUT = "heldout.json"
 """The loss on all held-out text of the best checkpoint when the training ended, beside compressors."""
 MOST_METRICS = 1 << 30  # bytes
-POINTS = 1000  # of a chart's line, at most
 OF_UPDATE = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds")
 
 
@@ -99,33 +96,7 @@ def _metrics(line: Any) -> Metrics:
     return line
 
 
-# ---------------------------------------------------------------- charts
-
-
-def draw(metrics: list[dict[str, Any]], path: Path) -> None:
-    """Write training loss (thin as it came, thick smoothed) and the loss on text that is not trained on, over the same
-    axes in bits per byte: where the second rises while the first falls, the run overfits. Nothing is written for fewer
-    than two steps."""
-    losses = _points(metrics, "loss")
-    if len(losses) < 2:
-        return
-    charts, bits_of = list[Chart](), _bits_per_nat(metrics)
-    others = [
-        Line(text, points, number)
-        for number, (text, split) in enumerate((("held-out", "heldout"), ("dev", "dev")), 2)
-        if (points := _points(metrics, f"{split}_bits_per_byte"))
-    ]
-    if bits_of is None:
-        charts.append(_chart("training loss", "nats per token", losses))
-        charts += [Chart(line.name, "step", "bits per byte", [line]) for line in others]
-    else:
-        said = ", ".join(f"{line.name} {line.points[-1][1]:.3f}" for line in others)
-        chart = _chart(f"loss: {said}", "bits per byte", [(step, loss * bits_of) for step, loss in losses])
-        charts.append(Chart(chart.title, chart.x, chart.y, [*chart.lines, *others]))
-    write_text(path, picture(charts))
-
-
-def _bits_per_nat(metrics: list[dict[str, Any]]) -> float | None:
+def bits_per_nat(metrics: list[Metrics]) -> float | None:
     """Bits per byte for a nat per token, as the text that is not trained on has them; None if it was not measured."""
     for line in reversed(metrics):
         for split in ("heldout", "dev"):
@@ -133,36 +104,3 @@ def _bits_per_nat(metrics: list[dict[str, Any]]) -> float | None:
             if nats > 0:
                 return float(line[f"{split}_bits_per_byte"]) / nats
     return None
-
-
-def draw_terms(metrics: list[dict[str, Any]], path: Path) -> None:
-    """Write a chart for each quantity that the model reported ("aux" in the metrics); nothing where there is none."""
-    lines = [{"step": line["step"], **line["aux"]} for line in metrics if "aux" in line]
-    if len(lines) > 1:
-        terms = {name: _points(lines, name) for name in lines[-1] if name != "step"}
-        charts = [_chart(f"{name.replace('_', ' ')} {at[-1][1]:.3g}", "", at) for name, at in terms.items()]
-        write_text(path, picture(charts))
-
-
-def _points(lines: list[dict[str, Any]], name: str) -> list[Point]:
-    return [(line["step"], line[name]) for line in lines if name in line]
-
-
-def _chart(title: str, unit: str, points: list[Point]) -> Chart:
-    lines = [
-        Line("each step", _thinned(points), 1, thin=True),
-        Line("smoothed", _thinned(_smooth(points)), 1),
-    ]
-    return Chart(title, "step", unit, lines)
-
-
-def _thinned(points: list[Point]) -> list[Point]:
-    return points[:: -(-len(points) // POINTS)] + points[-1:] if len(points) > POINTS else points
-
-
-def _smooth(points: list[Point]) -> list[Point]:
-    """Exponential mean over about a fiftieth of the run."""
-    keep, smooth = 1 - 1 / max(2.0, len(points) / 50), points[:1]
-    for step, value in points[1:]:
-        smooth.append((step, keep * smooth[-1][1] + (1 - keep) * value))
-    return smooth

@@ -161,6 +161,7 @@ class ParallelTrainer(Trainer):
     # ------------------------------------------------------------ training
 
     def fit(self, *given: Any, **options: Any) -> int | None:
+        options["write"] = None  # no rank has the whole model
         with together(self.ranks), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # nothing writes into a block's output
             return super().fit(*given, **options)

@@ -9,7 +9,14 @@ class PerspectronError(Exception):
     """Base of every error that the user can fix. The command line prints it and exits with `exit_code`.
 
     Its text is one printable line whatever a file or a library put into it: control characters are escaped, and a long
-    text is shortened in the middle."""
+    text is shortened in the middle.
+
+        >>> try:
+        ...     perspectron.load("no-such-run")
+        ... except perspectron.PerspectronError as error:
+        ...     print(type(error).__name__)
+        CheckpointError
+    """
 
     exit_code = 2
 

@@ -177,6 +177,13 @@ def resident() -> int:
     return 0
 
 
+def peak_resident() -> int:
+    """The most bytes that this process had in memory, since the last `Peak` began; 0 where the system does not tell."""
+    with suppress(OSError):
+        return _status("VmHWM")
+    return 0
+
+
 def _status(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
@@ -187,8 +194,11 @@ def _status(field: str) -> int:
 @contextmanager
 def signals() -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP, which a closing terminal sends; a second one acts at once. One that is
-    ignored, as SIGHUP under nohup, stays so."""
+    ignored, as SIGHUP under nohup, stays so. A thread beside the main one gets none."""
     caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
 

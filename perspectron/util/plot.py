@@ -15,20 +15,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from jinja2 import Template
+from typing import Any, NamedTuple
 
 WIDTH, HEIGHT, SIDE = 520, 330, 250  # of a chart and of a torus, in points, which are pixels of the SVG
-ROW = 24  # height of a row of dots
+NARROW = 370  # of a chart in a page, so that its text is readable on a phone
+ROW, LEGEND = 24, 18  # height of a row of dots, and of names
 MARKED = 16  # points of a line that get a mark each; of more, none
 # Lines keep a contrast of 4.5 to the ground in both schemes and stay apart for readers without one kind of cone
 # (ΔE ≥ 10 in CIELAB); dashes and marks tell them apart without colour.
 PALETTE = {  # light, dark
-    "ground": ("#ffffff", "#15171b"), "ink": ("#1b1d21", "#e6e8eb"), "soft": ("#5a5f68", "#a3a9b3"),
-    "rule": ("#c9ccd2", "#454b55"), "grid": ("#e8eaed", "#282c33"), "bad": ("#a8321a", "#ff9b82"),
-    "wash": ("#f6f7f8", "#1d2025"), "s0": ("#1b1d22", "#f0f1f3"), "s1": ("#053f8b", "#96b2f8"),
+    "ground": ("#fbfaf7", "#14181d"), "ink": ("#1b2430", "#e6e9ec"), "soft": ("#56606b", "#a3abb4"),
+    "rule": ("#cbcac4", "#454c55"), "grid": ("#e7e5df", "#272d34"), "bad": ("#a8321a", "#ff9b82"),
+    "wash": ("#f4f2ec", "#1b2027"), "shade": ("#cfccc2", "#3d454f"),
+    "accent": ("#0f6b6b", "#5cc6c0"), "second": ("#b4531f", "#f0a36b"),
+    "s0": ("#1b1d22", "#f0f1f3"), "s1": ("#053f8b", "#96b2f8"),
     "s2": ("#591100", "#f59a56"), "s3": ("#005c32", "#2cb488"), "s4": ("#580e4c", "#d14dbc"),
     "s5": ("#887402", "#d3bf1e"), "s6": ("#5d61d0", "#837eff"), "s7": ("#117796", "#a4d8ee"),
     "s8": ("#ca4753", "#ff455a"),
@@ -121,33 +121,31 @@ def variables(scheme: int) -> str:
     return ";".join(f"--{name}:{colours[scheme]}" for name, colours in PALETTE.items())
 
 
-def page_template(package: str, name: str) -> "Template":
-    """A page's template, a file of a package; a name in it that is not given is an error."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    loader = PackageLoader(package, ".")
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template(name)
-
-
 def draw(charts: Sequence[Chart], *, slug: str = "") -> str:
-    """Charts as one <svg>, two in a row. slug: unique in the page that it becomes part of; without one the picture is
-    a file of its own."""
-    columns = min(2, len(charts))
-    rows = -(-len(charts) // columns)
-    with _figure(WIDTH * columns, HEIGHT * rows, slug) as figure:
+    """Charts as one <svg>. slug: unique in the page that it becomes part of, where it is as narrow as a phone, with the
+    names below; without one the picture is a file of its own, with two in a row."""
+    columns = 1 if slug else min(2, len(charts))
+    rows, names = -(-len(charts) // columns), max(len(chart.lines) for chart in charts)
+    width, height = (NARROW, 0.8 * NARROW + LEGEND * -(-names // 2)) if slug else (WIDTH, HEIGHT)
+    with _figure(width * columns, height * rows, slug) as figure:
         for index, chart in enumerate(charts):
-            _chart(figure.add_subplot(rows, columns, index + 1), chart)
+            axes = figure.add_subplot(rows, columns, index + 1)
+            _chart(axes, chart)
+            if len(chart.lines) > 1 and slug:
+                figure.legend(loc="outside lower left", ncols=2, borderaxespad=0.2)
+            elif len(chart.lines) > 1:
+                axes.legend(loc="upper left", bbox_to_anchor=(1, 1.03), borderaxespad=0.2)
         return _svg(figure, " · ".join(chart.title for chart in charts), slug)
 
 
 def draw_dots(plot: Dots, *, slug: str = "") -> str:
     """A dot plot as one <svg>, as high as its rows need; `slug` as in `draw`."""
-    with _figure(WIDTH * 1.2, 70 + ROW * len(plot.dots), slug) as figure:
+    with _figure(NARROW if slug else 1.2 * WIDTH, 70 + ROW * len(plot.dots), slug) as figure:
         axes = figure.add_subplot()
         _dots(axes, plot)
+        if slug:  # names take half of the width, and the title needs all of it
+            axes.set_title("")
+            figure.suptitle(plot.title, x=0.01, ha="left", fontsize=11)
         return _svg(figure, plot.title, slug)
 
 
@@ -233,8 +231,6 @@ def _chart(axes: Any, chart: Chart) -> None:
             )
     if chart.ticks:
         axes.set_xticks(chart.ticks)
-    if len(chart.lines) > 1:
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1.03), borderaxespad=0.2)
 
 
 def _style_of(number: int) -> tuple[str, Any, str]:

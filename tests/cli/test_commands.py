@@ -1,6 +1,7 @@
 """The commands as a user types them, and what a mistake looks like."""
 
 import contextlib
+import html
 import io
 import json
 import re
@@ -19,6 +20,8 @@ from perspectron.decode.reading import prefill
 from perspectron.decode.sampling import SamplingConfig, sample
 from perspectron.model.model import build
 from perspectron.train import checkpoint
+from perspectron.train.metrics import read_metrics
+from perspectron.train.page import read_samples
 from tests.cli.small import SIZES, TRAIN
 from tests.refusals import in_a_line, names, warned
 
@@ -34,7 +37,8 @@ def run(tmp_path_factory, text) -> Path:
 
 
 def test_train_leaves_what_the_readme_says(run):
-    for name in ("config.json", "tokenizer.json", "metrics.jsonl", "loss.svg", "checkpoints/step-00000030"):
+    files = ("config.json", "tokenizer.json", "metrics.jsonl", "samples.jsonl", "index.html")
+    for name in (*files, "checkpoints/step-00000030"):
         assert (run / name).exists(), name
     assert json.loads((run / "config.json").read_text())["train"]["steps"] == 30
 
@@ -192,6 +196,18 @@ def test_quickstart_is_whole_and_ends_at_once_the_second_time(tour):
     written = {path: path.stat().st_mtime_ns for path in folder.glob("*/checkpoints/*/*")}
     assert main(command) == 0
     assert written and written == {path: path.stat().st_mtime_ns for path in folder.glob("*/checkpoints/*/*")}
+
+
+def test_the_quickstarts_page_shows_both_models(tour):
+    folder = Path(tour[0][2])
+    page = (folder / "index.html").read_text()
+    for name in ("perspective", "transformer"):
+        assert f'href="{name}/index.html"' in page and (folder / name / "index.html").is_file()
+        bits = read_metrics(folder / name)[-1]["heldout_bits_per_byte"]
+        (samples,) = read_samples(folder / name)
+        assert f"<td>{bits:.3f}</td>" in page and f"held-out {bits:.3f} bits per byte" in page
+        assert all(html.escape(text["prompt"]) in page for text in samples["texts"])
+    assert page.count('class="second') >= 2 and "gzip -9" in page and "<script" not in page
 
 
 def test_a_second_quickstart_with_other_steps_is_refused(tour, capsys):

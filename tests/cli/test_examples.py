@@ -30,6 +30,7 @@ SHORTER = {
 }
 QUICK = {
     "train": "--seq-len 32 --batch-size 2 --eval-every 0 --eval-tokens 64 --dtype float32",
+    "convert": "--tokens 6000 --dtype float32",
     "quantize": "--windows 4 --tokens 64",
     "plan": "--bandwidth 9G/s",
     "perspective views": "--tokens 64",

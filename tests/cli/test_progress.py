@@ -4,7 +4,8 @@ import io
 
 import pytest
 
-from perspectron.cli.progress import Work, duration
+from perspectron.cli.progress import Work
+from perspectron.util.numbers import duration
 from tests.waiting import PATIENCE, until
 
 

@@ -163,8 +163,15 @@ def test_retain_grad_hidden_states_attentions(s: Subject) -> None:
 
 
 def test_attention_outputs(s: Subject) -> None:
-    with refused(ValueError, "output_attentions"):
-        s.model(IDS, output_attentions=True)
+    with torch.no_grad():
+        out = s.model(IDS, output_attentions=True)
+        assert s.model(IDS).attentions is None
+        own = s.model.model(IDS, output_attentions=True).attentions
+    assert len(out.attentions) == s.model.config.num_hidden_layers
+    for one, other in zip(out.attentions, own, strict=True):
+        if one is not None:
+            assert one.equal(other) and one.shape[0] == len(IDS) and one.shape[2:] == (IDS.shape[1],) * 2
+            torch.testing.assert_close(one.sum(-1), torch.ones_like(one[..., 0]))
 
 
 def test_inputs_embeds_matches_input_ids(s: Subject) -> None:

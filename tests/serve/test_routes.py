@@ -23,7 +23,7 @@ from perspectron.decode.session import Session
 from perspectron.designs.perspective.views import PerspectivesConfig
 from perspectron.model.tuned import parts
 from perspectron.serve.states import States
-from perspectron.serve.web.app import create
+from perspectron.serve.web.app import PAGE, create
 from perspectron.serve.web.likely import shown
 from perspectron.util.tensors import read_header
 from tests.refusals import names
@@ -269,7 +269,13 @@ def test_models_tokens_health_metrics_and_the_page(client, tiny) -> None:
         and "default-src 'self'" in page.headers["content-security-policy"]
     )
     for name in ("page.css", "page.js"):
-        assert name in page.text and client.get(f"/{name}").status_code == 200
+        assert name in page.text
+    for file in PAGE.iterdir():
+        part = client.get("/" if file.name == "index.html" else f"/{file.name}")
+        assert (
+            part.status_code == 200
+            and file.suffix.strip(".").replace("js", "javascript") in part.headers["content-type"]
+        )
 
 
 @pytest.mark.parametrize(

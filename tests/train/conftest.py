@@ -13,7 +13,6 @@ from torch import Tensor
 from perspectron import presets
 from perspectron.data import Shards, Tokenizer, encode, open_corpus
 from perspectron.model.config import ModelConfig
-from perspectron.train import loop
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import Trainer
 from perspectron.train.metrics import read_metrics
@@ -99,19 +98,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     shards = encode(corpus, tokenizer, root / "data")
     tokenizer.save(root / "data" / "tokenizer.json")
     return Runs(root / "data", tokenizer, shards)
-
-
-@pytest.fixture
-def drawn() -> None:
-    """Asked for by tests that look at a run's charts."""
-
-
-@pytest.fixture(autouse=True)
-def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other trainings draw none: charts take longer than they do."""
-    if "drawn" not in request.fixturenames:
-        for name in ("draw", "draw_terms"):
-            monkeypatch.setattr(loop, name, lambda metrics, path: None)
 
 
 @pytest.fixture

@@ -3,10 +3,8 @@
 import copy
 import json
 import math
-import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
@@ -15,7 +13,7 @@ from torch import nn
 
 from perspectron.train import checkpoint, loop
 from perspectron.train.heldout import Heldout
-from perspectron.train.metrics import draw, draw_terms, read_metrics
+from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import AdamW, OptimConfig, learning_rate, optimizer_of
 from perspectron.train.prepare import prepare
 from perspectron.util.errors import ConfigError, NonFiniteError
@@ -379,78 +377,3 @@ def test_a_torn_last_line_is_left_out(runs, tmp_path):
         metrics.write_bytes(content[:-cut])
         assert read_metrics(tmp_path) == whole[:-1]
     assert read_metrics(tmp_path / "nowhere") == []
-
-
-def test_the_curve_shows_both_losses(runs, tmp_path, drawn):
-    trainer = runs.trainer(tmp_path, steps=8, eval_every=2)
-    trainer.fit()
-    text = (tmp_path / "loss.svg").read_text()
-    words = [element.text for element in ET.fromstring(text).iter(f"{SVG}text")]
-    last = [line for line in read_metrics(tmp_path) if "heldout_bits_per_byte" in line][-1]
-    assert f"loss: held-out {last['heldout_bits_per_byte']:.3f}" in words and "bits per byte" in words
-
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        [2.0, 2.0, 2.0],
-        [0.0, 0.0],
-        [1e8, 5.0, 4.0],
-        [1e8, 1e8],
-        [6.0, 0.0],
-        [3e-7, 1e-7],
-        [5.0 - i / 500 for i in range(2500)],
-    ],
-    ids=["flat", "zero", "huge first", "huge flat", "edge", "tiny", "long"],
-)
-def test_the_curve_holds_any_finite_losses(tmp_path, values):
-    metrics = [{"step": i + 1, "loss": value} for i, value in enumerate(values)]
-    metrics += [{"step": len(values), "heldout_bits_per_byte": value} for value in values[-1:]]
-    draw(metrics, tmp_path / "loss.svg")
-    text = (tmp_path / "loss.svg").read_text()
-    assert "nan" not in text.lower() and len(text) < 150_000
-    groups = [g for g in ET.fromstring(text).iter(f"{SVG}g") if g.find(f"{SVG}title") is not None]
-    names = [g.find(f"{SVG}title").text for g in groups]
-    assert names == ["each step", "smoothed", "held-out"]
-    places = re.findall(r"[ML] (\S+) (\S+)", groups[0].find(f"{SVG}path").get("d"))
-    assert 2 <= len(places) <= min(len(values), 1001)  # matplotlib leaves out points on a straight line
-    assert all(0 <= float(x) <= 1040 and 0 <= float(y) <= 330 for x, y in places)
-
-
-def test_the_curve_shows_overfitting_over_one_axis(tmp_path):
-    """A token of 2 bytes: 1.4 nats of it are about a bit per byte."""
-    metrics = [{"step": i + 1, "loss": 2.8 - i / 10} for i in range(20)]
-    metrics += [
-        {"step": step, "heldout_bits_per_byte": bits, "heldout_perplexity": math.exp(2 * math.log(2) * bits)}
-        for step, bits in ((10, 1.8), (20, 2.1))
-    ]
-    draw(metrics, tmp_path / "loss.svg")
-    words = [element.text for element in ET.parse(tmp_path / "loss.svg").iter(f"{SVG}text")]
-    assert "bits per byte" in words and "nats per token" not in words
-    assert "loss: held-out 2.100" in words
-    groups = [g for g in ET.parse(tmp_path / "loss.svg").iter(f"{SVG}g") if g.find(f"{SVG}title") is not None]
-    held, smooth = (
-        [float(y) for _, y in re.findall(r"[ML] (\S+) (\S+)", g.find(f"{SVG}path").get("d"))]
-        for name in ("held-out", "each step")
-        for g in groups
-        if g.find(f"{SVG}title").text == name
-    )
-    assert held[1] < held[0] and smooth[-1] > smooth[0]  # y grows downwards
-    assert held[0] < smooth[9] or held[0] == pytest.approx(smooth[9], abs=30)
-
-
-def test_a_model_that_reports_quantities_has_a_chart_of_each(tmp_path):
-    metrics = [{"step": i, "loss": 1.0, "aux": {"route_gate": i / 10, "load": 0.5}} for i in range(1, 6)]
-    draw_terms(metrics, tmp_path / "terms.svg")
-    words = [element.text for element in ET.parse(tmp_path / "terms.svg").iter(f"{SVG}text")]
-    assert "route gate 0.5" in words and "load 0.5" in words
-    draw_terms([{"step": 1, "loss": 1.0}] * 2, tmp_path / "none.svg")
-    assert not (tmp_path / "none.svg").exists()
-
-
-def test_no_curve_of_one_step(tmp_path):
-    draw([{"step": 1, "loss": 2.0}], tmp_path / "loss.svg")
-    assert not (tmp_path / "loss.svg").exists()

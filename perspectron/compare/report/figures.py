@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from perspectron.compare.report.numbers import context, short, size
 from perspectron.compare.report.summary import Row
 from perspectron.presets import DESIGNS
+from perspectron.util.numbers import context, short, size
 from perspectron.util.plot import Chart, Dot, Dots, Line, draw, draw_dots
 from perspectron.util.stats import interval
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from perspectron.compare.report import figures, tables
-from perspectron.compare.report.numbers import context, fixed, grouped, short
 from perspectron.compare.report.summary import STREAMING, Row, leader, ranked
-from perspectron.compare.report.tables import Table
 from perspectron.presets import title
 from perspectron.util.errors import ConfigError
-from perspectron.util.plot import page_template, variables
+from perspectron.util.numbers import context, fixed, grouped, short
+from perspectron.util.page import Table, page_template
 from perspectron.util.stats import LEVEL, interval
 
 VERSION = 1
@@ -67,7 +66,7 @@ def html(results: dict[str, Any]) -> str:
 def rendered(title: str, lede: str, sections: Sequence[Section]) -> str:
     """A page of such sections."""
     page = page_template("perspectron.compare.report", "page.html.j2")
-    return page.render(title=title, lede=lede, sections=sections, light=variables(0), dark=variables(1))
+    return page.render(title=title, lede=lede, sections=sections)
 
 
 def sections(results: dict[str, Any]) -> list[Section]:

@@ -2,11 +2,11 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from perspectron.compare.report.figures import measured
-from perspectron.compare.report.numbers import (
+from perspectron.compare.report.summary import STREAMING, Row, leader
+from perspectron.util.numbers import (
     NONE,
     context,
     fixed,
@@ -18,30 +18,11 @@ from perspectron.compare.report.numbers import (
     signed,
     size,
 )
-from perspectron.compare.report.summary import STREAMING, Row, leader
+from perspectron.util.page import Cell, Table
 from perspectron.util.stats import interval
 
 Text = Callable[[Any], str]
 Setting = tuple[tuple[str, Any], ...]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """note: smaller, beneath the text. kind: "best", "bad" or "quiet"."""
-
-    text: str
-    note: str = ""
-    kind: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """The first cell of a row is its head. words: columns of text, which are set from the left."""
-
-    caption: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    words: Sequence[int] = (0,)
 
 
 def estimate(values: Sequence[Any], text: Text = fixed, kind: str = "") -> Cell:

@@ -13,10 +13,8 @@ import perspectron
 from perspectron import presets
 from perspectron.cli.console import Console
 from perspectron.cli.fit import fit
-from perspectron.cli.options import printable, table
+from perspectron.cli.options import table
 from perspectron.compare.report.page import Section, rendered
-from perspectron.compare.report.tables import Cell
-from perspectron.compare.report.tables import Table as PageTable
 from perspectron.data import Tokenizer, absolute, encode
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
@@ -29,6 +27,9 @@ from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import OptimConfig
 from perspectron.util.config import require
 from perspectron.util.files import locked, write_json, write_text
+from perspectron.util.numbers import printable
+from perspectron.util.page import Cell
+from perspectron.util.page import Table as PageTable
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -16,6 +16,7 @@ from torch import Tensor
 from perspectron.designs.adr import gru_loop
 from perspectron.ops import dispatch
 from perspectron.ops.fused import fits
+from perspectron.ops.sequences import packed
 
 BACKENDS = ("auto", "naive", "torch")
 
@@ -32,6 +33,7 @@ class Cells(NamedTuple):
 Memories = tuple[Tensor, Tensor | None, Tensor]
 
 
+@packed("BTGRD", "BTGRD", "BGRD")
 @dispatch.in_full_precision
 def scan(
     x_BTGRD: Tensor,
@@ -44,8 +46,9 @@ def scan(
     raw: bool = False,
     backend: str = "auto",
     consume_state: bool = False,
+    cu_seqlens: Tensor | None = None,
 ) -> Memories:
-    """All h_t, all ĥ_t if `raw` (else None) [B,T,G,R,D], and the last h [B,G,R,D].
+    """Run the cells over T tokens: all h_t, all ĥ_t if `raw` (else None) [B,T,G,R,D], and the last h [B,G,R,D].
 
     Any T, also 0 and 1; γ in [0, 1), one for all, or one for each row [G,R]. At a token of `reset_BT` nothing before it
     is remembered; a token of `pad_BT` leaves h as it is, whatever stands in x, and its ĥ is h. Computes and returns in
@@ -57,8 +60,15 @@ def scan(
 
     `consume_state`: the caller gives `state_BGRD` up, and the step writes into it instead of into a copy; the numbers
     are the same. Only where gradients are off.
+    `cu_seqlens`: several sequences in one row (`perspectron.ops.sequences`); states then have a row for each.
     Raises BackendError for an unknown backend, ValueError for shapes that do not fit and for a state to be consumed
     while gradients are on.
+
+        >>> from perspectron.designs.adr import gru
+        >>> cells = gru.Cells(torch.rand(1, 4, 12), torch.rand(1, 4, 12), torch.rand(1, 12), torch.rand(1, 12))
+        >>> memories, _, last = gru.scan(torch.rand(1, 5, 1, 2, 4), cells, 0.9, torch.zeros(1, 1, 2, 4))
+        >>> tuple(memories.shape), torch.equal(memories[:, -1], last)
+        ((1, 5, 1, 2, 4), True)
     """
     dispatch.known(backend, BACKENDS)
     dispatch.check_consumed(consume_state)

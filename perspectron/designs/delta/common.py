@@ -23,6 +23,7 @@ from perspectron.model.parts import (
     unit,
 )
 from perspectron.model.state import register
+from perspectron.model.transfer import Heads, before_softplus, fill, passing
 from perspectron.model.tuned import Tuned
 from perspectron.ops import delta
 from perspectron.ops.fused import RMSNorm
@@ -84,6 +85,13 @@ class Delta(Mixer):
         self.conv1d.draw(generator)
         self.A_log.uniform_(*self.rates, generator=generator).clamp_min_(SLOWEST).log_()
         softplus_of_steps(self.dt_bias, generator)
+
+    def take(self, heads: Heads) -> None:
+        fill(self.qkv_proj, heads.q_HKD, heads.k_HKD, heads.v_HVD)
+        self.o_proj.weight.copy_(heads.o_DHV.flatten(1))
+        passing(self.conv1d)
+        self.A_log.zero_()
+        self.dt_bias.copy_(before_softplus(heads.rates(len(self.dt_bias) // len(self.A_log)).flatten()))
 
     def decays(self) -> int:
         return len(self.dt_bias)

@@ -65,6 +65,10 @@ class GDN(Delta):
         self.b_proj = nn.Linear(d_model, H, bias=False)
         self.g_proj = nn.Linear(d_model, H * V, bias=False)
 
+    @classmethod
+    def in_place_of(cls, d_model: int, heads: int, key: int, value: int) -> GDNConfig:
+        return GDNConfig(heads, key_dim=key, value_dim=value)
+
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         beta = (1 + self.config.negative) * sigmoid(self.b_proj(x_BTD))[..., None]
         return self.a_proj(x_BTD)[..., None], beta, beta, batch_invariant(F.silu, self.g_proj(x_BTD))

@@ -57,6 +57,10 @@ class KDA(Delta):
             nn.Linear(d_model, K, bias=False), nn.Linear(K, wide, bias=config.gate_bias)
         )
 
+    @classmethod
+    def in_place_of(cls, d_model: int, heads: int, key: int, value: int) -> KDAConfig | None:
+        return KDAConfig(heads, head_dim=key) if key == value else None
+
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         beta = (1 + self.config.negative) * sigmoid(self.b_proj(x_BTD))[..., None]
         f = self.f_proj(x_BTD).unflatten(-1, (self.config.heads, -1))

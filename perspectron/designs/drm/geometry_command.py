@@ -10,13 +10,13 @@ import tyro
 from perspectron.cli.options import answer, open_model
 from perspectron.cli.progress import Work
 from perspectron.compare.report.page import Section, rendered
-from perspectron.compare.report.tables import Cell
-from perspectron.compare.report.tables import Table as PageTable
 from perspectron.designs.adr.demo import shown
 from perspectron.designs.drm.geometry import RING, Options, measure, mixer_of
 from perspectron.designs.perspective.commands.routes import read_tokens
 from perspectron.opening import Opened
 from perspectron.util.files import plain, write_json, write_text
+from perspectron.util.page import Cell
+from perspectron.util.page import Table as PageTable
 from perspectron.util.plot import Chart, Line, draw
 
 PAGE, RESULTS = "geometry.html", "geometry.json"

@@ -30,11 +30,13 @@ from perspectron.designs.drm.law import (
 )
 from perspectron.ops import dispatch
 from perspectron.ops.attention import follows
+from perspectron.ops.sequences import packed
 from perspectron.util import ranks
 
 BACKENDS = ("auto", "naive", "torch")
 
 
+@packed("BTS", "B", "BT")
 @dispatch.in_full_precision
 def scan(
     e_BTE: Tensor,
@@ -46,16 +48,28 @@ def scan(
     pad_BT: Tensor | None = None,
     bptt: int = 0,
     backend: str = "auto",
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State, Trace | None]:
-    """The state after each token [B,T,S], the state to go on from, and what every token met (None in inference mode).
+    """Run the flow over T tokens: the state after each [B,T,S], the state to go on from, and what every token met (None
+    in inference mode).
 
     T ≥ 1. At a token of `reset_BT` a document starts from z0; one of `pad_BT` leaves the state as it is, whatever
     stands in e. bptt: gradients end, and the geometry is dropped, before each document's token whose number is a
     multiple of this; 0 is never. Computes and returns in float32 or, if any input is, in float64; autocast does not
     reach inside. Differentiable once, in reverse mode; everything else is an error.
 
+    cu_seqlens: several sequences in one row (`perspectron.ops.sequences`); states then have a row for each.
+
     backend: "naive" is the plain loop, "torch" the fast one, "auto" that or, in training on a CPU, the native
     kernel, where it fits. Raises BackendError for an unknown one, ValueError for shapes that do not fit.
+
+        >>> from perspectron.designs.drm import cases, op
+        >>> from perspectron.designs.drm.law import State, Weights
+        >>> e, z, *weights = next(cases.cases()).inputs
+        >>> state = State(z, z.new_zeros(2, 0), torch.zeros(2, dtype=torch.int64))
+        >>> states, after, trace = op.scan(e, state, Weights(*weights), cases.LAW)
+        >>> tuple(states.shape), torch.equal(states[:, -1], after.z_BS)
+        ((2, 30, 7), True)
     """
     dispatch.known(backend, BACKENDS)
     _check(e_BTE, state, weights, law)

@@ -5,6 +5,7 @@ Shapes: B batch, T time, D model width, H heads, K = D/2H key width, V = D/H val
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction, split_inputs
 from perspectron.model.state import register
+from perspectron.model.transfer import Heads, fill
 from perspectron.model.tuned import Tuned
 from perspectron.ops import gla
 from perspectron.ops.fused import RMSNorm, batch_invariant
@@ -73,6 +75,23 @@ class GLA(Mixer):
         )
         self.norm = RMSNorm(d_model // config.heads, norm_eps)
         self.o_proj = nn.Linear(d_model, d_model, bias=False)
+
+    @classmethod
+    def in_place_of(cls, d_model: int, heads: int, key: int, value: int) -> GLAConfig | None:
+        fits = heads * value == d_model and value % 2 == 0 and value // 2 <= key
+        return GLAConfig(heads) if fits else None
+
+    def take(self, heads: Heads) -> None:
+        """Keys and queries are half as wide as values: the part of theirs that matters most."""
+        K = self.q_proj.out_features // self.config.heads
+        for linear, part_HKD in zip((self.q_proj, self.k_proj), heads.narrowed(K), strict=True):
+            fill(linear, part_HKD)
+        fill(self.v_proj, heads.v_HVD)
+        self.o_proj.weight.copy_(heads.o_DHV.flatten(1))
+        rates = self.config.gate_temperature * heads.rates(K).flatten()
+        cast(nn.Linear, self.gk_proj[1]).bias.copy_(
+            -rates - torch.log(-torch.expm1(-rates))
+        )  # logit of e^-rate
 
     def decays(self) -> int:
         return self.q_proj.out_features

@@ -19,9 +19,14 @@ def features(
     reciprocity: bool = True,
     disc_scale: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys [B,H,T,2K] (K wide without reciprocity) whose products / √K are the mixed logits.
+    """Give queries and keys [B,H,T,2K] (K wide without reciprocity) whose products / √K are the mixed logits.
 
     w: weights of the standard, the reciprocal and the discoverability lens. disc_scale: d = k·u / √K.
+
+        >>> from perspectron.designs.lens import op
+        >>> q, k, weights = torch.rand(1, 2, 5, 4), torch.rand(1, 2, 5, 4), torch.rand(2, 3)
+        >>> [tuple(x.shape) for x in op.features(q, k, torch.rand(2, 4), weights)]
+        [(1, 2, 5, 8), (1, 2, 5, 8)]
     """
     standard, reciprocal, sought = w_H3.to(q_BHTK.dtype).T[:, None, :, None, None]
     query = standard * q_BHTK

@@ -17,6 +17,7 @@ from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction, logits_of_halflives, split_inputs
 from perspectron.model.state import register
+from perspectron.model.transfer import Heads, fill
 from perspectron.model.tuned import Tuned
 from perspectron.ops import pdr
 from perspectron.ops.fused import RMSNorm, batch_invariant, decayed
@@ -95,6 +96,21 @@ class PDR2(Mixer):
             logits_of_halflives(self.p_proj.bias, 1, self.config.longest, generator)
         else:
             self.p_proj.bias.fill_(GATE_BIAS)
+
+    @classmethod
+    def in_place_of(cls, d_model: int, heads: int, key: int, value: int) -> PDR2Config | None:
+        """A group for each head, whose rows are its values."""
+        return PDR2Config(key, heads, gated=True) if heads * value == d_model else None
+
+    def take(self, heads: Heads) -> None:
+        """Decays hardly depend on the token at first."""
+        fill(self.q_proj, heads.q_HKD)
+        fill(self.k_proj, heads.k_HKD)
+        fill(self.v_proj, heads.v_HVD)
+        self.o_proj.weight.copy_(heads.o_DHV.flatten(1))
+        self.p_proj.weight.mul_(0.1)
+        rates = heads.rates(heads.shape[2]).flatten()
+        self.p_proj.bias.copy_(-rates - torch.log(-torch.expm1(-rates)))  # logit of e^-rate
 
     def decay_gate(self) -> nn.Module:
         return self.p_proj

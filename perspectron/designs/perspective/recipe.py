@@ -31,11 +31,12 @@ from perspectron.model.model import LanguageModel, build
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.heldout import heldout
-from perspectron.train.loop import CURVE, Trainer
-from perspectron.train.metrics import draw, read_metrics
+from perspectron.train.loop import Trainer
+from perspectron.train.metrics import read_metrics
+from perspectron.train.page import PAGE, History, Shown, rendered
 from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError
-from perspectron.util.files import read_json, write_json
+from perspectron.util.files import read_json, write_json, write_text
 
 Row = dict[str, Any]
 ROWS, STAGES = "stages.json", "stages"
@@ -160,16 +161,17 @@ def staged(
 
 
 def _finish(run: Path, config: RunConfig, tokenizer: Tokenizer, stages: list[Stage], bits: float) -> None:
-    """Hold the last stage's result in the run itself, and draw the stages' losses one after another."""
+    """Hold the last stage's result in the run itself, and show the stages' losses one after another."""
     progress = checkpoint.Progress(step=config.train.steps, heldout=bits)
     if not checkpoint.path_of(run, progress.step).exists():
         model, _ = checkpoint.load_run(stages[-1].folder(run))
         checkpoint.export(run, config, tokenizer, model, progress)
-    done, lines = 0, list[dict[str, Any]]()
+    course, counts = History(), ("step", "tokens", "seconds")
     for stage in stages:
-        lines += [line | {"step": done + line["step"]} for line in read_metrics(stage.folder(run))]
-        done += stage.steps
-    draw(lines, run / CURVE)
+        before = {name: course.last.get(name, 0) for name in counts}
+        for line in read_metrics(stage.folder(run)):
+            course.note(line | {name: before[name] + line[name] for name in counts if name in line})
+    write_text(run / PAGE, rendered(run, config, course, (), Shown("finished, all stages one after another")))
 
 
 def _config(config: RunConfig, stage: Stage, folder: Path, before: Path | None) -> RunConfig:

@@ -6,7 +6,7 @@ Shapes: B batch, T time, D model width, H heads, K = D/H head width.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from perspectron.model.parts import (
     value_residual_gate,
 )
 from perspectron.model.state import register
+from perspectron.model.transfer import Heads, fill
 from perspectron.model.tuned import Tuned
 from perspectron.ops import delta
 from perspectron.ops.fused import batch_invariant
@@ -133,6 +134,19 @@ class RWKV7(Mixer):
         self.norm_weight.fill_(((layer + 1) / layers) ** 0.7)
         self.norm_bias.zero_()
         self.o_proj.weight.zero_()
+
+    @classmethod
+    def in_place_of(cls, d_model: int, heads: int, key: int, value: int) -> RWKV7Config | None:
+        """The first of one: values do not lean on those of another layer, which may keep its attention."""
+        return RWKV7Config(key) if heads * key == d_model and key == value else None
+
+    def take(self, heads: Heads) -> None:
+        fill(self.r_proj, heads.q_HKD)
+        fill(self.k_proj, heads.k_HKD)
+        fill(self.v_proj, heads.v_HVD)
+        self.o_proj.weight.copy_(heads.o_DHV.flatten(1))
+        share = (heads.rates(heads.shape[1]).flatten() / math.exp(-0.5)).clamp(1e-6, 0.999)
+        cast(nn.Linear, self.w_low[2]).bias.copy_(torch.logit(share))
 
     def decays(self) -> int:
         return len(self.k_k)

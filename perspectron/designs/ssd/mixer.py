@@ -24,6 +24,7 @@ from perspectron.model.parts import (
     split_inputs,
 )
 from perspectron.model.state import register
+from perspectron.model.transfer import Heads, before_softplus, passing
 from perspectron.model.tuned import Tuned
 from perspectron.ops import gla
 from perspectron.ops.fused import GroupedRMSNorm, RMSNorm, batch_invariant
@@ -118,6 +119,20 @@ class SSD(Mixer):
         self.A_log.uniform_(*DECAY, generator=generator).log_()
         softplus_of_steps(self.dt_bias, generator)
         self.D.fill_(1)
+
+    @classmethod
+    def in_place_of(cls, d_model: int, heads: int, key: int, value: int) -> SSDConfig:
+        return SSDConfig(value, key, heads=heads, groups=heads)
+
+    def take(self, heads: Heads) -> None:
+        """Steps of 1, so that values are written as they are."""
+        inner = self.split[0]
+        taken = torch.cat([part.flatten(0, 1) for part in (heads.v_HVD, heads.k_HKD, heads.q_HKD)])
+        self.in_proj.weight[inner : inner + len(taken)] = taken
+        self.o_proj.weight.copy_(heads.o_DHV.flatten(1))
+        passing(self.conv1d)
+        self.dt_bias.copy_(before_softplus(torch.ones_like(self.dt_bias)))
+        self.A_log.copy_(heads.rates(1)[:, 0].log())
 
     def decays(self) -> int:
         return len(self.dt_bias)

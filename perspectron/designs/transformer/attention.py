@@ -17,6 +17,7 @@ from perspectron.model.masks import Inputs, Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction, projected, split_inputs
 from perspectron.model.ring import Ring
+from perspectron.model.transfer import Heads
 from perspectron.ops import attention, rope
 from perspectron.ops.fused import RMSNorm, batch_invariant
 from perspectron.ops.rope import RopeScaling
@@ -144,22 +145,7 @@ class Attention(Mixer):
         value_residual: ValueFunction | None = None,
     ) -> tuple[Tensor, Cache | Ring, dict[str, Term]]:
         config = self.options
-        (q_BTC, k_BTC, v_BTC), (x_q, x_kv) = self._inputs(x_BTD)
-        if value_residual is not None:
-            v_BTC = value_residual(v_BTC, x_kv)
-        if config.qk_norm == "all":
-            q_BTC, k_BTC = _normed(self.q_norm, q_BTC), _normed(self.k_norm, k_BTC)
-        q, k, v = (part.unflatten(-1, (-1, self.width)) for part in (q_BTC, k_BTC, v_BTC))
-        if config.qk_norm == "head":
-            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
-        if config.clip is not None:
-            q, k, v = (part.clamp(-config.clip, config.clip) for part in (q, k, v))
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        at = attention.places(state.length_B, q.shape[2], reset_BT, pad_BT)
-        if config.rope_base is not None:
-            turned = int(self.width * config.rope_share)
-            turn = rope.angles(at.position_BT, turned, config.rope_base, config.rope_scaling)
-            q, k = (rope.turned(x, turn) for x in (q, k))
+        at, (q, k, v), x_q = self._turned(x_BTD, state.length_B, reset_BT, pad_BT, value_residual)
         if config.cache == "bfloat16":
             k, v = k.bfloat16(), v.bfloat16()
         drop = self.dropout if self.training else None
@@ -171,6 +157,72 @@ class Attention(Mixer):
         if config.gate == "sigmoid":
             o_BTC = o_BTC * batch_invariant(torch.sigmoid, self.gate_proj(x_q))
         return self.o_proj(o_BTC), after, {}
+
+    def _turned(
+        self,
+        x_BTD: Inputs,
+        length_B: Tensor,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        value_residual: ValueFunction | None = None,
+    ) -> tuple[attention.Places, tuple[Tensor, Tensor, Tensor], Tensor]:
+        """Where tokens stand, the queries, keys and values of each head as they meet, and what queries are made of."""
+        config = self.options
+        (q_BTC, k_BTC, v_BTC), (x_q, x_kv) = self._inputs(x_BTD)
+        if value_residual is not None:
+            v_BTC = value_residual(v_BTC, x_kv)
+        if config.qk_norm == "all":
+            q_BTC, k_BTC = _normed(self.q_norm, q_BTC), _normed(self.k_norm, k_BTC)
+        q, k, v = (part.unflatten(-1, (-1, self.width)) for part in (q_BTC, k_BTC, v_BTC))
+        if config.qk_norm == "head":
+            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+        if config.clip is not None:
+            q, k, v = (part.clamp(-config.clip, config.clip) for part in (q, k, v))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        at = attention.places(length_B, q.shape[2], reset_BT, pad_BT)
+        if config.rope_base is not None:
+            turned = int(self.width * config.rope_share)
+            turn = rope.angles(at.position_BT, turned, config.rope_base, config.rope_scaling)
+            q, k = (rope.turned(x, turn) for x in (q, k))
+        return at, (q, k, v), x_q
+
+    def heads(self, x_BTD: Tensor) -> Heads:
+        """The first token of the inputs counts for no distance: what heads give it, they give to nothing."""
+        H, G, K, config = self.options.heads, self.options.groups, self.width, self.options
+        q, k, v = (part.detach().float().unflatten(0, (-1, K)) for part in self._matrices())
+        if config.qk_norm != "none":
+            q, k = (
+                x * norm.weight.detach().float().view(-1, K, 1)
+                for x, norm in ((q, self.q_norm), (k, self.k_norm))
+            )
+        k, v = (part.repeat_interleave(H // G, 0) for part in (k, v))
+        scale = K**-0.5 if config.scale is None else config.scale
+        o_DHV = self.o_proj.weight.detach().float().unflatten(1, (H, K))
+        return Heads(q * scale * K**0.5, k, v, o_DHV, self._reach(x_BTD, scale))
+
+    @torch.no_grad()
+    def _reach(self, x_BTD: Tensor, scale: float) -> Tensor:
+        """The mean share of attention by distance [H,T]."""
+        (B, T), config = x_BTD.shape[:2], self.options
+        length_B = torch.zeros(B, dtype=torch.int64, device=x_BTD.device)
+        _, (q, k, _), _ = self._turned(x_BTD, length_B, None, None)
+        k = k.repeat_interleave(config.heads // config.groups, 1)
+        time_T = torch.arange(T, device=x_BTD.device)
+        apart_TT = time_T[:, None] - time_T
+        seen_TT = (apart_TT >= 0) & (apart_TT < (config.window or T))
+        share_BHTT = scale * q.float() @ k.float().mT
+        if config.cap is not None:
+            share_BHTT = config.cap * torch.tanh(share_BHTT / config.cap)
+        share_BHTT = share_BHTT.masked_fill(~seen_TT, -torch.inf).softmax(-1)
+        share_HN = share_BHTT.sum(0)[:, 1:, 1:].flatten(1)
+        mass_HT = share_HN.new_zeros(config.heads, T)
+        mass_HT.index_add_(1, apart_TT[1:, 1:].clamp_min(0).flatten(), share_HN)
+        return mass_HT / mass_HT.sum(1, keepdim=True)
+
+    def _matrices(self) -> tuple[Tensor, ...]:
+        """Those of queries, keys and values, each [·,D]."""
+        H, G, K = self.options.heads, self.options.groups, self.width
+        return self.qkv_proj.weight.split([H * K, G * K, G * K])
 
     def _inputs(self, x: Inputs) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Queries, keys and values of all heads, and what queries, and keys and values, are made of."""

@@ -57,3 +57,6 @@ class WindowGQA(Attention):
         x_k, x_v = x_kv[0], x_kv[-1]  # keys and values may have an input for both
         k, v = projected(self.kv_proj, (x_k, x_v), [self.value_channels] * 2).chunk(2, -1)
         return (self.q_proj(x_q), k, v), (x_q, x_v)
+
+    def _matrices(self) -> tuple[Tensor, ...]:
+        return (self.q_proj.weight, *self.kv_proj.weight.chunk(2))

@@ -3,8 +3,6 @@
 Shapes: B batch, T time, D model width, V vocabulary.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +17,8 @@ from perspectron.interop.hf.cache import Before, Inputs, StateCache, StateLayer,
 from perspectron.interop.hf.configuration import PerspectronConfig
 from perspectron.model.heads import LinearHead, LinearHeadConfig, TokenEmbedding
 from perspectron.model.model import LanguageModel, build
+from perspectron.model.seen import Seen
 from perspectron.ops.dispatch import gradients_off
-from perspectron.util.hooks import hooked
 from perspectron.util.terms import Term
 
 
@@ -134,14 +132,16 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         **more: Any,
     ) -> CausalLMOutputWithPast:
         """Read tokens [B,T] (or their embeddings [B,T,·]) after `cache`.
 
         attention_mask: [B,T] or longer, of which the last T count; where it is 0 there is no token, on any side, and
         the state is unchanged. labels: [B,T], the ids themselves, as transformers shifts them; -100 is ignored. In
-        training the loss includes the model's own terms, of routers for example. ConfigError for neither or both of
-        ids and embeddings, ValueError for a mask of another shape, attention weights, and positions with gaps.
+        training the loss includes the model's own terms, of routers for example. Hidden states and attentions are as
+        `perspectron.Output` has them, None for a layer without attention. ConfigError for neither or both of
+        ids and embeddings, ValueError for a mask of another shape, and positions with gaps.
         """
         tokens = inputs_embeds if input_ids is None else input_ids
         self.model.check_tokens(input_ids, inputs_embeds)
@@ -156,19 +156,23 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
             skip = layer.unread.tokens.shape[1]
             now, layer.unread = self._joined(layer.unread, now), None
         state = None if layer is None else layer.state
-        asked = output_hidden_states
-        keep_hidden = self.config.output_hidden_states if asked is None else asked
+        asked = (
+            (output_hidden_states, self.config.output_hidden_states),
+            (output_attentions, self.config.output_attentions),
+        )
+        keeps, maps = (given if given is not None else by_default for given, by_default in asked)
+        seen = Seen([] if keeps else None, [] if maps else None)
         recording = layer is not None and layer.record_past
-        with self._watched(bool(keep_hidden)) as seen_BTD:
-            ids, embeds = (None, now.tokens) if now.tokens.is_floating_point() else (now.tokens, None)
-            hidden_BTD, after, aux = self.model.hidden(
-                ids,
-                state,
-                inputs_embeds=embeds,
-                reset_BT=now.reset_BT,
-                pad_BT=now.pad_BT,
-                consume_state=state is not None and not recording and gradients_off(),
-            )
+        ids, embeds = (None, now.tokens) if now.tokens.is_floating_point() else (now.tokens, None)
+        hidden_BTD, after, aux = self.model.hidden(
+            ids,
+            state,
+            inputs_embeds=embeds,
+            reset_BT=now.reset_BT,
+            pad_BT=now.pad_BT,
+            consume_state=state is not None and not recording and gradients_off(),
+            seen=seen if keeps or maps else None,
+        )
         if layer is not None:
             if recording:
                 layer.log.append(Before(state, layer.seen - skip, now))
@@ -177,10 +181,10 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BTV = self.model.head(hidden_BTD[:, kept])
         loss = None if labels is None else self._loss(logits_BTV, labels, now, aux, more)
-        if skip:
-            seen_BTD = [x_BTD[:, skip:] for x_BTD in seen_BTD]
-        states = (*seen_BTD[:-1], hidden_BTD) if keep_hidden else None
-        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, cache=cache, hidden_states=states)
+        states, weights = seen.result(hidden_BTD, skip)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits_BTV, cache=cache, hidden_states=states, attentions=weights
+        )
 
     def _loss(
         self, logits_BTV: Tensor, labels: Tensor, now: Inputs, aux: dict[str, Term], more: dict[str, Any]
@@ -227,28 +231,13 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
             masks.append(None if x is None and y is None else torch.cat(parts, 1))
         return Inputs(torch.cat([a, b], 1), *masks)
 
-    @contextmanager
-    def _watched(self, wanted: bool) -> Iterator[list[Tensor]]:
-        """Record the input of the first block and the output of each while the model reads, if they are wanted."""
-        seen: list[Tensor] = []
-        hooks = []
-        if wanted:
-            blocks = list(self.model.blocks)
-            hooks.append(blocks[0].register_forward_pre_hook(lambda _, given: seen.append(given[0])))
-            hooks += [block.register_forward_hook(lambda _, __, out: seen.append(out[0])) for block in blocks]
-        with hooked(hooks):
-            yield seen
-
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _refuse(more: dict[str, Any], pad_BT: Tensor | None) -> None:
-    """ValueError for what would otherwise be ignored in silence: attention weights, and positions by which several
-    texts share a row."""
-    if more.get("output_attentions"):
-        raise ValueError("output_attentions is True, must be False: a state has no attention weights")
+    """ValueError for what would otherwise be ignored in silence: positions by which several texts share a row."""
     if (at_BT := more.get("position_ids")) is not None:
         odd_BT = at_BT.diff(dim=-1) != 1
         if pad_BT is not None:

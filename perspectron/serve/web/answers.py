@@ -4,9 +4,9 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -16,15 +16,16 @@ from perspectron.decode.row import Piece
 from perspectron.decode.session import Session
 from perspectron.serve.engine import Event, Job
 from perspectron.serve.served import Served
+from perspectron.serve.states import MESSAGES
 from perspectron.serve.web import schema
 from perspectron.serve.web.asked import check, constraint_of, prompt_of, sampling_of, tokens_of
+from perspectron.serve.web.hearing import back, heard
 from perspectron.serve.web.likely import Completed, Mark, chatted, marks_of
 from perspectron.serve.web.metrics import Metrics
 from perspectron.serve.web.writing import Writing
 from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError
 
-T = TypeVar("T")
 PING = 15  # seconds between signs of life in a stream
 CHAT_TOKENS = 1024  # drawn where a chat does not say how many, or what a table of positions has left
 ENTRIES = 1 << 18  # log-probabilities of prompts in one answer
@@ -52,6 +53,8 @@ class _Run:
     echoed: list[list[Mark]]
     parent: str = ""
     slot: int | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    """Of a talk, up to what is drawn."""
     writing: Writing = field(default_factory=Writing)
     """Of the state that is saved."""
 
@@ -111,6 +114,10 @@ class Answers:
         left = max(1, positions - len(ids)) if positions else CHAT_TOKENS
         tokens = tokens_of(body, min(CHAT_TOKENS, left, self.served.largest))
         run = await self._run(body, [ids], tokens, logprobs, request)
+
+        run.messages = [{"role": one.role, "content": one.said} for one in body.messages]
+        if not body.continue_final_message:
+            run.messages.append({"role": "assistant", "content": ""})
 
         def said(pieces: Sequence[Piece]) -> Any:
             return chatted(self.served.tokenizer, marks_of(pieces)) if logprobs is not None else None
@@ -224,7 +231,7 @@ class Answers:
         if shared < len(session.tokens) and not (answered and shared):
             return session, [ids]
         if shared < len(session.tokens):
-            task = self.served.engine.run(_back(session, shared))
+            task = self.served.engine.run(back(session, shared))
             session = await heard(request, asyncio.wrap_future(task))
         return session, [ids[shared:]]
 
@@ -319,6 +326,8 @@ class Answers:
                 if not begun:
                     begun = True
                     self.metrics.first_token.labels(self.served.name).observe(time.perf_counter() - start)
+                if run.messages:
+                    run.messages[-1]["content"] += event.text
                 left -= event.finished is not None
                 if not left:
                     await self._keep(run)
@@ -332,6 +341,7 @@ class Answers:
         if run.slot is not None:
             self.served.slots[run.slot] = run.jobs[0].session
         if run.jobs:
+            run.jobs[0].session.extra = {MESSAGES: run.messages}
             await run.writing.save(run.jobs[0].session, run.parent)
 
     def _text(self, prompt: str | list[int]) -> str:
@@ -340,33 +350,6 @@ class Answers:
     def _frame(self, prefix: str, kind: str) -> dict[str, Any]:
         id = prefix + secrets.token_hex(12)
         return {"id": id, "object": kind, "created": int(time.time()), "model": self.served.name}
-
-
-def _back(session: Session, token: int) -> Generator[int, None, Session]:
-    yield 0
-    return (yield from session.back_to(token))
-
-
-class Gone(Exception):
-    """The client has left."""
-
-
-async def heard(request: Request, work: Awaitable[T]) -> T:
-    """The result of work that is cancelled when the client leaves. Gone: it has."""
-
-    async def leaving() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, left = asyncio.ensure_future(work), asyncio.ensure_future(leaving())
-    try:
-        await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Gone
-        return await task
-    finally:
-        left.cancel()
-        task.cancel()
 
 
 def _finish(piece: Piece) -> str | None:

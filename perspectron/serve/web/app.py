@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
@@ -17,18 +16,19 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from perspectron.data import Tokenizer
 from perspectron.decode.apart import diffing
 from perspectron.decode.merge import merging
 from perspectron.decode.past import Rebased, bisecting, ids_for, rebasing, until_of
 from perspectron.decode.session import Session
-from perspectron.decode.suggested import USED
 from perspectron.serve.engine import Closed, Engine, Full
 from perspectron.serve.served import Served
-from perspectron.serve.states import Missing
+from perspectron.serve.states import Missing, messages_of
 from perspectron.serve.web import schema
-from perspectron.serve.web.answers import Answers, Gone, heard
+from perspectron.serve.web.about import drawn_of, ids_of, model_of, texts, words
+from perspectron.serve.web.answers import Answers
 from perspectron.serve.web.guard import Guard, refusal
+from perspectron.serve.web.hearing import Gone, back, heard
+from perspectron.serve.web.likely import shown
 from perspectron.serve.web.metrics import Metrics
 from perspectron.serve.web.writing import saved, writing
 from perspectron.util.config import require
@@ -39,8 +39,6 @@ from perspectron.util.version import __version__
 
 T = TypeVar("T")
 PAGE = Path(__file__).parent / "page"
-PART = 1 << 14  # ids that are written without a pause for others
-TOKENS = 8192  # of the text whose state's bytes are told, where a model has no table of positions
 
 
 class Unknown(PerspectronError):
@@ -64,11 +62,11 @@ class App:
 
     async def models_list(self) -> dict[str, Any]:
         """The models, by name."""
-        return {"object": "list", "data": [_model(served) for served in self.models.values()]}
+        return {"object": "list", "data": [model_of(served) for served in self.models.values()]}
 
     async def model(self, name: str) -> dict[str, Any]:
         """One model."""
-        return _model(self.served(name))
+        return model_of(self.served(name))
 
     async def health(self) -> dict[str, Any]:
         """Say that the server runs."""
@@ -88,7 +86,7 @@ class App:
 
     async def tokenize(self, body: schema.Tokenize) -> Response:
         """Ids of a text."""
-        return await asyncio.to_thread(_ids_of, await self.served(body.model).ids(body.content))
+        return await asyncio.to_thread(ids_of, await self.served(body.model).ids(body.content))
 
     async def detokenize(self, body: schema.Detokenize) -> Response:
         """Text of ids."""
@@ -145,7 +143,7 @@ class App:
         served = self.served(body.model)
         served.states.path(body.id)
         session = await self._loaded(served, id)
-        session = await _result(request, served.engine.run(_back(session, body.token)))
+        session = await _result(request, served.engine.run(back(session, body.token)))
         about = await saved(served.states, body.id, session, id)
         return JSONResponse(asdict(about), 201)
 
@@ -154,8 +152,9 @@ class App:
         served = self.served(model)
 
         def told() -> Response:
-            history = served.states.history(id)
+            history, messages = served.states.history(id), served.states.messages(id)
             fields = {name: value for name, value in asdict(history).items() if name != "ids"}
+            fields["words"] = words(served.tokenizer, history, messages)
             return JSONResponse({"id": id, "object": "state.log", **fields})
 
         return await asyncio.to_thread(told)
@@ -167,6 +166,7 @@ class App:
         a, b = [await self._loaded(served, name) for name in (id, body.other)]
         found = await _result(request, served.engine.run(_later(diffing(a, b, on))))
         told = asdict(found) | {"mean": found.mean if found.kl else None}
+        told["spelled"] = [[shown(served.tokenizer, token) for token, _ in each] for each in found.next]
         return JSONResponse({"id": id, "object": "state.diff", **told})
 
     async def bisect(self, id: schema.Name, body: schema.Bisect, request: Request) -> JSONResponse:
@@ -223,8 +223,9 @@ class App:
         milliseconds = 1e3 * (time.perf_counter() - start)
 
         def told() -> Response:
-            cuts, ends = _texts(served.tokenizer, session.tokens)
+            cuts, ends = texts(served.tokenizer, session.tokens)
             about = asdict(served.states.about(id)) | {"text": "".join(cuts), "ends": ends}
+            about |= {"messages": messages_of(session.extra), "drawn": drawn_of(session.log)}
             return JSONResponse(about | {"state_bytes": session.nbytes, "ms": milliseconds})
 
         return await asyncio.to_thread(told)
@@ -378,19 +379,6 @@ def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:
     return file
 
 
-def _model(served: Served) -> dict[str, Any]:
-    config = served.engine.model.config
-    about: dict[str, Any] = {"context": config.positions or None, "state_tokens": config.positions or TOKENS}
-    state = served.engine.model.init_state(1, capacity=about["state_tokens"], device="meta")
-    about["state_bytes"] = state.nbytes
-    about["twin_cache_bytes"] = (
-        2 * 4 * len(config.blocks) * config.d_model
-    )  # a token's keys and values in float32
-    about["sampling"] = {name: getattr(served.sampling, name) for name in USED}
-    about |= {"id": served.name, "object": "model", "created": served.created}
-    return about | {"owned_by": "perspectron", "design": config.name}
-
-
 def _largest_upload() -> int:
     return memory() // 2
 
@@ -407,30 +395,6 @@ def _later(steps: Generator[int, None, T]) -> Generator[int, None, T]:
     return (yield from steps)
 
 
-def _back(session: Session, token: int | None) -> Generator[int, None, Session]:
-    yield 0
-    return session if token is None else (yield from session.back_to(token))
-
-
 async def _result(request: Request, future: "Future[T]") -> T:
     """The result of a task of the engine, which is given up when the client leaves."""
     return await heard(request, asyncio.wrap_future(future))
-
-
-def _ids_of(ids: Sequence[int]) -> Response:
-    """Ids as JSON, made a part at a time: all at once it would keep every other thread waiting."""
-    parts = (json.dumps(ids[start : start + PART])[1:-1] for start in range(0, len(ids), PART))
-    return Response(f'{{"tokens": [{", ".join(parts)}]}}', media_type="application/json")
-
-
-def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[str], list[int]]:
-    """Text of each token, where a character that takes several stands with the last of them; and the characters that
-    have come after each."""
-    import codecs
-
-    decoder, texts, ends, at = codecs.getincrementaldecoder("utf-8")("replace"), list[str](), list[int](), 0
-    for number, id in enumerate(ids, 1):
-        texts.append(decoder.decode(tokenizer.token_bytes(id), final=number == len(ids)))
-        at += len(texts[-1])
-        ends.append(at)
-    return texts, ends

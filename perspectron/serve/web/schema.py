@@ -271,12 +271,18 @@ class Message(Strict):
             raise wrong(("content",), None, f"must be {TEXT} or {PARTS}")
         return self
 
+    @property
+    def said(self) -> str:
+        """The text of its content, that of its parts one after the other."""
+        text = self.content or ""
+        return text if isinstance(text, str) else "".join(part.text for part in text)
+
     def seen(self, *, parts: bool) -> Object:
         """The message as templates see it: fields that were not given are not there, and the text of the parts of its
         content, one after the other, stands in their place where a template takes no parts."""
         told = {"role": self.role} | self.model_dump(exclude_unset=True)
         if isinstance(self.content, list) and not parts:
-            told["content"] = "".join(part.text for part in self.content)
+            told["content"] = self.said
         return told
 
 

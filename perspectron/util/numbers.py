@@ -1,4 +1,4 @@
-"""Texts of numbers in a report: few digits, a true minus sign, a dash where there is no number."""
+"""Texts of numbers for people: few digits, a true minus sign, a dash where there is no number."""
 
 import functools
 import math
@@ -74,6 +74,21 @@ def probability(p: float) -> str:
 def grouped(number: float) -> str:
     """A whole number in full: 3 014 656, its groups set apart by thin no-break spaces."""
     return f"{number:,.0f}".replace(",", "\u202f")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: "45 s", "9 min 30 s", "2 h 5 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600:,} h {whole % 3600 // 60} min"
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which an untrained model may write."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def _scaled(number: float, digits: int) -> str:

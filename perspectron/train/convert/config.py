@@ -1,0 +1,113 @@
+"""What a conversion is asked for, and the lengths and rates of its stages."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from perspectron import presets
+from perspectron.model.config import ModelConfig
+from perspectron.model.model import LanguageModel
+from perspectron.train.config import TrainConfig
+from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER, parameters, room
+from perspectron.train.optim import OptimConfig
+from perspectron.util.config import at_least, one_of, require
+
+LAYERS, WHOLE, TEXT = "layers", "whole", "text"
+SHARES = {LAYERS: 0.3, WHOLE: 0.5, TEXT: 0.2}
+"""Of the tokens or the time. Not searched."""
+RATES = {LAYERS: 2.0, WHOLE: 0.25, TEXT: 0.1}
+"""Of the peak rate with which the target is trained from nothing. The first two are the best of three each (0.5, 1, 2;
+0.25, 0.5, 1), both at the edge, of one seed at 0.76 M parameters; the last is not searched."""
+LONGER = 4  # times the window of the other stages: that of the last
+WINDOW = 512  # tokens in a window, of models that do not say how they were trained
+BATCH = 8
+LEAST_UPDATES = 8  # of a stage
+UPDATES = 128  # of all stages, for which batches are made smaller
+MOST_ROOM = 0.15  # of the memory there is, for logits
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """teacher: the run. to: a design whose recurrence it is, such as perspective2. keep: one attention layer in so many
+    is kept; 0 keeps none. window: of attention that is kept; 0 leaves it as it is. tokens: of all stages; 0 where
+    `minutes` says how long. seq_len, batch_size: of the first two stages."""
+
+    teacher: str
+    to: str = "perspective2"
+    data: str = ""
+    keep: int = 4
+    window: int = 512
+    tokens: int = 0
+    minutes: float = 0.0
+    seq_len: int = WINDOW
+    batch_size: int = BATCH
+    heldout: float = 0.05
+    seed: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        one_of(self.to, presets.DESIGNS, "to")
+        at_least(0, self, "keep", "window", "tokens", "minutes")
+        at_least(1, self, "seq_len", "batch_size")
+        require((self.tokens > 0) != (self.minutes > 0), "tokens", self.tokens, "given, or else minutes")
+
+    def train(self, stage: str, steps: int, size: int, longest: int, **more: object) -> TrainConfig:
+        """The training of a stage with so many updates. size: parameters of the model. longest: its table of
+        positions, or 0."""
+        longer = LONGER if stage == TEXT else 1
+        seq_len = min(self.seq_len * longer, longest or self.seq_len * longer)
+        rate = RATES[stage] * presets.rate(self.to, size)
+        values = {
+            "data": self.data, "heldout": self.heldout, "steps": steps,
+            "batch_size": max(1, self.batch_size * self.seq_len // seq_len), "seq_len": seq_len,
+            "seed": self.seed + list(SHARES).index(stage), "dtype": self.dtype, "device": self.device,
+            "eval_every": 0, "save_every": max(1, steps // 8), "keep": 1,
+            "optim": OptimConfig(lr=rate, warmup=presets.warmup(steps)),
+        }  # fmt: skip
+        return TrainConfig(**values | more)  # type: ignore[arg-type]
+
+    def steps(self, stage: str, longest: int) -> int:
+        """Updates of a stage by the tokens. ConfigError where they are too few."""
+        train = self.train(stage, 1, 1, longest)
+        batch = train.batch_size * train.seq_len
+        steps = int(SHARES[stage] * self.tokens / batch)
+        least = math.ceil(LEAST_UPDATES * batch / SHARES[stage])
+        bound = f"≥ {least:,}: {LEAST_UPDATES} updates of {batch:,} tokens in stage {stage}"
+        require(steps >= LEAST_UPDATES, "tokens", self.tokens, bound)
+        return steps
+
+
+def fitting(teacher: ModelConfig, trained: TrainConfig, tokens: int, device: torch.device) -> tuple[int, int]:
+    """(seq_len, batch_size): as the teacher was trained, with a batch whose logits leave room for the rest, and of
+    which so few tokens still give UPDATES."""
+    seq_len = trained.seq_len if trained.data else WINDOW
+    seq_len, batch_size = min(seq_len, teacher.positions or seq_len), BATCH
+
+    def too_large(batch_size: int) -> bool:
+        batch = batch_size * seq_len
+        logits = 2 * PER_LOGIT * batch * teacher.vocab_size
+        return logits > MOST_ROOM * room(device) or 0 < tokens < UPDATES * batch
+
+    while batch_size > 1 and too_large(batch_size):
+        batch_size //= 2
+    return seq_len, batch_size
+
+
+def require_both(
+    teacher: ModelConfig, student: ModelConfig, config: ConvertConfig, device: torch.device
+) -> None:
+    """ConfigError where the teacher does not fit into memory beside the student that is trained."""
+    logits = 2 * PER_LOGIT * config.batch_size * config.seq_len * teacher.vocab_size
+    own = PER_PARAMETER * parameters(student)
+    needs, there = own + 8 * parameters(teacher) + logits, room(device)
+    bound = f"≤ {there / 1e9:.1f} GB, the memory free here"
+    what = f"memory for {teacher.name} beside the model that it becomes ({own / 1e9:.1f} GB)"
+    require(needs <= there, what, f"{needs / 1e9:,.1f} GB or more", bound)
+
+
+def on_meta(config: ModelConfig) -> LanguageModel:
+    """The model without weights."""
+    with torch.device("meta"):
+        return LanguageModel(config)

@@ -1,0 +1,205 @@
+"""A conversion in its folder, from where it is to its end."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from perspectron.data import Batch, Shards, Tokenizer, origin
+from perspectron.model.census import active_parameters
+from perspectron.model.model import LanguageModel
+from perspectron.train import checkpoint
+from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.convert.build import heads_of, in_place, student, transferred
+from perspectron.train.convert.config import LAYERS, LEAST_UPDATES, SHARES, TEXT, WHOLE, ConvertConfig
+from perspectron.train.convert.layers import LayerTrainer, costs, kept, learning
+from perspectron.train.estimate import without_trace
+from perspectron.train.heldout import heldout
+from perspectron.train.loop import Trainer
+from perspectron.train.pace import Pace
+from perspectron.train.prepare import training_batches
+from perspectron.util.config import dump, load, require
+from perspectron.util.errors import CheckpointError
+from perspectron.util.files import read_json, write_json
+
+FILE, STAGES, FOLDERS = "convert.json", "stages", ("0-taken", "1-layers", "2-chosen", "3-whole")
+MEASURED = 65536  # held-out tokens
+ASKED = 4  # batches by which layers are chosen, and as many for distances
+Row = dict[str, Any]
+Fit = Callable[[Trainer, str, float | None], int | None]
+"""Trains a stage until a time of the monotonic clock, if there is one; the signal that ended it, or None."""
+
+
+def paced(trainer: Trainer, name: str, ends: float | None) -> int | None:
+    """`Fit` without a word."""
+    return trainer.fit(pace=None if ends is None else Pace(ends))
+
+
+class Conversion:
+    """One conversion. began: time of the monotonic clock from which the minutes of a new one count; None for one that
+    goes on."""
+
+    def __init__(
+        self,
+        run: Path,
+        config: ConvertConfig,
+        tokenizer: Tokenizer,
+        shards: Shards,
+        began: float | None = None,
+    ) -> None:
+        self.run, self.config, self.tokenizer, self.shards = run, config, tokenizer, shards
+        self.notes, self.began = noted(run, config), began
+        self.teacher = checkpoint.load_run(Path(config.teacher))[0].requires_grad_(False)
+        self.layers = list(in_place(self.teacher.config, config.to))
+
+    def folder(self, number: int) -> Path:
+        return self.run / STAGES / FOLDERS[number]
+
+    def go(self, fit: Fit = paced, report: Callable[[Row], None] = lambda row: None) -> int | None:
+        """Do what is left. Returns the number of the signal that stopped it, or None."""
+        self.note(report, "teacher", self.teacher)
+        if not checkpoint.paths(self.folder(0)):
+            self.take()
+        if (signal := self.train(1, LAYERS, fit)) is not None:
+            return signal
+        self.note(report, "each layer alone", self.folder(1))
+        if not checkpoint.paths(self.folder(2)):
+            self.choose()
+        self.note(report, "layers chosen", self.folder(2))
+        if (signal := self.train(3, WHOLE, fit)) is not None:
+            return signal
+        self.note(report, "the teacher's distribution", self.folder(3))
+        if (signal := self.train(4, TEXT, fit)) is not None:
+            return signal
+        self.note(report, "text", self.run)
+        return None
+
+    def note(self, report: Callable[[Row], None], name: str, model: LanguageModel | Path) -> None:
+        """Measure a stage's end, once."""
+        if any(row["stage"] == name for row in self.notes["rows"]):
+            return
+        tokens = 0
+        if isinstance(model, Path):
+            opened = checkpoint.open_run(model)
+            model, tokens = opened.model, opened.checkpoint.progress.tokens
+        found = heldout(
+            model, self.shards.split("heldout"), self.tokenizer, seq_len=self.config.seq_len,
+            batch_size=self.config.batch_size, limit_tokens=MEASURED, spread=True,
+        )  # fmt: skip
+        row = {
+            "stage": name,
+            "tokens": tokens,
+            "bits_per_byte": found.bits_per_byte,
+            "measured": found.tokens,
+        }
+        self.notes["rows"].append(row)
+        write_json(self.run / FILE, self.notes)
+        report(row)
+
+    def batches(self, number: int) -> list[Batch]:
+        """Of the text to train on: what is chosen by them is not measured by them."""
+        train = TrainConfig(
+            data=self.config.data, seed=self.config.seed + number,
+            batch_size=self.config.batch_size, seq_len=self.config.seq_len,
+        )  # fmt: skip
+        loader = training_batches(RunConfig(self.teacher.config, train), self.shards)
+        return [loader.next_batch() for _ in range(ASKED)]
+
+    def export(self, number: int, model: LanguageModel) -> None:
+        steps = self.config.train(LAYERS, 1, 1, 0)
+        checkpoint.export(
+            self.folder(number), RunConfig(model.config, steps), self.tokenizer, model, checkpoint.Progress()
+        )
+
+    def take(self) -> None:
+        """Write the model with a recurrence in the place of all attention, before it learns."""
+        config = student(self.teacher.config, self.config.to, self.layers, self.config.window)
+        heads = heads_of(self.teacher, self.batches(10))
+        self.export(0, transferred(self.teacher, config, heads, self.config.seed))
+
+    def choose(self) -> None:
+        """Choose the layers that keep attention, and write the model that has both."""
+        learned, _ = checkpoint.load_run(self.folder(1))
+        dtype = checkpoint.load_config(self.folder(1)).train.dtype
+        cost = costs(self.teacher, learned, self.batches(11), dtype)
+        stay = kept(cost, self.config.keep)
+        self.notes["layers"] = [
+            {"layer": index, "cost": value, "attention": index in stay} for index, value in cost.items()
+        ]
+        converted = [index for index in self.layers if index not in stay]
+        config = student(self.teacher.config, self.config.to, converted, self.config.window)
+        self.export(2, transferred(self.teacher, config, learned, self.config.seed))
+
+    def train(self, number: int, stage: str, fit: Fit) -> int | None:
+        """Train a stage, or what is left of it."""
+        folder = self.run if stage == TEXT else self.folder(number)
+        kind, ends = LayerTrainer if stage == LAYERS else Trainer, None
+        if checkpoint.paths(folder):
+            trainer = kind(folder, checkpoint.load_config(folder), self.tokenizer, self.shards)
+        else:
+            before = self.folder(number - 1)
+            self.tokenizer.save(folder / "tokenizer.json")
+            if stage == TEXT:
+                origin.carry(Path(self.config.teacher), folder)
+            timed = self.config.minutes > 0
+            steps = LEAST_UPDATES if timed else self.config.steps(stage, self.teacher.config.positions)
+            trainer = kind(folder, self.planned(stage, before, steps), self.tokenizer, self.shards)
+            if timed:
+                ends = self.ends(stage)
+                steps = int((ends - time.monotonic()) / seconds(trainer))
+                least = f"≥ {self.config.minutes * LEAST_UPDATES / max(steps, 1):.2g}"
+                require(steps >= LEAST_UPDATES, "minutes", self.config.minutes, least)
+                settled = self.planned(stage, before, steps).train
+                settled = replace(settled, dtype=trainer.config.train.dtype)
+                trainer.config = replace(trainer.config, train=settled)
+                checkpoint.save_config(folder, trainer.config)
+        if trainer.progress.step >= trainer.config.train.steps:
+            return None
+        return fit(trainer, stage, ends)
+
+    def planned(self, stage: str, before: Path, steps: int) -> RunConfig:
+        """The config of a stage that starts from the folder of the one before."""
+        model, _ = checkpoint.load_run(before)
+        more: dict[str, Any] = {"init": str(before.resolve())}
+        if stage != TEXT:
+            more |= {"teacher": self.config.teacher, "teacher_mix": 1.0}
+        if stage == LAYERS:
+            more["only"] = learning(model, self.layers)
+        size, positions = active_parameters(model.config), model.config.positions
+        return RunConfig(model.config, self.config.train(stage, steps, size, positions, **more))
+
+    def ends(self, stage: str) -> float:
+        """When the stage is to end: by the clock of the whole, or after its share of the time in one that goes on."""
+        names, whole = list(SHARES), 60 * self.config.minutes
+        if self.began is None:
+            return time.monotonic() + SHARES[stage] * whole
+        return self.began + sum(SHARES[name] for name in names[: names.index(stage) + 1]) * whole
+
+
+def noted(run: Path, config: ConvertConfig) -> dict[str, Any]:
+    """What RUN/convert.json has, which is begun where there is none."""
+    if not (run / FILE).is_file():
+        write_json(run / FILE, {"config": dump(config), "layers": [], "rows": []})
+    notes: dict[str, Any] = read_json(run / FILE, CheckpointError)
+    return notes
+
+
+def seconds(trainer: Trainer) -> float:
+    """Seconds of an update, measured on two that leave no trace."""
+    batch, took = trainer.batches().next_batch(), math.inf
+    with without_trace(trainer.model):
+        for _ in range(2):
+            start = time.perf_counter()
+            trainer.backward(batch, 1.0)
+            took = min(took, time.perf_counter() - start)
+    return took
+
+
+def config_of(run: Path) -> ConvertConfig:
+    """What a conversion was asked for. CheckpointError where there is none."""
+    if not (run / FILE).is_file():
+        raise CheckpointError(f"no conversion at {run}")
+    notes = read_json(run / FILE, CheckpointError)
+    return load(ConvertConfig, notes.get("config") if isinstance(notes, dict) else None, str(run / FILE))

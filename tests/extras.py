@@ -1,0 +1,56 @@
+"""What needs a package that is not installed is left out, and the run says so; with ALL_TESTS set, as in `.ci/run`, it
+fails."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+PACKAGES = (
+    "accelerate", "axe_playwright_python", "datasets", "fastapi", "fsspec", "gguf", "httpx2",
+    "jsonschema", "llguidance", "lm_eval", "mkdocs", "nbclient", "nbformat", "onnx", "onnxruntime",
+    "openai", "peft", "playwright", "prometheus_client", "pyarrow", "schemathesis", "sse_starlette",
+    "tenacity", "tensorboard", "trackio", "transformers", "uvicorn", "wandb",
+)  # fmt: skip
+"""Of the extras that `ci` has and `test` has not, by the names they are imported by."""
+ALL = bool(os.environ.get("ALL_TESTS"))
+MISSING = re.compile(r"No module named '(\w+)")
+
+
+def missing() -> list[str]:
+    return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+
+
+def wanted(error: BaseException | str | None) -> str | None:
+    """The package that an error, or what brought it about, says is not there."""
+    while error is not None:
+        found = MISSING.search(str(error))
+        if found and found[1] in PACKAGES:
+            return found[1]
+        error = None if isinstance(error, str) else error.__cause__ or error.__context__
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    report: Any = yield
+    if report.failed and not ALL and (name := wanted(report.longreprtext)):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: needs {name}")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report: Any = yield
+    if report.failed and not ALL and call.excinfo and (name := wanted(call.excinfo.value)):
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: needs {name}")
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not ALL and (names := missing()):
+        said = f"left out: what needs {', '.join(names)}; for those tests, too: pip install '.[ci]'"
+        terminalreporter.write_line(said)

@@ -1,0 +1,124 @@
+"""Talks that are kept: their messages are in the state's file, wherever it goes."""
+
+import pytest
+from fastapi.testclient import TestClient
+
+from perspectron.data.template import Template
+from perspectron.decode.history import exhausted
+from perspectron.decode.session import Session
+from perspectron.serve.distant import DistantStates
+from perspectron.serve.states import MESSAGES
+from perspectron.serve.web.app import create
+from perspectron.util.lease import Leases
+from perspectron.util.objects import Folder
+from tests.serve.conftest import TEMPLATE, served
+
+HELLO = {"role": "user", "content": "The cat"}
+
+
+@pytest.fixture
+def talking(client, tiny) -> TestClient:
+    tiny.template = Template(TEMPLATE, "here")
+    return client
+
+
+def chat(client, messages, **body) -> str:
+    asked = {"messages": messages, "seed": 5, "max_tokens": 6} | body
+    answer = client.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+def restored(client, id: str) -> dict:
+    answer = client.post(f"/v1/states/{id}/restore", json={})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def messages(client, id: str) -> list[dict[str, str]]:
+    return restored(client, id)["messages"]
+
+
+def words(client, id: str) -> str:
+    return client.get(f"/v1/states/{id}/log").json()["words"]
+
+
+def test_a_talk_keeps_its_messages_in_copies_and_files(talking, tiny, tmp_path) -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "The "}, {"type": "text", "text": "cat"}]}
+    first = [HELLO, {"role": "assistant", "content": chat(talking, [parts], save="one")}]
+    assert messages(talking, "one") == first
+    asked = [*first, {"role": "user", "content": "on"}]
+    second = [*asked, {"role": "assistant", "content": chat(talking, asked, save="two", state="one")}]
+    assert messages(talking, "two") == second and messages(talking, "one") == first
+    whole = restored(talking, "two")["tokens"]
+    for id, token in (("copy", None), ("all", whole)):
+        talking.post("/v1/states/two/fork", json={"id": id, "token": token})
+        assert messages(talking, id) == second
+    data = talking.get("/v1/states/copy").content
+    assert talking.put("/v1/states/brought", content=data).status_code == 201
+    assert messages(talking, "brought") == second
+    again = TestClient(create([tiny]), base_url="http://localhost")
+    assert messages(again, "brought") == second
+    assert words(talking, "two") == "on"
+
+
+def test_a_text_is_no_talk(talking) -> None:
+    chat(talking, [HELLO], save="one")
+    talking.post("/v1/states/one/fork", json={"id": "early", "token": 3})
+    talking.post("/v1/completions", json={"prompt": "x", "state": "one", "save": "text", "max_tokens": 2})
+    talking.post("/v1/states", json={"id": "read", "prompt": "The cat"})
+    assert [messages(talking, id) for id in ("early", "text", "read")] == [[], [], []]
+
+
+def test_an_answer_that_goes_on_is_one_message(talking, tiny) -> None:
+    tiny.template = Template("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", "here")
+    begun = [HELLO, {"role": "assistant", "content": "sat"}]
+    more = chat(talking, begun, save="one", continue_final_message=True, add_generation_prompt=False)
+    assert messages(talking, "one") == [HELLO, {"role": "assistant", "content": f"sat{more}"}]
+
+
+@pytest.mark.parametrize(
+    "wrong", [3, "x", [3], [{"role": "user"}], [{"role": 1, "content": "x"}], [HELLO, None]]
+)
+def test_what_a_file_claims_to_be_messages_and_is_not_is_left_out(talking, tiny, tmp_path, wrong) -> None:
+    session = Session(tiny.engine.model, tiny.tokenizer).read("The cat")
+    session.save(tmp_path / "file", extra={MESSAGES: wrong})
+    assert talking.put("/v1/states/brought", content=(tmp_path / "file").read_bytes()).status_code == 201
+    assert messages(talking, "brought") == []
+    assert words(talking, "brought") == "The cat"
+
+
+def test_a_state_has_words_of_its_own(talking, tiny) -> None:
+    talking.post("/v1/states", json={"id": "one", "prompt": "The cat"})
+    talking.post("/v1/completions", json={"prompt": " on", "state": "one", "save": "two", "max_tokens": 2})
+    assert words(talking, "one") == "The cat" and words(talking, "two").startswith(" on")
+    talking.post("/v1/states/two/fork", json={"id": "back", "token": len(tiny.tokenizer.encode("The cat"))})
+    assert words(talking, "back").startswith("…") and words(talking, "back").endswith("The cat")
+    about, read = restored(talking, "two"), len(tiny.tokenizer.encode("The cat on"))
+    assert about["drawn"] == [[read, read + 2]]
+
+
+def test_servers_of_one_store_have_the_same_talk(tmp_path, tokenizer) -> None:
+    objects = Folder(tmp_path / "objects")
+    clients = []
+    for name in ("a", "b"):
+        one = served(tmp_path / name, tokenizer)
+        one.template = Template(TEMPLATE, "here")
+        one.states = DistantStates(tmp_path / name / "states", objects, "states/tiny", Leases(objects))
+        clients.append(TestClient(create([one]), base_url="http://localhost"))
+    said = chat(clients[0], [HELLO], save="one")
+    for client in clients:
+        assert messages(client, "one") == [HELLO, {"role": "assistant", "content": said}]
+        assert words(client, "one") == "The cat"
+
+
+def test_models_say_what_each_token_takes(tmp_path, tokenizer) -> None:
+    for design, grows in (("perspective-tiny", False), ("transformer-tiny", True)):
+        one = served(tmp_path / design, tokenizer, design=design)
+        about = TestClient(create([one]), base_url="http://localhost").get("/v1/models/tiny").json()
+        first, then = about["first_token_bytes"], about["next_token_bytes"]
+        assert (then > 0) == grows and about["chat"] is False
+        for tokens in (1, 7, 300):
+            session = Session(one.engine.model, tokenizer).read([5] * tokens)
+            state = exhausted(session.remembering())
+            assert state.filled().nbytes == first + (tokens - 1) * then

@@ -1,0 +1,271 @@
+"""Conversion: what is taken over, what is learned, and resuming."""
+
+import shutil
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from perspectron.model.config import BlockConfig, ModelConfig
+from perspectron.model.ffn import SwiGLUConfig
+from perspectron.model.mixer import config_of
+from perspectron.model.model import build
+from perspectron.model.transfer import Heads
+from perspectron.train import checkpoint
+from perspectron.train.convert import run as conversions
+from perspectron.train.convert.build import attention_in, heads_of, in_place, student, targets, transferred
+from perspectron.train.convert.config import ConvertConfig
+from perspectron.train.convert.layers import LayerTrainer, costs, kept
+from perspectron.train.convert.run import Conversion
+from perspectron.train.convert.run import config_of as asked_of
+from perspectron.train.optim import OptimConfig
+from perspectron.util.errors import CheckpointError, ConfigError
+from tests.refusals import refused
+
+TARGETS = ("perspective2", "gdn", "kda", "gla", "ssd", "rwkv7")
+
+
+def attending(**options):
+    """Two layers of attention whose heads are as wide as the model."""
+    mixer = config_of("attention", **{"heads": 2} | options)
+    blocks = (BlockConfig(mixer, SwiGLUConfig(32)),) * 2
+    return ModelConfig("transformer", 300, 32, blocks)
+
+
+@pytest.fixture(scope="module")
+def teacher(runs, tmp_path_factory):
+    run = tmp_path_factory.mktemp("teacher") / "run"
+    optim = OptimConfig(lr=1e-2, warmup=5)
+    runs.trainer(run, attending(), steps=60, eval_every=0, save_every=0, optim=optim).fit()
+    return run
+
+
+def config(teacher, runs, **options):
+    made = {"tokens": 6000, "seq_len": 32, "batch_size": 4, "keep": 2, "window": 16, "dtype": "float32"}
+    return ConvertConfig(str(teacher), data=str(runs.data), **made | options)
+
+
+def conversion(folder, teacher, runs, **options):
+    folder.mkdir(exist_ok=True)
+    return Conversion(folder, config(teacher, runs, **options), runs.tokenizer, runs.shards)
+
+
+def logits(model):
+    ids = torch.arange(48).reshape(2, 24) % 300
+    with torch.no_grad():
+        return model(ids).logits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kv_heads": 1}, {"qk_norm": "head"}, {"qk_norm": "all"}, {"bias": True}, {"head_dim": 8}, {"window": 8}],
+    ids=str,
+)  # fmt: skip
+def test_a_model_whose_layers_are_all_kept_is_its_teacher(options):
+    model = build(attending(**options))
+    same = transferred(model, student(model.config, "gdn", [], 0), {}, seed=3)
+    assert torch.equal(logits(same), logits(model))
+    wide = transferred(model, student(model.config, "gdn", [], 64), {}, seed=3)
+    torch.testing.assert_close(logits(wide), logits(model), rtol=1e-6, atol=1e-6)
+
+
+def test_kept_attention_reads_what_it_read_where_others_read_the_token_before():
+    model = build(attending())
+    config = student(model.config, "perspective2", [1], 0)
+    assert config.shift
+    made = transferred(model, config, heads_of(model, batches()), seed=3)
+    x_BTD = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(1))
+    (own, its), outputs = (m.blocks[0] for m in (made, model)), []
+    for block in (own, its):
+        state = block.init_state(2, x_BTD.device, x_BTD.dtype)
+        outputs.append(block.mixed(x_BTD, state, None, None)[0])
+    torch.testing.assert_close(*outputs, rtol=1e-6, atol=1e-6)
+
+
+def batches():
+    from perspectron.data.loader import Batch
+
+    ids = torch.randint(300, (2, 24), generator=torch.Generator().manual_seed(0))
+    return [Batch(ids, ids, torch.zeros_like(ids, dtype=torch.bool), ids.numel())]
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("options", [{}, {"kv_heads": 1}], ids=str)
+def test_matrices_are_taken_over(to, options):
+    model = build(attending(**options))
+    layers = attention_in(model)
+    heads = heads_of(model, batches())
+    made = transferred(model, student(model.config, to, layers, 0), heads, seed=3)
+    own, its = made.state_dict(), model.state_dict()
+    for name in its:
+        if ".mixer." not in name:
+            assert torch.equal(own[name], its[name]), name
+    for index in layers:
+        mixer = made.blocks[index].mixer
+        assert torch.equal(mixer.o_proj.weight, its[f"blocks.{index}.mixer.o_proj.weight"])
+        v_rows = heads[index].v_HVD.flatten(0, 1)
+        found = [w for n, w in mixer.named_parameters() if n.endswith("proj.weight")]
+        assert any(
+            (w.unfold(0, 32, 1).mT - v_rows.T.mT).abs().sum((1, 2)).min() == 0 for w in found if len(w) >= 32
+        )
+    assert torch.isfinite(logits(made)).all()
+
+
+def test_the_targets_are_those_that_the_command_names():
+    assert set(TARGETS) <= set(targets())
+
+
+def test_halflives_are_the_quantiles_of_the_distances():
+    zero = torch.zeros(1, 1, 1)
+    mass = torch.tensor([[0.5, 0.25, 0.0, 0.25]])
+    heads = Heads(zero, zero, zero, zero, mass)
+    torch.testing.assert_close(heads.halflives(1), torch.tensor([[1.0]], dtype=torch.float64))
+    torch.testing.assert_close(heads.halflives(4), torch.tensor([[1.0, 1.0, 1.5, 3.5]], dtype=torch.float64))
+
+
+def test_attention_to_the_last_tokens_becomes_short_memories():
+    """A head that sees 4 tokens has no half-life beyond them, one that sees all has."""
+    near, far = (build(attending(window=w, rope_base=None)) for w in (4, None))
+    short, long = (heads_of(model, batches())[0].halflives(8).max() for model in (near, far))
+    assert short <= 4 < 8 < long
+
+
+def test_narrowed_keys_have_the_products_that_matter():
+    q, k = (torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    q[:, 4:] = 0
+    heads = Heads(q, k, k, k.transpose(1, 2), torch.ones(2, 4))
+    narrow_q, narrow_k = heads.narrowed(4)
+    assert narrow_q.shape == narrow_k.shape == (2, 4, 16)
+    torch.testing.assert_close(narrow_q.mT @ narrow_k, q.mT @ k, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_the_first_stage_brings_every_layer_nearer(to, runs, tmp_path, teacher):
+    made = conversion(tmp_path / "out", teacher, runs, to=to, tokens=24000)
+    made.take()
+    errors, layered = [], LayerTrainer.errors
+
+    def fit(trainer, stage, ends):
+        batch = trainer.batches().next_batch()
+        errors.append({k: e.item() for k, e in layered(trainer, batch).items()})
+        trainer.fit()
+        errors.append({k: e.item() for k, e in layered(trainer, batch).items()})
+        before, _ = checkpoint.load_run(made.folder(0))
+        for name, weight in trainer.model.state_dict().items():
+            if ".mixer" not in name:  # all else is the teacher's, and stays
+                assert torch.equal(weight, before.state_dict()[name]), name
+
+    made.train(1, "layers", fit)
+    before, after = errors
+    assert all(after[index] < 0.8 * before[index] for index in before), errors
+
+
+def test_a_layer_costs_nothing_where_it_is_the_teachers_own():
+    model, other = (build(attending(), seed) for seed in (0, 0))
+    torch.nn.init.normal_(other.blocks[1].mixer.o_proj.weight)
+    cost = costs(model, other, batches(), "float32")
+    assert cost[0] == 0 != cost[1]
+    assert kept(cost, 2) == ([1] if cost[1] > 0 else [0])
+    assert kept({1: 0.1, 3: 0.5, 5: 0.2, 7: 0.3}, 2) == [3, 7]
+    assert kept({1: 0.1, 3: 0.5}, 8) == [3]
+    assert kept({1: 0.1, 3: 0.5}, 0) == []
+
+
+def test_a_conversion_is_an_ordinary_run(runs, tmp_path, teacher):
+    made, rows = conversion(tmp_path / "out", teacher, runs), []
+    assert made.go(report=rows.append) is None
+    assert [row["bits_per_byte"] for row in rows] == [row["bits_per_byte"] for row in made.notes["rows"]]
+    assert len(rows) == 5
+    assert sum(layer["attention"] for layer in made.notes["layers"]) == 1
+    opened = checkpoint.open_run(tmp_path / "out")
+    mixers = [block.mixer for block in opened.config.model.blocks]
+    assert sorted(mixer.kind for mixer in mixers) == ["attention", "pdr2"]
+    assert [mixer.window for mixer in mixers if mixer.kind == "attention"] == [16]
+    total = sum(row["tokens"] for row in rows)
+    assert 0.8 * made.config.tokens <= total <= made.config.tokens
+    trainer = runs.trainer  # a run goes on as any other does
+    assert checkpoint.found_in(tmp_path / "out")[-1].progress.step == opened.config.train.steps
+    assert trainer is not None
+
+
+@pytest.mark.parametrize("stage", ["layers", "whole", "text"])
+def test_it_resumes_bit_for_bit(stage, runs, tmp_path, teacher):
+    whole = conversion(tmp_path / "whole", teacher, runs)
+    whole.go()
+
+    def stops(trainer, name, ends):
+        if name != stage:
+            return trainer.fit()
+        trainer.fit(until=trainer.config.train.steps // 2)
+        return 15
+
+    cut = conversion(tmp_path / "cut", teacher, runs)
+    assert cut.go(stops) == 15
+    again = Conversion(tmp_path / "cut", asked_of(tmp_path / "cut"), runs.tokenizer, runs.shards)
+    assert again.go() is None
+    one, other = (checkpoint.load_run(tmp_path / name)[0].state_dict() for name in ("whole", "cut"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert whole.notes["rows"] == again.notes["rows"]
+    assert whole.notes["layers"] == again.notes["layers"]
+
+
+def test_the_minutes_are_kept_to(runs, tmp_path, teacher, monkeypatch):
+    clock = iter(range(10**6))
+    monkeypatch.setattr(conversions.time, "perf_counter", lambda: next(clock) / 1000)
+    ends = []
+
+    def fit(trainer, stage, until):
+        ends.append((stage, until, trainer.config.train.steps))
+        trainer.fit(until=1)
+        return None if stage != "text" else 15
+
+    made = conversion(tmp_path / "out", teacher, runs, tokens=0, minutes=1.0)
+    made.began = time.monotonic()
+    made.go(fit)
+    assert [name for name, *_ in ends] == ["layers", "whole", "text"]
+    assert ends[0][1] < ends[1][1] < ends[2][1]
+    assert ends[2][1] == pytest.approx(made.began + 60)
+    assert all(steps >= 8 for *_, steps in ends)
+
+
+def test_what_cannot_be_converted_is_refused(runs, tmp_path, teacher):
+    bare = replace(attending(), blocks=(BlockConfig(config_of("gla", heads=2), None),))
+    with refused(ConfigError, "run"):
+        in_place(bare, "gdn")
+    with refused(ConfigError, "to", "perspective2", "gdn", "kda", "ssd"):
+        in_place(attending(head_dim=24), "perspective2")
+    assert in_place(attending(head_dim=24), "kda")
+    with refused(ConfigError, "to", "drm"):
+        in_place(attending(), "drm")
+    with refused(ConfigError, "tokens", 100):
+        conversion(tmp_path / "few", teacher, runs, tokens=100).go()
+    with refused(ConfigError, "to", "other"):
+        config(teacher, runs, to="other")
+    with refused(CheckpointError, tmp_path):
+        asked_of(tmp_path)
+
+
+def test_a_perspective_loses_its_attention_too(runs, tmp_path):
+    """Its layers read the token before already, and values lean on those of a layer that is no attention."""
+    run = tmp_path / "teacher"
+    runs.trainer(run, runs.small("perspective2-tiny", kv_heads=2), steps=6, eval_every=0, save_every=0).fit()
+    made = conversion(tmp_path / "out", run, runs, to="kda", keep=0)
+    assert made.go() is None
+    mixers = [block.mixer.kind for block in checkpoint.load_config(tmp_path / "out").model.blocks]
+    assert mixers == ["pdr2", "kda", "pdr2", "kda"]
+    with refused(ConfigError, "first_values", "rwkv7"):
+        student(checkpoint.load_config(run).model, "rwkv7", [1, 3], 0)
+
+
+def test_a_target_without_a_place_for_attention_is_no_target():
+    assert "adr" not in targets()
+    assert "transformer" not in targets()
+
+
+def test_a_model_moved_with_its_stages_goes_on(runs, tmp_path, teacher):
+    made = conversion(tmp_path / "out", teacher, runs)
+    made.go(lambda trainer, stage, ends: trainer.fit() if stage != "text" else 15)
+    shutil.move(tmp_path / "out", tmp_path / "moved")
+    again = Conversion(tmp_path / "moved", asked_of(tmp_path / "moved"), runs.tokenizer, runs.shards)
+    assert again.go() is None
