@@ -67,7 +67,7 @@ class Fields:
             except chats.NoTalk as error:
                 return Unreadable(error)
         for name in self.names:
-            if name not in record and any(map(record.get, chats.KEYS)):
+            if name not in record and any(key in record for key in chats.KEYS):
                 return Unreadable(
                     f"no {name!r} but messages; --template plain, or a file with one, reads them"
                 )

@@ -13,8 +13,9 @@ from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.data import Tokenizer, open_shards
 from perspectron.train import checkpoint
-from perspectron.train.loop import TERMS, Trainer
+from perspectron.train.loop import Trainer
 from perspectron.train.metrics import read_metrics
+from perspectron.train.page import PAGE
 
 STEPS = 40
 SIZES = {"vocab_size": 300, "d_model": 32, "layers": 2, "heads": 2, "hidden": 48, "positions": 128}
@@ -93,9 +94,8 @@ def test_what_the_design_reports_is_written_and_drawn(design, run_of):
         "drm": {"action", "dim_sparsity", "dim_entropy", "condition_number", "metric_u_norm"},
     }.get(design, set())
     assert wanted <= set(last.get("aux", {}))
-    drawn = (run / TERMS).read_text() if (run / TERMS).exists() else ""
-    assert all(name.replace("_", " ") in drawn for name in last.get("aux", {}))
-    assert bool(drawn) == bool(last.get("aux"))
+    page = (run / PAGE).read_text()
+    assert all(name.replace("_", " ") in page for name in last.get("aux", {}))
 
 
 @every_design

@@ -72,15 +72,13 @@ def test_each_answer_is_learned_after_all_that_was_said_before_it(field, tmp_pat
 
 
 def test_a_json_array_and_parquet_hold_the_same(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     plain = [
         [m if isinstance(m["content"], str) else {**m, "content": "And?"} for m in talk] for talk in TALKS
     ]
     records = [{"messages": talk} for talk in plain]
     (tmp_path / "a.json").write_text(json.dumps(records, indent=1))
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
     found = []
     for path in (lines(tmp_path / "a.jsonl", records), tmp_path / "a.json", tmp_path / "a.parquet"):
         _, split = documents(path)

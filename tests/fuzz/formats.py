@@ -50,6 +50,7 @@ from perspectron.stream.trace import load as load_trace
 from perspectron.stream.trace import stack_distances
 from perspectron.train import checkpoint, loop, metrics
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.page import course
 from perspectron.util.config import dump
 from perspectron.util.errors import ArtifactError, ConfigError, PerspectronError
 from perspectron.util.files import write_json
@@ -202,7 +203,7 @@ class Samples:
 
         def read(path: Path) -> str:
             lines = metrics.read_metrics(path)
-            loop.draw(lines, path / "curve.svg") if len(lines) < 2 else None
+            course(path).figures()
             for line in lines:
                 assert line["step"] >= 0
                 assert float(line.get("loss", line.get("heldout_bits_per_byte"))) is not None

@@ -23,7 +23,7 @@ import torch._dynamo  # FSDP loads it: here once, and not in each rank
 import torch.distributed as dist
 
 from perspectron.data import Shards, Tokenizer, open_shards
-from perspectron.train import checkpoint, loop
+from perspectron.train import checkpoint
 from perspectron.train.config import Layout, RunConfig, TrainConfig
 from perspectron.train.loop import Trainer
 from perspectron.train.optim import OptimConfig
@@ -107,7 +107,6 @@ class Cases:
 
     def __init__(self, data: Path, out: Path) -> None:
         torch.set_num_threads(1)
-        loop.draw = loop.draw_terms = lambda metrics, path: None  # charts take longer than these trainings
         torch.set_default_dtype(torch.float64)
         self.out = out
         self.tokenizer: Tokenizer = Tokenizer.load(data / "tokenizer.json")

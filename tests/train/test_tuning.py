@@ -22,8 +22,8 @@ from perspectron.model.model import build
 from perspectron.opening import open_model
 from perspectron.train import checkpoint, lora
 from perspectron.train.config import TrainConfig
-from perspectron.train.loop import read_metrics
 from perspectron.train.lora import LoraConfig
+from perspectron.train.metrics import read_metrics
 from perspectron.util.config import load
 from perspectron.util.errors import ConfigError, DataError
 from tests.refusals import in_a_line, refused
