@@ -262,7 +262,7 @@ def test_a_term_is_found_on_the_site(address, width):
         page.locator(".md-search-result__item").first.get_by_role("link").first.click()
         page.wait_for_url("**/past-of-a-memory.html*")
         assert page.locator("main h1").inner_text().startswith("The past of a memory")
-        assert page.locator("main").get_by_text("bisect").first.is_visible()
+        assert page.locator(".md-content").get_by_text("bisect").first.is_visible()
 
 
 def test_every_file_of_the_results_is_listed_with_what_wrote_it(site):
