@@ -48,7 +48,7 @@ def train(
     out: str | Path | None = None,
     resume: str | Path | None = None,
     minutes: float | None = None,
-    tokens: int | str | None = None,
+    tokens: float | str | None = None,
     epochs: float | None = None,
     steps: int | None = None,
     design: str | None = None,
@@ -108,7 +108,7 @@ def train(
     assignments = (tuple(f"{key}={json.dumps(value)}" for key, value in (sizes or {}).items()),)
     command = Train(
         train=config, out=None if out is None else Path(out), preset=preset, set=assignments if sizes else (),
-        minutes=minutes, tokens=None if tokens is None else f"{tokens:g}" if isinstance(tokens, float) else f"{tokens}",
+        minutes=minutes, tokens=None if tokens is None else str(round(tokens) if isinstance(tokens, float) else tokens),
         epochs=epochs, given=(*options, *(["steps"] if steps is not None else ())), began=time.monotonic(),
         design=design or presets.DESIGN, params=params or 0,
     )  # fmt: skip
@@ -136,6 +136,9 @@ def _with_texts(command: Train, texts: list[str], quiet: bool) -> Trained:
     require(wrong is None and len(texts) > 0, "text", wrong, "a text, or several")
     run = _free(replace(command, train=replace(command.train, data="text")).folder())
     new, place = not run.exists(), run / (TEXT if len(texts) == 1 else TEXTS)
+    require(
+        not place.exists(), "out", str(run), f"a folder without {place.name}, which the texts would replace"
+    )
     lines = (json.dumps({"text": text}) + "\n" for text in texts)
     write_text(place, texts[0] if len(texts) == 1 else "".join(lines))
     data: dict[str, Any] = {

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import perspectron
-from perspectron import presets
+from perspectron import presets, training
 from perspectron.cli.main import main
 from perspectron.model.config import ModelConfig
 from perspectron.opening import open_model
@@ -142,6 +142,23 @@ def test_what_cannot_be_is_refused_by_name_and_leaves_nothing(place, error, name
     with refused(error, named):
         perspectron.train(**given, out="refused" if "resume" not in given else None, quiet=True)
     assert not (place / "refused").exists()
+
+
+def test_a_file_that_a_text_would_replace_stays(place):
+    (place / "notes").mkdir()
+    (place / "notes/text.txt").write_text("mine")
+    with refused(ConfigError, "out", "notes"):
+        perspectron.train(text=TEXT, steps=2, out="notes", **SMALL)
+    assert [path.name for path in (place / "notes").iterdir()] == ["text.txt"]
+    assert (place / "notes/text.txt").read_text() == "mine"
+
+
+def test_tokens_may_be_a_float(monkeypatch):
+    asked = []
+    monkeypatch.setattr(training.Train, "__call__", lambda self: asked.append(self.tokens) or 2)
+    with pytest.raises(SystemExit):
+        perspectron.train(text=TEXT, tokens=2e6, out="many", quiet=True)
+    assert asked == ["2000000"]
 
 
 def test_a_run_that_is_there_is_not_trained_over():

@@ -13,8 +13,9 @@ from perspectron.cli.console import progress
 from perspectron.cli.fit import fit_with_a_bar, nothing_left
 from perspectron.cli.options import answer, count, table
 from perspectron.cli.progress import Work
-from perspectron.data import absolute
+from perspectron.data import Tokenizer, absolute, open_shards
 from perspectron.opening import describe
+from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.convert.build import in_place, student
 from perspectron.train.convert.config import SHARES, TEXT, WINDOW, ConvertConfig, fitting, require_both
@@ -24,10 +25,10 @@ from perspectron.train.pace import Pace
 from perspectron.train.prepare import prepare, training_batches
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
+from perspectron.util.files import locked
 from perspectron.util.machine import memory_kept, pick_device
 
 MINUTES = 10.0  # where nothing says how long
-CLOSING = 0.03  # of the time: for what is measured at the end
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,9 @@ class Convert:
         config = ConvertConfig(
             str(described.path.resolve()), self.to, absolute(self.data or trained.data), self.keep_attention,
             window if self.window is None else self.window, tokens, minutes,
-            *fitting(model, trained, tokens, device), seed=self.seed, dtype=self.dtype, device=self.device,
+            *fitting(model, trained, tokens, device),
+            heldout=trained.heldout if trained.data else ConvertConfig.heldout, seed=self.seed, dtype=self.dtype,
+            device=self.device,
         )  # fmt: skip
         for stage in SHARES if config.tokens else ():
             config.steps(stage, model.positions)
@@ -110,10 +113,22 @@ class Convert:
         longest = config.train(TEXT, 1, 1, model.positions)
         new = not run.exists()
         run.mkdir(parents=True, exist_ok=True)
-        with memory_kept():
+        with locked(run, checkpoint.RUN_LOCK), memory_kept():
             with nothing_left(run, new), Work("reading and encoding the text") as work:
                 noted(run, config)
-                tokenizer, shards, summary = prepare(run, asked, tell=work.read)
+                if new or not (run / "data" / "manifest.json").is_file():
+                    tokenizer, shards, summary = prepare(run, asked, tell=work.read)
+                else:  # the text as it was encoded, whatever has become of its files
+                    tokenizer, shards = Tokenizer.load(run / "tokenizer.json"), open_shards(run / "data")
+                    summary = f"{config.data}, as encoded before"
+                its = Tokenizer.load(checkpoint.run_of(Path(config.teacher)) / "tokenizer.json")
+                same = its.fingerprint == tokenizer.fingerprint
+                require(
+                    same,
+                    "data",
+                    config.data,
+                    f"encoded as {config.teacher} encodes",
+                )
                 training_batches(RunConfig(model, longest), shards)
                 conversion = Conversion(run, config, tokenizer, shards, began)
             console.print(summary)

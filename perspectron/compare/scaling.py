@@ -36,7 +36,7 @@ from perspectron.util.numbers import fixed, grouped, percent, short
 from perspectron.util.page import Cell, Table
 from perspectron.util.stats import LEVEL, interval, paired
 
-VERSION = 1
+VERSION = 2
 STUDY, TEXT, RESULTS, PAGE = "scale.json", "text", "scale-results.json", "scale.html"
 WARMUP = 0.2
 FAR = 10.0  # crossings further from the sizes that were trained than by this factor are not told
@@ -70,6 +70,8 @@ class Study:
             require(len(values) >= 1, name, values, "one or more")
             require(list(values) == sorted(set(values)), name, values, "growing")
         require(self.per_parameter[0] > 0, "per_parameter", self.per_parameter, "> 0")
+        names = {short(size) for size in self.sizes}
+        require(len(names) == len(self.sizes), "sizes", self.sizes, "apart by more than a thousandth")
         at_least(1, self, "seeds")
         require(not self.rates or min(self.rates) > 0, "rates", self.rates, "> 0")
 

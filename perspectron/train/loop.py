@@ -206,10 +206,10 @@ class Trainer:
                 measured = _due(step, train.eval_every) or step == self.config.train.steps
                 if measured:
                     note(self.measure())
-                    if self.page is not None:
-                        self.page.draw()
                 if _due(step, train.save_every) or self.best < best or step in (last(), before_fall):
                     self.save()
+                if measured and self.page is not None:
+                    self.page.draw()
                 if pace is not None and measured:
                     pace.paused()
             self.save()

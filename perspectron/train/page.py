@@ -23,7 +23,7 @@ from perspectron.model.model import LanguageModel
 from perspectron.train.config import RunConfig, launched
 from perspectron.train.metrics import Metrics, bits_per_nat, measured, read_metrics
 from perspectron.util.config import dump
-from perspectron.util.errors import StorageError
+from perspectron.util.errors import PerspectronError
 from perspectron.util.files import append_to, parse_json, read_text, write_text
 from perspectron.util.machine import peak_resident
 from perspectron.util.numbers import duration, fixed, grouped, printable, short, size
@@ -195,8 +195,9 @@ def read_samples(run: Path) -> list[dict[str, Any]]:
 
 def forget_samples(run: Path, step: int) -> None:
     """Drop those of what came after an update."""
-    if (run / SAMPLES).is_file():
-        kept = [line for line in read_samples(run) if line["step"] <= step]
+    there = read_samples(run)  # none of a file that cannot be read, which stays as it is
+    kept = [line for line in there if line["step"] <= step]
+    if len(kept) < len(there):
         write_text(run / SAMPLES, "".join(json.dumps(line) + "\n" for line in kept))
 
 
@@ -240,13 +241,16 @@ def rendered(
     run: Path, config: RunConfig, history: History, samples: Sequence[dict[str, Any]], shown: Shown
 ) -> str:
     """The page of a run."""
-    typed = Path(sys.argv[0]).name in ("perspectron", "__main__.py")
-    program = ["perspectron"] if typed else ["python", sys.argv[0]]
+    typed = Path(sys.argv[0]).name in (
+        "perspectron",
+        "__main__.py",
+    )  # the words of a user's program are its own affair
+    command = ["perspectron", *sys.argv[1:]] if typed else ["python", sys.argv[0]]
     return page_template("perspectron.train", "page.html.j2").render(
         parts(config, history, samples),
         run=run, shown=shown, facts=history.facts(), written=time.time(), several=launched(),
         config=json.dumps(dump(config), indent=1, ensure_ascii=False),
-        command=shlex.join([*program, *sys.argv[1:]]), when=time.strftime("%Y-%m-%d %H:%M:%S"),
+        command=shlex.join(command), when=time.strftime("%Y-%m-%d %H:%M:%S"),
     )  # fmt: skip
 
 
@@ -310,18 +314,20 @@ class Page:
         texts = [text["prompt"] for text in self._prompts or []] or prompts(
             trainer.heldout_split, trainer.tokenizer
         )
-        written = zip(texts, self.write(trainer.model, trainer.tokenizer, texts), strict=True)
-        self._prompts = [{"prompt": prompt, "text": printable(text)} for prompt, text in written]
-        line = {"step": progress.step, "tokens": progress.tokens, "texts": self._prompts}
-        self.samples = [*(old for old in self.samples if old["step"] < progress.step), line]
-        self._tried(lambda: self._append(line))
+        self._tried(lambda: self._sample(texts))
         self._spent += time.monotonic() - began
 
     def end(self, state: str, kind: str = "done", result: str = "", heats: Sequence[str] = ()) -> None:
         """Write the page for good."""
         self._put(Shown(state, kind, self._now(), result, heats=heats))
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _sample(self, texts: Sequence[str]) -> None:
+        assert self.write is not None
+        progress = self.trainer.progress
+        written = zip(texts, self.write(self.trainer.model, self.trainer.tokenizer, texts), strict=True)
+        self._prompts = [{"prompt": prompt, "text": printable(text)} for prompt, text in written]
+        line = {"step": progress.step, "tokens": progress.tokens, "texts": self._prompts}
+        self.samples = [*(old for old in self.samples if old["step"] < progress.step), line]
         with append_to(self.run / SAMPLES) as file:
             file.write(json.dumps(line).encode() + b"\n")
 
@@ -343,7 +349,11 @@ class Page:
     def _tried(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except (OSError, StorageError) as error:
+        except (
+            OSError,
+            PerspectronError,
+            RuntimeError,
+        ) as error:  # out of memory, logits that are not finite
             if not self._broken:
                 warnings.warn(f"{error}; the training goes on without it", stacklevel=2)
             self._broken = True

@@ -210,6 +210,22 @@ def test_it_resumes_bit_for_bit(stage, runs, tmp_path, teacher):
     assert whole.notes["layers"] == again.notes["layers"]
 
 
+def test_stopped_where_layers_are_chosen_it_knows_them_later(runs, tmp_path, teacher, monkeypatch):
+    cut = conversion(tmp_path / "cut", teacher, runs)
+
+    def note(report, name, model, plain=cut.note):
+        if name == "layers chosen":
+            raise KeyboardInterrupt
+        plain(report, name, model)
+
+    monkeypatch.setattr(cut, "note", note)
+    with pytest.raises(KeyboardInterrupt):
+        cut.go()
+    again = Conversion(tmp_path / "cut", asked_of(tmp_path / "cut"), runs.tokenizer, runs.shards)
+    again.go()
+    assert {row["layer"] for row in again.notes["layers"]} == set(again.layers)
+
+
 def test_the_minutes_are_kept_to(runs, tmp_path, teacher, monkeypatch):
     clock = iter(range(10**6))
     monkeypatch.setattr(conversions.time, "perf_counter", lambda: next(clock) / 1000)
@@ -225,7 +241,7 @@ def test_the_minutes_are_kept_to(runs, tmp_path, teacher, monkeypatch):
     made.go(fit)
     assert [name for name, *_ in ends] == ["layers", "whole", "text"]
     assert ends[0][1] < ends[1][1] < ends[2][1]
-    assert ends[2][1] == pytest.approx(made.began + 60)
+    assert ends[2][1] == pytest.approx(made.began + 60 * (1 - conversions.CLOSING))
     assert all(steps >= 8 for *_, steps in ends)
 
 

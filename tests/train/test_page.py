@@ -186,6 +186,18 @@ def test_a_page_that_cannot_be_written_is_said_once(runs, tmp_path, name):
     runs.assert_same(runs.outcome(trainer), runs.outcome(other))
 
 
+def test_samples_that_cannot_be_drawn_are_said_once_and_the_training_goes_on(runs, tmp_path):
+    def fails(model, tokenizer, texts):
+        raise NonFiniteError("a logit is nan")
+
+    trainer, other = runs.trainer(tmp_path / "one"), runs.trainer(tmp_path / "two")
+    with pytest.warns(UserWarning, match="a logit is nan") as said:
+        trainer.fit(write=fails)
+    assert len(said) == 1
+    other.fit()
+    runs.assert_same(runs.outcome(trainer), runs.outcome(other))
+
+
 def test_a_training_that_fails_says_so(runs, tmp_path, monkeypatch):
     trainer = runs.trainer(tmp_path)
 

@@ -5,7 +5,7 @@ Shapes: B batch, T time, D model width.
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
@@ -152,6 +152,7 @@ def heads_of(model: LanguageModel, batches: Sequence[Batch]) -> dict[int, Heads]
             x_BTD = notes[index][0]
             heads = block.mixer.heads(x_BTD if block.around.norm == "post" else block.mixer_norm(x_BTD))
             assert heads is not None
+            heads = Heads(*(getattr(heads, item.name).cpu() for item in fields(heads)))
             before = found.get(index)
             found[index] = heads if before is None else replace(heads, mass_HT=before.mass_HT + heads.mass_HT)
     return found

@@ -74,10 +74,10 @@ def costs(
     def loss() -> float:
         total = 0.0
         for batch in batches:
-            given = (x.to(teacher.device) for x in (batch.ids_BT, batch.targets_BT))
+            ids_BT, targets_BT = (x.to(teacher.device) for x in (batch.ids_BT, batch.targets_BT))
+            reset_BT = None if batch.reset_BT is None else batch.reset_BT.to(teacher.device)
             with autocast(teacher.device, dtype):
-                ids_BT, targets_BT = given
-                total += teacher(ids_BT, targets=targets_BT, reset_BT=batch.reset_BT).loss.item()
+                total += teacher(ids_BT, targets=targets_BT, reset_BT=reset_BT).loss.item()
         return total / len(batches)
 
     blocks, found, before = teacher.blocks, dict[int, float](), loss()

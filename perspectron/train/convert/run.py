@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from perspectron.data import Batch, Shards, Tokenizer, origin
 from perspectron.model.census import active_parameters
 from perspectron.model.model import LanguageModel
@@ -23,9 +25,11 @@ from perspectron.train.prepare import training_batches
 from perspectron.util.config import dump, load, require
 from perspectron.util.errors import CheckpointError
 from perspectron.util.files import read_json, write_json
+from perspectron.util.machine import pick_device
 
 FILE, STAGES, FOLDERS = "convert.json", "stages", ("0-taken", "1-layers", "2-chosen", "3-whole")
 MEASURED = 65536  # held-out tokens
+CLOSING = 0.03  # of the time: for what is measured at the end
 ASKED = 4  # batches by which layers are chosen, and as many for distances
 Row = dict[str, Any]
 Fit = Callable[[Trainer, str, float | None], int | None]
@@ -51,7 +55,8 @@ class Conversion:
     ) -> None:
         self.run, self.config, self.tokenizer, self.shards = run, config, tokenizer, shards
         self.notes, self.began = noted(run, config), began
-        self.teacher = checkpoint.load_run(Path(config.teacher))[0].requires_grad_(False)
+        self.device = pick_device(config.device)
+        self.teacher = checkpoint.load_run(Path(config.teacher))[0].requires_grad_(False).to(self.device)
         self.layers = list(in_place(self.teacher.config, config.to))
 
     def folder(self, number: int) -> Path:
@@ -83,7 +88,7 @@ class Conversion:
         tokens = 0
         if isinstance(model, Path):
             opened = checkpoint.open_run(model)
-            model, tokens = opened.model, opened.checkpoint.progress.tokens
+            model, tokens = opened.model.to(self.device), opened.checkpoint.progress.tokens
         found = heldout(
             model, self.shards.split("heldout"), self.tokenizer, seq_len=self.config.seq_len,
             batch_size=self.config.batch_size, limit_tokens=MEASURED, spread=True,
@@ -117,20 +122,23 @@ class Conversion:
         """Write the model with a recurrence in the place of all attention, before it learns."""
         config = student(self.teacher.config, self.config.to, self.layers, self.config.window)
         heads = heads_of(self.teacher, self.batches(10))
-        self.export(0, transferred(self.teacher, config, heads, self.config.seed))
+        self.export(0, transferred(self.teacher.cpu(), config, heads, self.config.seed))
+        self.teacher.to(self.device)
 
     def choose(self) -> None:
         """Choose the layers that keep attention, and write the model that has both."""
-        learned, _ = checkpoint.load_run(self.folder(1))
+        learned = checkpoint.load_run(self.folder(1))[0].to(self.device)
         dtype = checkpoint.load_config(self.folder(1)).train.dtype
         cost = costs(self.teacher, learned, self.batches(11), dtype)
         stay = kept(cost, self.config.keep)
         self.notes["layers"] = [
             {"layer": index, "cost": value, "attention": index in stay} for index, value in cost.items()
         ]
+        write_json(self.run / FILE, self.notes)
         converted = [index for index in self.layers if index not in stay]
         config = student(self.teacher.config, self.config.to, converted, self.config.window)
-        self.export(2, transferred(self.teacher, config, learned, self.config.seed))
+        self.export(2, transferred(self.teacher.cpu(), config, learned.cpu(), self.config.seed))
+        self.teacher.to(self.device)
 
     def train(self, number: int, stage: str, fit: Fit) -> int | None:
         """Train a stage, or what is left of it."""
@@ -148,9 +156,12 @@ class Conversion:
             trainer = kind(folder, self.planned(stage, before, steps), self.tokenizer, self.shards)
             if timed:
                 ends = self.ends(stage)
-                steps = int((ends - time.monotonic()) / seconds(trainer))
-                least = f"≥ {self.config.minutes * LEAST_UPDATES / max(steps, 1):.2g}"
-                require(steps >= LEAST_UPDATES, "minutes", self.config.minutes, least)
+                took = seconds(trainer)
+                steps = int((ends - time.monotonic()) / took)
+                if stage == LAYERS and steps < LEAST_UPDATES:
+                    whole = LEAST_UPDATES * took / min(SHARES.values()) / (1 - CLOSING) / 60
+                    require(False, "minutes", self.config.minutes, f"≥ {whole:.2g}, or else tokens")
+                steps = max(steps, LEAST_UPDATES)
                 settled = self.planned(stage, before, steps).train
                 settled = replace(settled, dtype=trainer.config.train.dtype)
                 trainer.config = replace(trainer.config, train=settled)
@@ -172,7 +183,7 @@ class Conversion:
 
     def ends(self, stage: str) -> float:
         """When the stage is to end: by the clock of the whole, or after its share of the time in one that goes on."""
-        names, whole = list(SHARES), 60 * self.config.minutes
+        names, whole = list(SHARES), 60 * self.config.minutes * (1 - CLOSING)
         if self.began is None:
             return time.monotonic() + SHARES[stage] * whole
         return self.began + sum(SHARES[name] for name in names[: names.index(stage) + 1]) * whole
@@ -193,6 +204,8 @@ def seconds(trainer: Trainer) -> float:
         for _ in range(2):
             start = time.perf_counter()
             trainer.backward(batch, 1.0)
+            if trainer.device.type == "cuda":
+                torch.cuda.synchronize()
             took = min(took, time.perf_counter() - start)
     return took
 
