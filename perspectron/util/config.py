@@ -231,7 +231,7 @@ def meant(value: Any, allowed: Iterable[Any]) -> str:
 def meant_beside(path: Path) -> str:
     """The same of what lies in the folder where a path would be; extensions do not count."""
     try:
-        there = {one.stem: one for one in path.parent.iterdir()} if path.name else {}
+        there = {one.stem: one for one in path.parent.iterdir() if one.name != path.name} if path.name else {}
     except (OSError, ValueError):
         return ""
     near = difflib.get_close_matches(path.stem, list(there), 1, 0.7)

@@ -219,7 +219,7 @@ MISTAKES = [
     (["nope"], ["command", "nope", "quickstart"]),
     (["train"], ["train", "--data", "--resume"]),
     (["train", "--stepz", "1"], ["--stepz"]),
-    (["train", "--steps", "x"], ["--steps"]),
+    (["train", "--steps", "x"], ["steps", "x"]),
     (["train", "--out", "{tmp}/o", "--steps", "0"], ["steps", 0]),
     (["train", "--out", "{tmp}/o", "--lr", "nan"], ["lr", "nan"]),
     (["train", "--out", "{tmp}/o", "--preset", "gpt5"], ["preset", "gpt5"]),

@@ -155,7 +155,7 @@ def test_answers_that_do_not_wait_for_torch(arguments, tmp_path, environment):
 
 @pytest.mark.parametrize("name", commands_there())
 def test_the_overview_says_what_a_command_says_of_itself(name):
-    assert about(name) == command_of(name).__doc__.splitlines()[0]
+    assert about(name) == " ".join(command_of(name).__doc__.split("\n\n")[0].split())
 
 
 @pytest.mark.parametrize(
