@@ -198,7 +198,7 @@ class Mixture(Mixed):
         x_ND = x_BTD.flatten(0, 1)
         with full_precision(x_ND):
             dtype, (weight_ED, _) = wider(x_ND.dtype), affine(self.route_proj)
-            logit_NE = F.linear(x_ND.to(dtype), weight_ED.to(dtype))
+            logit_NE = experts.scores(x_ND.to(dtype), weight_ED.to(dtype))
             weight_NK, expert_NK = self.choose(logit_NE)
         weights = list[Tensor](self.matrices().values())
         device = x_ND.device.type

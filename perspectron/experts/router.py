@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from perspectron import native
 from perspectron.experts.ternary import Rule, Schedule
 from perspectron.experts.torus import distance2, lattice
+from perspectron.ops import experts
 from perspectron.ops.dispatch import affine, full_precision, under_tracing
 from perspectron.util.config import FFNConfig, at_least, one_of, positive, require
 from perspectron.util.errors import ConfigError
@@ -184,7 +185,7 @@ class Router:
     def distances(self, x_ND: Tensor) -> Distances:
         """Queries and power distances of tokens, in at least float32."""
         dtype = wider(x_ND.dtype)
-        out_NA = F.linear(x_ND.to(dtype), *self.direction(dtype))
+        out_NA = experts.scores(x_ND.to(dtype), *self.direction(dtype))
         if self.config.router == "switch":
             return Distances(out_NA[:, :0], self._powered(-out_NA))
         return self._around(out_NA, self.positions().to(dtype))

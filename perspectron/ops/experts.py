@@ -82,6 +82,15 @@ def chosen(x_ND: Tensor, expert_NK: Tensor, *weights: Tensor) -> Tensor:
     return y_MD.view(N, K, -1)
 
 
+def scores(x_ND: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """The logits of a router [N,E]: those of a few tokens by GROUP, so that their bits do not depend on how many there
+    are."""
+    N = len(x_ND)
+    if GROUP < N <= FEW and N % GROUP == 0 and gradients_off():
+        return torch.cat([F.linear(part, weight_ED, bias_E) for part in x_ND.split(GROUP)])
+    return F.linear(x_ND, weight_ED, bias_E)
+
+
 def naive(x_ND: Tensor, expert_N: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
     """The networks token by token; the oracle."""
     outputs = []
@@ -225,14 +234,15 @@ def _listed(groups: Groups) -> list[tuple[int, slice]]:
 def _filled(
     x_ND: Tensor, weights: tuple[Tensor, ...], order_N: Tensor, groups: list[tuple[int, slice]], rounded: Any
 ) -> Tensor:
-    """The outputs [N,D], each expert's tokens filled up to a multiple of GROUP: how many others it has then changes no
-    bit of a token's."""
+    """The outputs [N,D], each expert's tokens filled up to a multiple of GROUP, and few read by GROUP: how many others
+    it has then changes no bit of a token's, whatever a processor does with more rows at once."""
     own, full, end = list[Tensor](), list[tuple[int, slice]](), 0
     for e, rows in groups:
         count = rows.stop - rows.start
         own.append(torch.arange(end, end + count))
-        full.append((e, slice(end, end + count + -count % GROUP)))
-        end = full[-1][1].stop
+        first, end = end, end + count + -count % GROUP
+        each = GROUP if count <= FEW else end - first
+        full += [(e, slice(start, start + each)) for start in range(first, end, each)]
     place_N = torch.cat(own).to(order_N.device)
     order_P = order_N.new_zeros(end).index_copy_(0, place_N, order_N)
     y_PD, *_ = _forward(x_ND.index_select(0, order_P), weights, full, rounded)
