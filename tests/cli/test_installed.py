@@ -109,6 +109,7 @@ def test_every_command_from_an_empty_folder(tmp_path, environment):
         ("scale", "--designs", "ssd", "--sizes", "120k", "--per-parameter", "0.005", "--data", "text", "--out",
          "scaled", "--vocab-size", "300", *SCALE.split()),
         ("search", "--help"),
+        ("convert", "--help"),
         ("ablate", "lens"),
         ("serve", "--help"),
         ("verify", "packed", "--here"),
