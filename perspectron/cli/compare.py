@@ -1,7 +1,8 @@
 """`perspectron compare`."""
 
 import os
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -124,8 +125,6 @@ class Compare:
     """Number of trainings at the same time."""
 
     def __call__(self) -> int:
-        if self.quick:
-            return self._looked()
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")
         console = progress()
         if self.report:
@@ -144,25 +143,13 @@ class Compare:
             )
             return finish(folder, read(folder), self.jobs, console)
         settings = self.settings()
+        if self.quick:
+            what = f"seeds: {self.seeds}, tokens: {self.tokens}, one learning rate for all designs"
+            say(f"a first look ({what}), from which no conclusion follows")
         models_of_designs(replace(settings, vocab_size=self._vocabulary()))  # said before the text is read
         with locked(folder), Work("encoding the text and planning"):
             what = plan(folder, "designs", settings, models_of_designs, threads_for(self.jobs))
         return finish(folder, what, self.jobs, console)
-
-    def _looked(self) -> int:
-        """Compare as QUICK has it."""
-        there = self.resume or self.report
-        require(
-            not there, "quick", True, "left out with --resume and --report: what is there was settled before"
-        )
-        left = {item.name: item.default for item in fields(self)}
-        quick = {name: value for name, value in QUICK.items() if getattr(self, name) == left[name]}
-        asked = replace(self, quick=False, **quick)
-        said = f"a first look, not a result: {asked.seeds} seed, {asked.tokens} tokens and one rate for all designs"
-        say(
-            f"{said}; no conclusion follows (without --quick, rates are chosen for each design and seeds differ)"
-        )
-        return asked()
 
     def _report(self) -> Path:
         """The page that is written of results there are."""
@@ -200,6 +187,11 @@ class Compare:
             self.warmups, self.rate_share, self.dtype, self.device, suites=tuple(between_commas(self.suites)),
             recall=self.recall, state=self.state,
         )  # fmt: skip
+
+
+def defaults(arguments: Sequence[str]) -> Compare:
+    """The command whose values options left out have: with --quick, those of QUICK."""
+    return Compare(**QUICK) if "--quick" in arguments else Compare()
 
 
 def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:

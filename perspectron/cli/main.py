@@ -216,6 +216,10 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
         from perspectron.cli.train import defaults
 
         default = replace(defaults(rest), began=began)
+    if name == "compare":
+        from perspectron.cli import compare
+
+        default = compare.defaults(rest)
     parsed: Callable[[], int] = parser.parse(command, name, rest, default)
     _require_bounded(parsed)
     return parsed

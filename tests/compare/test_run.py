@@ -17,6 +17,7 @@ import torch
 import perspectron
 from claims import keep
 from perspectron import presets
+from perspectron.cli.compare import QUICK
 from perspectron.cli.main import main
 from perspectron.compare import measure, results, run
 from perspectron.compare.plan import read
@@ -59,6 +60,22 @@ def tokenised(whole: Path) -> list[str]:
 
 def cells(results: dict) -> dict:
     return {name: design["cells"][0] for name, design in results["designs"].items()}
+
+
+def test_a_first_look_says_what_it_is_and_takes_what_is_typed(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = ["--data", str(text), "--designs", "transformer,gla", "--tokens", "2048", "--seq-len", "32",
+             "--batch-size", "4", "--vocab-size", "300", "--dtype", "float32"]  # fmt: skip
+    assert main(["compare", "--quick", *small]) == 0
+    assert names(capsys.readouterr().err.splitlines()[0], "seeds", 1, "tokens", 2048)
+    settings = read(QUICK["out"]).settings
+    assert (settings.params, settings.seeds, settings.suites) == (300_000, 1, ())
+    assert (
+        main(["compare", "--quick", *small, "--seeds", "3"]) == 2
+    )  # typed, as the default of others is, and not as there
+    in_a_line(capsys.readouterr().err.splitlines()[-1], "seeds", 3)
+    assert main(["compare", "--quick", "--resume", str(QUICK["out"])]) == 2
+    in_a_line(capsys.readouterr().err.splitlines()[-1], "resume")
 
 
 def test_it_trains_measures_and_reports(whole):
