@@ -129,13 +129,14 @@ def _of_run(path: Path, config: RunConfig) -> Folder:
     return Folder(path, config.model, config, trained=trained, dtype=dtype)
 
 
-def open_model(path: Path, *, cache_bytes: int | None = None, verify: bool = False) -> Opened:
+def open_model(path: str | Path, *, cache_bytes: int | None = None, verify: bool = False) -> Opened:
     """Load the model of a run (its best held-out checkpoint, or else the newest), of one checkpoint or of an artifact.
 
     For an artifact, cache_bytes is the memory for experts (default: what is free), and verify checks every file first;
     a run takes neither. CheckpointError or ArtifactError if no model there is valid, ConfigError if the cache is too
     small.
     """
+    path = Path(path)
     if is_artifact(path):
         model, tokenizer = load_artifact(path, cache_bytes=cache_bytes, verify=verify)
         return Opened(_of_artifact(path, model.header), model, tokenizer, model.line())
