@@ -16,8 +16,12 @@ import pytest
 import torch
 
 from tests import long
+from tests.extras import (  # noqa: F401  hooks
+    pytest_make_collect_report,
+    pytest_runtest_makereport,
+    pytest_terminal_summary,
+)
 
-pytest_plugins = ["tests.extras"]
 torch.set_num_threads(1)
 CACHE = tempfile.mkdtemp(prefix="perspectron-cache-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)

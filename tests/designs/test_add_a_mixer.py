@@ -39,7 +39,7 @@ def clone(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("clone")
     shutil.copytree(ROOT / "perspectron", root / "perspectron", ignore=shutil.ignore_patterns("__pycache__"))
     (root / "tests" / "designs").mkdir(parents=True)
-    needed = ("conftest.py", "long.py", "refusals.py", "designs/test_mixers.py")
+    needed = ("conftest.py", "extras.py", "long.py", "refusals.py", "designs/test_mixers.py")
     for name in ("pyproject.toml", *(f"tests/{name}" for name in needed)):
         shutil.copy(ROOT / name, root / name)
     for language, name, code in page():
