@@ -144,8 +144,8 @@ class Compare:
             return finish(folder, read(folder), self.jobs, console)
         settings = self.settings()
         if self.quick:
-            what = f"seeds: {self.seeds}, tokens: {self.tokens}, one learning rate for all designs"
-            say(f"a first look ({what}), from which no conclusion follows")
+            short = f"seeds: {self.seeds}, tokens: {self.tokens}, one learning rate for all designs"
+            say(f"a first look ({short}), from which no conclusion follows")
         models_of_designs(replace(settings, vocab_size=self._vocabulary()))  # said before the text is read
         with locked(folder), Work("encoding the text and planning"):
             what = plan(folder, "designs", settings, models_of_designs, threads_for(self.jobs))

@@ -45,7 +45,8 @@ def _message(one: Any, role: str, content: str, field: str) -> Message:
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
             for part in text
         ]
-        text = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        known = [part for part in parts if isinstance(part, str)]
+        text = "".join(known) if len(known) == len(parts) else None
     if not isinstance(text, str):
         raise NoTalk(f"{field!r}: {content!r} is no text")
     return {"role": who, "content": text}
