@@ -104,6 +104,8 @@ def test_turns_that_cannot_have_been_are_refused(runs, turns):
 class Turning:
     """A pace that asks for other lengths at certain updates."""
 
+    ends = float("inf")
+
     def __init__(self, asked: dict[int, int]):
         self.asked = asked
 
