@@ -28,7 +28,7 @@ def wanted(error: BaseException | str | None) -> str | None:
     """The package that an error, or what brought it about, says is not there."""
     while error is not None:
         found = MISSING.search(str(error))
-        if found and found[1] in PACKAGES:
+        if found and found[1] in missing():
             return found[1]
         error = None if isinstance(error, str) else error.__cause__ or error.__context__
     return None
