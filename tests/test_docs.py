@@ -102,7 +102,10 @@ def test_every_block_of_the_guides_runs(folder, monkeypatch, capsys):
                     del rest[at : at + 2]
                 assert program == "perspectron"
                 assert main([command, *rest, *small]) == 0, (name, line, capsys.readouterr().err)
-    assert trained == [Path("runs/compared")] * 2 + [Path("runs/scaled/70k-0.1"), Path("runs/scaled/140k-0.1")] * 2
+    assert (
+        trained
+        == [Path("runs/compared")] * 2 + [Path("runs/scaled/70k-0.1"), Path("runs/scaled/140k-0.1")] * 2
+    )
 
 
 def test_a_served_model_takes_few_lines_of_python():

@@ -28,6 +28,8 @@ ENDING = ".state"
 Messages = list[dict[str, str]]
 MESSAGES = "messages"
 """What a file of a talk has beside its text: its messages, each with `role` and `content`."""
+BEGINS = "begins"
+"""And the number of tokens of a text before the talk, where it went on from one."""
 MOST = 256 << 20
 """Bytes of the states of a folder that stay in memory, beside what stores, sessions and their marks have of them."""
 
@@ -150,7 +152,7 @@ class States:
     def _hold(self, path: Path, sign: tuple[int, ...], session: Session) -> None:
         """Keep a state in memory, and let those go that were not used for longest."""
         own = session.fork()
-        own.extra = {MESSAGES: messages_of(session.extra)}
+        own.extra = talk_of(session.extra)
         with self._lock:
             self._held.pop(path, None)
             if sign:
@@ -193,10 +195,17 @@ def messages_of(extra: Any) -> Messages:
     return [{"role": row["role"], "content": row["content"]} for row in rows] if all(told) else []
 
 
+def talk_of(extra: Any) -> dict[str, Any]:
+    """The messages of a talk and where it begins, as `messages_of`."""
+    messages, begins = messages_of(extra), extra.get(BEGINS, 0) if isinstance(extra, dict) else 0
+    return (
+        {MESSAGES: messages, BEGINS: begins if type(begins) is int and begins >= 0 else 0} if messages else {}
+    )
+
+
 def _beside(session: Session, parent: str) -> dict[str, Any]:
-    """What a file has beside a session: the state it went on from, and of a talk its messages."""
-    messages = messages_of(session.extra)
-    return {"parent": parent} | ({MESSAGES: messages} if messages else {})
+    """What a file has beside a session: the state it went on from, and what is known of a talk."""
+    return {"parent": parent} | talk_of(session.extra)
 
 
 def _sign(path: Path) -> tuple[int, ...]:

@@ -122,3 +122,23 @@ def test_models_say_what_each_token_takes(tmp_path, tokenizer) -> None:
             session = Session(one.engine.model, tokenizer).read([5] * tokens)
             state = exhausted(session.remembering())
             assert state.filled().nbytes == first + (tokens - 1) * then
+
+
+def test_a_talk_after_a_text_is_read_once(talking) -> None:
+    """Each turn reads what it adds, though another text stands before the talk."""
+    text = "The dog sat on the mat. "
+    talking.post("/v1/states", json={"id": "text", "prompt": text})
+    said, before, state, grew = list[dict[str, str]](), restored(talking, "text")["tokens"], "text", []
+    for turn in range(4):
+        said.append({"role": "user", "content": "The cat"})
+        answer = chat(talking, said, state=state, save=(state := f"turn-{turn}"))
+        said.append({"role": "assistant", "content": answer})
+        tokens = restored(talking, state)["tokens"]
+        grew.append(tokens - before)
+        before = tokens
+        assert messages(talking, state) == said
+    assert max(grew) <= 1.5 * grew[0], grew
+    talking.put("/v1/states/brought", content=talking.get(f"/v1/states/{state}").content)
+    said.append({"role": "user", "content": "The cat"})
+    chat(talking, said, state="brought", save="on")
+    assert restored(talking, "on")["tokens"] - before <= 1.5 * grew[0]

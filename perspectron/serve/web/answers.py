@@ -13,10 +13,11 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from perspectron.decode.row import Piece
+from perspectron.decode.saved import alike
 from perspectron.decode.session import Session
 from perspectron.serve.engine import Event, Job
 from perspectron.serve.served import Served
-from perspectron.serve.states import MESSAGES
+from perspectron.serve.states import BEGINS, MESSAGES, talk_of
 from perspectron.serve.web import schema
 from perspectron.serve.web.asked import check, constraint_of, prompt_of, sampling_of, tokens_of
 from perspectron.serve.web.hearing import back, heard
@@ -55,6 +56,8 @@ class _Run:
     slot: int | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     """Of a talk, up to what is drawn."""
+    begins: int = 0
+    """Tokens of a text before the talk."""
     writing: Writing = field(default_factory=Writing)
     """Of the state that is saved."""
 
@@ -171,13 +174,16 @@ class Answers:
         begun = None
         if body.state is not None:
             begun = await asyncio.to_thread(served.states.load, body.state, engine.session())
-        asked = read = [await served.ids(prompt) for prompt in prompts]
+        begins, asked = 0, [await served.ids(prompt) for prompt in prompts]
+        read = asked
         whole = isinstance(body, schema.Chat) and served.tokenizer.specials.lacks(read[0])
         if begun is not None and isinstance(body, schema.Chat):
-            begun, read = await self._agreed(begun, read[0], body, request)
+            begun, read, begins = await self._agreed(begun, read[0], body, request)
         elif begun is None:
             read = [served.tokenizer.specials.bare(ids) for ids in read]
-        run = _Run([], body.n, body.n * len(prompts), 0, asyncio.Queue(), [], body.state or "", slot)
+        run = _Run(
+            [], body.n, body.n * len(prompts), 0, asyncio.Queue(), [], body.state or "", slot, begins=begins
+        )
         if isinstance(body, schema.Completion) and body.echo and logprobs is not None:
             run.echoed = await self._echoed(asked, body.n, logprobs, begun, request)
         sampling = sampling_of(body, served.sampling)
@@ -222,18 +228,21 @@ class Answers:
 
     async def _agreed(
         self, session: Session, ids: list[int], body: schema.Chat, request: Request
-    ) -> tuple[Session, list[list[int]]]:
-        """Where to go on from in a saved text, and what is to be read there: the rest of a chat that begins with the
-        text; of one with answers in it, what comes after the part that both have, as templates may write earlier turns
-        in another way; all of another chat, which goes on from there."""
-        shared, ids = session.shared(ids, whole=True), self.served.tokenizer.specials.bare(ids)
+    ) -> tuple[Session, list[list[int]], int]:
+        """Where to go on from in a saved text, what is to be read there, and the tokens before the talk: the rest of a
+        chat that begins with the text, or with the talk in it; of one with answers in it, what comes after the part
+        that both have, as templates may write earlier turns in another way; all of another chat, which goes on from
+        there."""
+        begins, bare = talk_of(session.extra).get(BEGINS, 0), self.served.tokenizer.specials.bare(ids)
+        own = session.tokens[begins:]  # none, where a file claims more than there are
+        shared = alike(own, bare) if begins and session.whole else session.shared(ids, whole=True)
         answered = any(message.role == "assistant" for message in body.messages)
-        if shared < len(session.tokens) and not (answered and shared):
-            return session, [ids]
-        if shared < len(session.tokens):
-            task = self.served.engine.run(back(session, shared))
+        if shared < len(own) and not (answered and shared):
+            return session, [bare], len(session.tokens)
+        if shared < len(own):
+            task = self.served.engine.run(back(session, begins + shared))
             session = await heard(request, asyncio.wrap_future(task))
-        return session, [ids[shared:]]
+        return session, [bare[shared:]], begins
 
     def _begun(self, ids: Sequence[int], slot: int | None, whole: bool) -> Session:
         """A text that begins as `ids` do: from its slot, where that was read and nothing of it drawn, else from
@@ -341,7 +350,7 @@ class Answers:
         if run.slot is not None:
             self.served.slots[run.slot] = run.jobs[0].session
         if run.jobs:
-            run.jobs[0].session.extra = {MESSAGES: run.messages}
+            run.jobs[0].session.extra = {MESSAGES: run.messages, BEGINS: run.begins}
             await run.writing.save(run.jobs[0].session, run.parent)
 
     def _text(self, prompt: str | list[int]) -> str:
