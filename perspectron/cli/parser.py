@@ -62,7 +62,7 @@ def _said(error: str, command: type) -> str:
     if bad := re.match(
         r"[Ii]nvalid choice '(.*)' for argument '(?:--)?([\w-]+)'. Expected one of \((.*)\)", error
     ):
-        choices = listed(bad[1], re.findall(r"'([^']+)'", bad[3]))
+        choices = listed(bad[1], [one for one in re.findall(r"'([^']*)'", bad[3]) if one])
         return f"{_field(bad[2])} = {bad[1]!r}, must be {choices}"
     if bad := re.match(r"Missing value for argument '(--[\w-]+)'", error):
         return f"{bad[1]} needs a value: " + next(option.text for option in known if option.name == bad[1])

@@ -484,7 +484,8 @@ def _with(
     if parts:
         parts[-1].metadata, parts[-1].places = {"format": metadata.get("format", "")}, {}
     while parts and parts[-1].stop > start:
-        parts[-1].pages.pop()
+        if parts[-1].pages:
+            parts[-1].pages.pop()
         if not parts[-1].pages:
             parts.pop()
     if start != (parts[-1].stop if parts else 0):

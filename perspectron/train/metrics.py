@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ HELDOUT = "heldout.json"
 """The loss on all held-out text of the best checkpoint when the training ended, beside compressors."""
 MOST_METRICS = 1 << 30  # bytes
 OF_UPDATE = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds")
+PERPLEXITIES = ("heldout_perplexity", "dev_perplexity")
 
 
 @contextlib.contextmanager
@@ -88,9 +90,12 @@ def _metrics(line: Any) -> Metrics:
     numbers = of_update if "loss" in line else {"step": line.get("step"), "bits_per_byte": measured(line)[1]}
     aux = line.get("aux", {})
     numbers |= aux if isinstance(aux, dict) else {"aux": None}
-    for name, value in numbers.items():
+    perplexities = {name: line[name] for name in PERPLEXITIES if name in line}
+    for name, value in (numbers | perplexities).items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name} is not a number")
+        if not abs(value) <= sys.float_info.max or (name in perplexities and value <= 0):
+            raise ValueError(f"{name} is out of range")
     if type(line["step"]) is not int or line["step"] < 0:
         raise ValueError("step is not a count")
     return line
@@ -99,8 +104,8 @@ def _metrics(line: Any) -> Metrics:
 def bits_per_nat(metrics: list[Metrics]) -> float | None:
     """Bits per byte for a nat per token, as the text that is not trained on has them; None if it was not measured."""
     for line in reversed(metrics):
-        for split in ("heldout", "dev"):
-            nats = math.log(line.get(f"{split}_perplexity") or 1.0)
+        for name in PERPLEXITIES if "loss" not in line else ():
+            nats = math.log(line.get(name, 1.0))
             if nats > 0:
-                return float(line[f"{split}_bits_per_byte"]) / nats
+                return float(measured(line)[1]) / nats
     return None

@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -269,7 +270,8 @@ class Page:
     It is written at most every `EVERY` seconds and in `SHARE` of the time. What cannot be written is said once."""
 
     def __init__(self, trainer: "Trainer", pace: "Pace | None" = None, write: Write | None = None) -> None:
-        self.trainer, self.pace, self.write, self.run = trainer, pace, write, trainer.run_dir
+        self.trainer: Trainer = weakref.proxy(trainer)  # which has the page: a circle would keep its text open
+        self.pace, self.write, self.run = pace, write, trainer.run_dir
         self.history, self.samples = course(self.run), read_samples(self.run)
         self._prompts = self.samples[0]["texts"] if self.samples else None
         self._spent = self._due = 0.0

@@ -90,6 +90,15 @@ def test_a_text_that_went_back_replaces_what_it_had(model, ids, tmp_path):
     assert grown[2] > 0, "a page and what follows"
 
 
+def test_a_text_that_went_back_behind_a_part_without_slots(model, ids, tmp_path):
+    path, (short, long) = tmp_path / "s", after(model, ids, T + 10, T + 20)
+    save(path, model, long, 0)
+    for turn, state in enumerate((long, long, short, short, long), 1):
+        assert save(path, model, state, turn) > 0
+        assert same(perspectron.load_state(path, model), state)
+        assert perspectron.load_extra(path) == {"text": turn}
+
+
 def test_a_file_of_which_half_is_no_longer_used_is_written_anew(model, ids, tmp_path):
     path, other = tmp_path / "s", (ids + 1) % 67
     states = [after(model, text, T)[0] for text in (ids, other)]

@@ -188,6 +188,8 @@ def test_branches_stand_side_by_side(page, tokenizer) -> None:
     same = columns.locator("span.same").all_text_contents()
     assert same[: len(same) // 2] == same[len(same) // 2 :] and "".join(same).startswith("The cat sat")
     assert page.locator(".next li").count() == 10 and page.locator(".layers li").count() == 4
+    return_to(page, "left")
+    expect(page.get_by_role("status")).to_be_visible()  # what is said is seen beside branches, too
     page.locator("#right").select_option("one")
     expect(columns.nth(1).locator(".parting ~ span")).to_have_count(0)
     assert look(page) == []
@@ -219,6 +221,10 @@ def test_a_state_is_dragged_in_and_out(page) -> None:
     assert text_of(page) == whole
     page.locator("#file").set_input_files(download.value.path())
     expect(page.get_by_role("status")).to_contain_text("Restored")
+    dropped(page, "one.state", data)
+    expect(page.get_by_role("status")).to_contain_text("Restored one-2")
+    for name in ("one", "one-2"):  # no state is replaced
+        expect(state(page, name)).to_have_count(1)
 
 
 def test_a_talk_goes_on_over_a_restart(talking) -> None:
@@ -271,7 +277,7 @@ def test_what_is_stopped_is_not_kept(tmp_path, tokenizer) -> None:
     one.largest = 1 << 20
     one.template = Template(TEMPLATE, "here")
     with serving(one) as url, browsing(url) as page:
-        set_to(page, count=1 << 20, name="never")
+        set_to(page, count=1 << 20, name="never", temperature=0)  # a draw may end the text
         page.get_by_label("Continue with").fill("The cat")
         page.get_by_role("button", name="Continue").click()
         page.locator("#text span.drawn").nth(3).wait_for()

@@ -217,9 +217,11 @@ def test_damaged_metrics_are_left_out_and_the_run_goes_on(run):
     path = run / "metrics.jsonl"
     lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < 6]
     harmful = ["{", "[]", "null", "3", '{"step": 1}', '{"step": 1e99, "loss": 1}', '{"step": -1, "loss": 1}',
-               '{"step": NaN, "loss": 1}', '{"step": 1, "loss": "x"}', "[" * 50_000, "\0" * 100, "é\udcff"]  # fmt: skip
+               '{"step": NaN, "loss": 1}', '{"step": 1, "loss": "x"}', "[" * 50_000, "\0" * 100, "é\udcff",
+               *(f'{{"step": 1, "heldout_bits_per_byte": 1.0, "heldout_perplexity": {wrong}}}'
+                 for wrong in ('"x"', "0", "-1.5", "true", "null", "[]", "1" + "0" * 400))]  # fmt: skip
     path.write_bytes("\n".join([*harmful, *lines, "\udc80"]).encode(errors="surrogateescape") + b"\n")
-    with warned(13, 1):
+    with warned(len(harmful) + 1, 1):
         kept = metrics.read_metrics(run)
     assert kept == [json.loads(line) for line in lines]
     with warned(path):

@@ -43,7 +43,11 @@ async function compare() {
     return;
   }
   at("parting").textContent = "Comparing.";
-  const [one, other, diff] = [await restored(left), await restored(right), await (await post(ofState(left, "/diff"), { other: right })).json()];
+  const asked = [restored(left), restored(right), post(ofState(left, "/diff"), { other: right }).then((answer) => answer.json())];
+  const [one, other, diff] = await Promise.all(asked).catch((error) => {
+    if (mine === turn) at("parting").textContent = "They could not be compared.";
+    throw error;
+  });
   if (mine !== turn) return;
   const { shared, next, spelled } = diff, expected = next.map((each, i) => each.map(([, p], j) => [spelled[i][j], p]));
   at("parting").textContent = shared === null ? "The beginning of one is not known, so neither is where they part."

@@ -3,7 +3,7 @@
 import { act, at, here, ofState, post, say } from "./parts.js";
 
 export const shown = { state: null, text: [], ends: [], drawn: [], messages: [], marks: new Map() };
-export const kept = new Map(); // of each state: the probabilities of the tokens that were drawn here
+const kept = new Map(); // of each state and its text: the probabilities of the tokens that were drawn here
 let listening = null;
 
 function tell() {
@@ -18,10 +18,16 @@ export async function restored(id) {
 }
 
 export async function show(id) {
-  const about = await restored(id), { text, ends, drawn, messages } = about;
-  Object.assign(shown, { state: id, text, ends, drawn, messages, marks: kept.get(id) || new Map() });
+  const about = await restored(id), { text, ends, drawn, messages } = about, known = kept.get(`${here.model.id}/${id}`);
+  const marks = known && known.text === text.join("") ? known.marks : new Map(); // another text may have taken the name
+  Object.assign(shown, { state: id, text, ends, drawn, messages, marks });
   tell();
   return about;
+}
+
+export function mark(marks) {
+  shown.marks = marks;
+  kept.set(`${here.model.id}/${shown.state}`, { text: shown.text.join(""), marks });
 }
 
 export function clear() {
@@ -41,11 +47,13 @@ export async function answering(what) {
   listening = new AbortController();
   at("go").disabled = true;
   at("stop").disabled = false;
+  for (const id of ["states", "fresh", "model"]) at(id).inert = true; // they would show another text
   say("Under way.");
   await act(() => what(listening.signal));
   listening = null;
   at("go").disabled = false;
   at("stop").disabled = true;
+  for (const id of ["states", "fresh", "model"]) at(id).inert = false;
 }
 
 export function stop() {

@@ -3,7 +3,7 @@
 import { act, at, count, frames, make, ofState, post, say } from "./parts.js";
 import { remember } from "./memory.js";
 import { settings } from "./settings.js";
-import { kept, newName, show, shown } from "./shown.js";
+import { mark, newName, show, shown } from "./shown.js";
 
 const probability = (logprob) => Math.exp(logprob).toPrecision(2);
 let chosen = -1;
@@ -83,10 +83,9 @@ export async function goOn(signal) {
     return;
   }
   at("more").value = "";
-  kept.set(save, new Map(before));
   await show(save);
   const first = shown.ends.length - marks.length;
-  marks.forEach((mark, i) => shown.marks.set(first + i, mark));
+  mark(new Map([...before, ...marks.map((one, i) => [first + i, one])]));
   render();
   say(`${marks.length} tokens, kept as ${save}; seed ${asked.seed}.`);
 }
@@ -98,8 +97,9 @@ async function tokensOf(content) {
 async function fork(id) {
   const token = chosen + 1, marks = shown.marks;
   await post(ofState(shown.state, "/fork"), { id, token });
-  kept.set(id, new Map([...marks].filter(([index]) => index < token)));
   await show(id);
+  mark(new Map([...marks].filter(([index]) => index < token)));
+  render();
   return token;
 }
 

@@ -15,13 +15,15 @@ export async function list() {
     children.set(parent, [...(children.get(parent) || []), state]);
   }
   const placed = new Set();
-  const branch = (parent) => (children.get(parent) || []).filter((state) => !placed.has(state.id)).map((state) => {
+  const branch = (states) => states.filter((state) => !placed.has(state.id)).map((state) => {
     placed.add(state.id);
-    const item = make("li", {}, entry(state)), below = branch(state.id);
+    const item = make("li", {}, entry(state)), below = branch(children.get(state.id) || []);
     if (below.length) item.append(make("ul", {}, ...below));
     return item;
   });
-  at("tree").replaceChildren(...branch(""));
+  const rows = branch(children.get("") || []);
+  for (const state of data) rows.push(...branch([state])); // names that were used again may form a ring without a root
+  at("tree").replaceChildren(...rows);
   document.dispatchEvent(new CustomEvent("listed", { detail: data }));
   read(data, mine);
   return data;
@@ -75,7 +77,9 @@ function entry(state) {
 
 async function put(file) {
   const id = file.name.replace(/\.state$/, "").replace(/[^A-Za-z0-9._-]/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 64);
-  const name = id || newName("file");
+  const { data } = await (await ask(`/v1/states${inModel()}`)).json(), taken = new Set(data.map((state) => state.id));
+  let name = id || newName("file");
+  for (let number = 2; taken.has(name); number += 1) name = `${id.slice(0, 60)}-${number}`; // no state is replaced
   await ask(ofState(name) + inModel(), { method: "PUT", body: file });
   await show(name);
   say(`Restored ${name}.`);
