@@ -270,7 +270,8 @@ class Page:
     It is written at most every `EVERY` seconds and in `SHARE` of the time. What cannot be written is said once."""
 
     def __init__(self, trainer: "Trainer", pace: "Pace | None" = None, write: Write | None = None) -> None:
-        self.trainer: Trainer = weakref.proxy(trainer)  # which has the page: a circle would keep its text open
+        # The trainer has the page; a circle of the two would keep the text's files open.
+        self.trainer: Trainer = weakref.proxy(trainer)
         self.pace, self.write, self.run = pace, write, trainer.run_dir
         self.history, self.samples = course(self.run), read_samples(self.run)
         self._prompts = self.samples[0]["texts"] if self.samples else None
