@@ -1,5 +1,6 @@
 """Records of talks: {"messages": [{"role": …, "content": …}, …]}, or ShareGPT's {"conversations": [{"from": …, "value":
-…}, …]}. Each answer of the assistant is learned, as a completion of all messages before it."""
+…}, …]}. Each answer of the assistant is learned, as a completion of all messages before it; what it says before a user
+has said anything is left out."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 from perspectron.data.template import Template
 from perspectron.util.errors import ConfigError
 
-KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
-"""Fields that hold a talk, and the names of a message's role and text in each."""
+KEYS = ("messages", "conversations")
+"""Fields that hold a talk."""
+NAMES = (("role", "from"), ("content", "value"))
+"""The names of a message's role, and of its text."""
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant"}
 """Roles as ShareGPT has them."""
 KNOWN = ("system", "developer", "user", "assistant", "tool")
@@ -21,19 +24,24 @@ class NoTalk(ValueError):
 
 def of(record: Any) -> list[Message] | None:
     """The messages of a record; None of one without. NoTalk: what is wrong with them."""
-    field = next((name for name in KEYS if isinstance(record, dict) and name in record), None)
+    field = next(
+        (name for name in KEYS if isinstance(record, dict) and isinstance(record.get(name), list)), None
+    )
     if field is None:
         return None
-    if not isinstance(record[field], list):
-        raise NoTalk(f"{field!r} is no list")
-    said = [_message(one, *KEYS[field], field) for one in record[field]]
+    said = [_message(one, field) for one in record[field]]
+    begin = next((number for number, one in enumerate(said) if one["role"] == "user"), 0)
+    said = [one for number, one in enumerate(said) if number >= begin or one["role"] != "assistant"]
     if not any(message["role"] == "assistant" for message in said):
-        raise NoTalk(f"no answer of the assistant in {field!r}")
+        raise NoTalk(f"no answer of the assistant to a user in {field!r}")
     return said
 
 
-def _message(one: Any, role: str, content: str, field: str) -> Message:
-    if not isinstance(one, dict) or not isinstance(one.get(role), str):
+def _message(one: Any, field: str) -> Message:
+    if not isinstance(one, dict):
+        raise NoTalk(f"{field!r}: a message that is no object")
+    role, content = (next((name for name in names if name in one), names[0]) for names in NAMES)
+    if not isinstance(one.get(role), str):
         raise NoTalk(f"{field!r}: a message without {role!r}")
     who, text = ROLES.get(one[role], one[role]), one.get(content)
     if who not in KNOWN:

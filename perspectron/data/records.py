@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ from perspectron.util.errors import DataError
 
 SHOWN = 8
 """Fields of a record that are named."""
+TALK = "--template plain, or a file with one, reads the talks"
 NOT_UTF8 = "not UTF-8; --encoding reads others"
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 
@@ -49,10 +50,10 @@ class Fields:
     def __str__(self) -> str:
         return " and ".join(map(repr, self.names))
 
-    def columns(self, there: Iterable[str]) -> tuple[str, ...]:
+    def columns(self, there: Collection[str]) -> tuple[str, ...]:
         """The names of what is read of these columns."""
         talk = [name for name in chats.KEYS if name in there] if self.template else []
-        return tuple(talk[:1]) or self.names
+        return (*talk, *(name for name in self.names if name in there)) if talk else self.names
 
     def of(self, record: Any) -> Sample | Unreadable:
         """What a record holds, or why it is not a valid one."""
@@ -67,9 +68,10 @@ class Fields:
             except chats.NoTalk as error:
                 return Unreadable(error)
         for name in self.names:
-            if name not in record and any(key in record for key in chats.KEYS):
+            talk = next((key for key in chats.KEYS if key in record), None)
+            if name not in record and talk is not None:
                 return Unreadable(
-                    f"no {name!r} but messages; --template plain, or a file with one, reads them"
+                    f"no {name!r} but {talk!r}; {TALK}" if self.template is None else f"{talk!r} is no list"
                 )
             if name not in record:
                 there = ", ".join(map(str, list(record)[:SHOWN])) or "nothing"
@@ -89,9 +91,18 @@ class Fields:
         return Sample(prompt + texts[1], ((prompt, texts[1], question(texts[0])),))
 
     def _talk(self, said: list[chats.Message], template: Template) -> Sample | Unreadable:
-        if not all(_valid(message["content"]) for message in said):
+        texts = [message["content"] for message in said]
+        if any(map(_ESCAPED_BYTE.search, texts)):
+            return Unreadable(NOT_UTF8)
+        if not all(map(_valid, texts)):
             return Unreadable("a NUL or broken characters in a message")
-        key = json.dumps([list(message.values()) for message in said])
+        if [message["role"] for message in said] == [
+            "user",
+            "assistant",
+        ]:  # the same as a prompt and a completion
+            key = template.question(texts[0]) + texts[1]
+        else:
+            key = json.dumps([list(message.values()) for message in said])
         return Sample(key, tuple(chats.answers(said, template)))
 
 
@@ -194,7 +205,14 @@ def require_columns(source: str, columns: Sequence[str], fields: Fields) -> None
     for name in fields.columns(columns):
         if name not in columns:
             there = ", ".join(columns) or "none"
-            how = f"; name the one with the text: {source}#{columns[0]}" if columns else ""
+            talk = any(key in columns for key in chats.KEYS)
+            how = (
+                f"; {TALK}"
+                if talk
+                else f"; name the one with the text: {source}#{columns[0]}"
+                if columns
+                else ""
+            )
             raise DataError(
                 f"{source}: no column {name!r}, its columns are {there}{'' if fields.template else how}"
             )

@@ -133,13 +133,17 @@ class Parquet(FileTable):
             self.size = float(file.metadata.num_rows)
         require_columns(str(self._path), list(kinds), self._fields)
         self._columns = self._fields.columns(kinds)
-        for column in () if self._columns[0] in chats.KEYS else self._columns:
+        for column in self._texts:
             kind = kinds[column]
             kind = kind.value_type if str(kind).startswith("dictionary<") else kind
             if str(kind) not in STRINGS:
                 raise DataError(
                     f"{self._path}: column {column!r} has values of type {kind}, must have strings"
                 )
+
+    @property
+    def _texts(self) -> list[str]:
+        return [name for name in self._columns if name not in chats.KEYS]
 
     @contextmanager
     def _opened(self, dictionaries: Sequence[str] = ()) -> Iterator[Any]:
@@ -153,7 +157,7 @@ class Parquet(FileTable):
 
     def records(self) -> Iterator[tuple[Any, float]]:
         names, number = list(self._columns), 0
-        with self._opened(() if names[0] in chats.KEYS else names) as file:
+        with self._opened(self._texts) as file:
             for batch in file.iter_batches(ROWS, columns=names, use_threads=False):
                 for row in zip(*(batch.column(name) for name in names), strict=True):
                     number += 1

@@ -118,6 +118,56 @@ def test_pairs_and_talks_stand_in_one_file(tmp_path):
     assert sum(map(len, split.values())) == 100
 
 
+def test_a_pair_with_a_field_of_that_name_that_is_no_talk_is_a_pair(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pairs = [{"prompt": f"{i}?", "completion": f"{i}!", "messages": None} for i in range(20)]
+    records = [*pairs, *({"prompt": None, "completion": None, "messages": talk[3:]} for talk in TALKS)]
+    plain = [{**one, "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": f"{i}"}]}
+             for i, one in enumerate(records[20:])]  # fmt: skip
+    parquet.write_table(pyarrow.Table.from_pylist([*pairs, *plain]), tmp_path / "a.parquet")
+    for path in (lines(tmp_path / "a.jsonl", records), tmp_path / "a.parquet"):
+        corpus, split = documents(path)
+        assert sum(map(len, split.values())) == 60 and corpus.skipped_count == 0
+
+
+def test_a_talk_that_begins_with_an_answer_has_the_answers_after_it(tmp_path):
+    talks = [[{"from": "gpt", "value": "Hello."}, *talk] for talk in SHAREGPT]
+    _, split = documents(lines(tmp_path / "a.jsonl", [{"conversations": talk} for talk in talks]))
+    all_of = [document for part in split.values() for document in part]
+    assert len(all_of) == 80 and not any("Hello." in one.prompt + one.text for one in all_of)
+
+
+def test_either_field_has_either_names(tmp_path):
+    mixed = [{"messages": talk} for talk in SHAREGPT] + [{"conversations": talk} for talk in TALKS]
+    _, split = documents(lines(tmp_path / "a.jsonl", mixed))
+    assert sum(map(len, split.values())) == 160
+
+
+def test_a_pair_and_the_talk_of_it_are_on_one_side(tmp_path):
+    pairs = [(f"What is {i}?", f"It is {i}.") for i in range(50)]
+    talks = [
+        [{"role": "user", "content": one}, {"role": "assistant", "content": other}] for one, other in pairs
+    ]
+    records = [{"prompt": one, "completion": other} for one, other in pairs]
+    _, split = documents(lines(tmp_path / "a.jsonl", [*records, *({"messages": talk} for talk in talks)]))
+    sides = [{document.text for document in part} for part in split.values()]
+    assert len(set.union(*sides)) == 50 and not set.intersection(*sides)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_talks_without_a_template_are_told_of_one(tmp_path, name):
+    records = [{"messages": [m for m in talk if isinstance(m["content"], str)]} for talk in TALKS]
+    if name == "a.parquet":
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / name)
+    else:
+        (tmp_path / name).write_text(
+            "\n".join(map(json.dumps, records)) if name == "a.jsonl" else json.dumps(records)
+        )
+    with refused(DataError, name, "--template"):
+        open_corpus(str(tmp_path / name), 0.2).settle()
+
+
 def test_training_on_talks_says_what_was_read_and_needs_a_template(tmp_path, capsys):
     path = lines(tmp_path / "a.jsonl", [*BAD, *({"messages": talk} for talk in TALKS * 2)])
     quick = ["--seq-len", "32", "--batch-size", "2", "--dtype", "float32", "--steps", "2", *PLAIN]

@@ -133,6 +133,10 @@ def test_a_text_goes_on_and_one_returns(page) -> None:
     expect(page.locator("#tree ul .words")).to_contain_text(" on")
     assert "The cat" not in page.locator("#tree ul .words").text_content(), "its own words"
     assert go_on(page, " on", "again") == second, "the same state and seed say the same"
+    page.once("dialog", lambda question: question.dismiss())
+    page.get_by_label("Delete again").click()
+    expect(state(page, "again")).to_have_count(1)
+    page.once("dialog", lambda question: question.accept())
     page.get_by_label("Delete again").click()
     expect(state(page, "again")).to_have_count(0)
     set_to(page, count=9999)
@@ -172,6 +176,14 @@ def test_a_click_on_a_token_forks_there(page) -> None:
     expect(page.locator("#tree ul ul").get_by_role("button", name="branch", exact=True)).to_have_count(1)
     return_to(page, "one")
     assert text_of(page) == whole, "what was forked stays"
+    click_from(page, 2)
+    go_on(page, " the row", "another")
+    expect(state(page, f"one-at-{chosen}-2")).to_have_count(1)  # and no fork replaces one
+    expect(page.locator("#tree .name")).to_have_count(6)
+    page.goto(f"{page.url.partition('#')[0]}#tiny/100%")
+    page.reload()
+    expect(page.locator("#said.bad")).to_contain_text("100%")
+    expect(page.locator("#tree .name")).to_have_count(6)
 
 
 def test_branches_stand_side_by_side(page, tokenizer) -> None:

@@ -29,7 +29,8 @@ function draw(tag, attributes, text) {
 }
 
 function chart(tokens) {
-  const from = crossing(), last = Math.ceil(Math.max(64, 1.4 * tokens, from === null ? 0 : 1.5 * from));
+  const from = crossing(), room = here.model.context ?? Infinity;
+  const last = Math.min(room, Math.ceil(Math.max(64, 1.4 * tokens, from === null ? 0 : 1.5 * from)));
   const most = Math.max(own(last), twin(last)), x = (t) => LEFT + ((WIDTH - 2 * LEFT) * t) / last;
   const y = (bytes) => BOTTOM - ((BOTTOM - TOP) * bytes) / most, parts = [];
   const line = (value, at) => at.map((t) => `${x(t).toFixed(1)},${y(value(t)).toFixed(1)}`).join(" ");

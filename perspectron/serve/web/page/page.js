@@ -39,6 +39,14 @@ async function start(model, state) {
   turn(shown.messages.length ? "chat" : view);
 }
 
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch { // a stray % in an address that somebody typed
+    return part;
+  }
+}
+
 for (const part of [text, chat, tree, compare]) part.listen();
 for (const name of VIEWS) {
   at(`tab-${name}`).addEventListener("click", () => { turn(name); if (name === "compare") compare.open(); });
@@ -70,6 +78,6 @@ at("model").addEventListener("change", () => act(() => start(at("model").value))
 act(async () => {
   here.models = (await (await ask("/v1/models")).json()).data;
   at("model").replaceChildren(...here.models.map((model) => new Option(model.id, model.id)));
-  await start(...location.hash.slice(1).split("/").filter(Boolean).map(decodeURIComponent));
+  await start(...location.hash.slice(1).split("/").filter(Boolean).map(decoded));
   at("more").focus();
 });

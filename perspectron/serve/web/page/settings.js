@@ -1,4 +1,4 @@
-// How tokens are drawn. What is left out is as the model came with it.
+// How tokens are drawn. What is left out is as the model came with it, but for a temperature of 1, which says nothing.
 
 import { at, here } from "./parts.js";
 
@@ -16,7 +16,7 @@ export function suggest() {
 }
 
 export function tokens(chat) {
-  at("count").placeholder = chat ? "to its end" : TOKENS;
+  at("count").placeholder = chat ? "1,024 at most" : TOKENS;
 }
 
 export function settings(chat) {

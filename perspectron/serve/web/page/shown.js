@@ -1,6 +1,6 @@
 // The state that is shown. Whoever shows it listens for "shown".
 
-import { act, at, here, ofState, post, say } from "./parts.js";
+import { act, ask, at, here, inModel, ofState, post, say } from "./parts.js";
 
 export const shown = { state: null, text: [], ends: [], drawn: [], messages: [], marks: new Map() };
 const kept = new Map(); // of each state and its text: the probabilities of the tokens that were drawn here
@@ -39,6 +39,15 @@ export function newName(kind) {
   const typed = at("name").value.trim();
   at("name").value = "";
   return typed || `${kind}-${Date.now().toString(36)}`;
+}
+
+// A name like this one that no state has, so that none is replaced.
+export async function free(like) {
+  const { data } = await (await ask(`/v1/states${inModel()}`)).json(), taken = new Set(data.map((state) => state.id));
+  const name = like.replace(/[^A-Za-z0-9._-]/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 60) || newName("file");
+  let own = name;
+  for (let number = 2; taken.has(own); number += 1) own = `${name}-${number}`;
+  return own;
 }
 
 // One answer at a time: a second is not begun, and Stop gives up the first.

@@ -3,7 +3,7 @@
 import { act, at, count, frames, make, ofState, post, say } from "./parts.js";
 import { remember } from "./memory.js";
 import { settings } from "./settings.js";
-import { mark, newName, show, shown } from "./shown.js";
+import { free, mark, newName, show, shown } from "./shown.js";
 
 const probability = (logprob) => Math.exp(logprob).toPrecision(2);
 let chosen = -1;
@@ -59,7 +59,7 @@ export function choose(index) {
 
 export async function goOn(signal) {
   const save = newName("text"), asked = settings(false), prompt = at("more").value, box = at("text"), marks = [];
-  if (chosen >= 0 && chosen < shown.ends.length - 1) await fork(`${shown.state}-at-${chosen + 1}`.slice(-64).replace(/^[^A-Za-z0-9]+/, ""));
+  if (chosen >= 0 && chosen < shown.ends.length - 1) await fork(await free(`${shown.state}-at-${chosen + 1}`));
   const before = shown.marks, read = shown.ends.length + (await tokensOf(prompt));
   const body = { prompt, save, stream: true, logprobs: 5, ...asked };
   if (shown.state !== null) body.state = shown.state;
@@ -78,7 +78,7 @@ export async function goOn(signal) {
   } catch (error) {
     render();
     remember(shown.ends.length);
-    if (error.name === "AbortError") say("Stopped; the text is as it was.");
+    if (error.name === "AbortError") say("Stopped; nothing was added to the text.");
     else throw error;
     return;
   }

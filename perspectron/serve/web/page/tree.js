@@ -1,7 +1,7 @@
 // The tree of states: return to one, compare, take a file out, put one in.
 
 import { act, ask, at, count, inModel, make, ofState, say, size } from "./parts.js";
-import { clear, newName, show, shown } from "./shown.js";
+import { clear, free, show, shown } from "./shown.js";
 
 const words = new Map(); // of each state by what it is, as long as it is that
 let turn = 0;
@@ -62,6 +62,7 @@ function entry(state) {
   }));
   beside.addEventListener("click", () => document.dispatchEvent(new CustomEvent("compare", { detail: [shown.state, state.id] })));
   drop.addEventListener("click", () => act(async () => {
+    if (!confirm(`Delete ${state.id}? Its file is gone then.`)) return;
     await ask(path, { method: "DELETE" });
     if (state.id === shown.state) clear();
     else await list();
@@ -76,10 +77,7 @@ function entry(state) {
 }
 
 async function put(file) {
-  const id = file.name.replace(/\.state$/, "").replace(/[^A-Za-z0-9._-]/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 64);
-  const { data } = await (await ask(`/v1/states${inModel()}`)).json(), taken = new Set(data.map((state) => state.id));
-  let name = id || newName("file");
-  for (let number = 2; taken.has(name); number += 1) name = `${id.slice(0, 60)}-${number}`; // no state is replaced
+  const name = await free(file.name.replace(/\.state$/, ""));
   await ask(ofState(name) + inModel(), { method: "PUT", body: file });
   await show(name);
   say(`Restored ${name}.`);
