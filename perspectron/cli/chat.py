@@ -14,6 +14,7 @@ from perspectron.cli import kept
 from perspectron.cli.kept import Kept, Said, said_in
 from perspectron.cli.options import drafts_of, open_model, say, spoken
 from perspectron.cli.progress import Work
+from perspectron.cli.typed import FENCE, messages, unheard
 from perspectron.data import Tokenizer
 from perspectron.data.template import Template
 from perspectron.decode.drafts import Drafter
@@ -28,7 +29,6 @@ from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError, StateError
 from perspectron.util.machine import pick_device, signals
 
-FENCE = '"""'
 HELP = f"""\
 Each message is appended to the text on a new line, and the model continues from there. An empty message lets the model
 continue by itself. A model with a chat template answers your message. Put {FENCE} before and after several lines.
@@ -115,57 +115,6 @@ class Chat:
                     raise
                 print(f"perspectron: error: {error}", file=sys.stderr)
         return 0
-
-
-def messages(terminal: bool) -> Iterator[str]:
-    """The messages on standard input, lines or what stands between two fences, until its end."""
-    if terminal:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (input() then keeps lines and edits them)
-
-    def line(prompt: str) -> str | None:
-        try:
-            if terminal:
-                return input(prompt)
-        except EOFError:
-            return None
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-            return ""
-        return read.rstrip("\r\n") if (read := sys.stdin.readline()) else None
-
-    while (text := line("> ")) is not None:
-        if text.strip() == FENCE:
-            lines = list[str]()
-            while (text := line(". ")) is not None and text.strip() != FENCE:
-                lines.append(text)
-            yield "\n".join(lines)
-        else:
-            yield text
-
-
-@contextlib.contextmanager
-def unheard() -> Iterator[None]:
-    """Keys typed meanwhile on a terminal are neither shown, which would be in the answer, nor in the next message."""
-    try:
-        import termios
-
-        number = sys.stdin.fileno()
-        terminal = os.isatty(number)
-    except (ImportError, AttributeError, OSError):  # of another system, or no file
-        terminal = False
-    if not terminal:
-        yield
-        return
-    before = termios.tcgetattr(number)
-    quiet = [*before]
-    quiet[3] &= ~termios.ECHO
-    termios.tcsetattr(number, termios.TCSADRAIN, quiet)
-    try:
-        yield
-    finally:
-        termios.tcflush(number, termios.TCIFLUSH)
-        termios.tcsetattr(number, termios.TCSADRAIN, before)
 
 
 class Point(NamedTuple):

@@ -24,7 +24,7 @@ from perspectron.compare.scaling import STUDY, Point, Study
 from perspectron.data import absolute, with_encoding
 from perspectron.eval.timing import Setting, seconds_per_step
 from perspectron.presets import title
-from perspectron.util.config import between_commas, dump, load, require
+from perspectron.util.config import between_commas, dump, load, meant_beside, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import locked, read_json, write_json
 from perspectron.util.numbers import fixed, short
@@ -113,6 +113,8 @@ class Scale:
         if self.resume is not None:
             alone = self == Scale(resume=self.resume, minutes=self.minutes, jobs=self.jobs)
             require(alone, "resume", str(out), "the only option besides --minutes and --jobs")
+            if not kept.is_file():
+                raise ConfigError(f"no study at {out}{meant_beside(out)}")
             resumed: Study = load(Study, read_json(kept, ConfigError), str(kept))
             return resumed
         study = Study(

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from perspectron.decode.session import Session
-from perspectron.serve.states import ENDING, NAME, About, Missing, States, _beside, _sign
+from perspectron.serve.states import ENDING, NAME, About, Missing, States, beside, sign_of
 from perspectron.util.errors import StorageError
 from perspectron.util.files import remove, temporary_beside
 from perspectron.util.lease import Lease, Leases
@@ -62,9 +62,9 @@ class DistantStates(States):
         path = temporary_beside(self.path(name))
         try:
             with self._told(path, name):
-                session.save(path, extra=_beside(session, parent))
+                session.save(path, extra=beside(session, parent))
             about, kept = self._keep(name, path, len(session.tokens), parent, lease)
-            self._hold(kept, _sign(kept), session)
+            self._hold(kept, sign_of(kept), session)
             return about
         finally:
             remove(path)

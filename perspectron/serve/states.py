@@ -122,9 +122,9 @@ class States:
         with self._told():
             if lease is not None:
                 lease.check()
-            session.save(path := self.path(name), extra=_beside(session, parent))
+            session.save(path := self.path(name), extra=beside(session, parent))
         with contextlib.suppress(PerspectronError, ValueError, KeyError):
-            sign, found = _sign(path), parse_json(read_metadata(path)["extra"], room=JSON_ROOM)
+            sign, found = sign_of(path), parse_json(read_metadata(path)["extra"], room=JSON_ROOM)
             if found["session"] == session.fields():  # else another has written there meanwhile
                 self._hold(path, sign, session)
         return self.about(name)
@@ -133,7 +133,7 @@ class States:
         """A state of the same model as `fresh`, read from its file unless it is in memory; anew: in any case. Missing,
         StateError: it is none that can be gone on from."""
         path = self.found(name)
-        sign = _sign(path)
+        sign = sign_of(path)
         with self._lock:
             held = self._held.get(path)
             if held is not None and held.sign == sign and not anew and (own := held.session.opened(fresh)):
@@ -203,12 +203,12 @@ def talk_of(extra: Any) -> dict[str, Any]:
     )
 
 
-def _beside(session: Session, parent: str) -> dict[str, Any]:
+def beside(session: Session, parent: str) -> dict[str, Any]:
     """What a file has beside a session: the state it went on from, and what is known of a talk."""
     return {"parent": parent} | talk_of(session.extra)
 
 
-def _sign(path: Path) -> tuple[int, ...]:
+def sign_of(path: Path) -> tuple[int, ...]:
     """By which a file is known to be the same; empty where there is none."""
     try:
         stat = path.stat()

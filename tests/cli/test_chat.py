@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import perspectron
-from perspectron.cli import chat
+from perspectron.cli import chat, typed
 from perspectron.cli.main import main
 from perspectron.data.template import Template
 from perspectron.decode.generate import generate
@@ -277,6 +277,27 @@ def test_keys_typed_during_an_answer_are_neither_in_it_nor_in_the_next_message(r
     os.close(master)
     assert taken == ["the cat", "/quit"] and "the cat" in echoed and "zzz" not in echoed
     assert "zzz" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("edited", [True, False], ids=["readline", "plain"])
+def test_pasted_lines_are_messages_one_after_the_other(edited, monkeypatch, capsys):
+    """What has no end of a line yet stays to be typed on."""
+    master, slave = os.openpty()
+    if not edited:
+        monkeypatch.setitem(sys.modules, "readline", None)
+    with open(slave, encoding="utf-8") as terminal:
+        monkeypatch.setattr("sys.stdin", terminal)
+        found = typed.messages(terminal=True)
+        os.write(master, 'one\ntwo\n"""\nthree\nfour\n"""\né\n'.encode())
+        for expected in ("one", "two", "three\nfour", "é"):
+            assert next(found) == expected
+            with typed.unheard():  # as an answer has it
+                pass
+        with typed.unheard():
+            os.write(master, b"zzz\n")
+        os.write(master, b"five\n")
+        assert next(found) == "five"
+    os.close(master)
 
 
 class Terminal(io.StringIO):

@@ -374,7 +374,9 @@ async def _known(request: Request) -> None:
 
 def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:
     async def file(_: Request) -> Response:
-        return FileResponse(path, headers={"Cache-Control": "no-cache"})  # a new version's files belong together
+        return FileResponse(
+            path, headers={"Cache-Control": "no-cache"}
+        )  # a new version's files belong together
 
     return file
 

@@ -22,7 +22,7 @@ from perspectron.train.heldout import heldout
 from perspectron.train.loop import Trainer
 from perspectron.train.pace import Pace
 from perspectron.train.prepare import training_batches
-from perspectron.util.config import dump, load, require
+from perspectron.util.config import dump, load, meant_beside, require
 from perspectron.util.errors import CheckpointError
 from perspectron.util.files import read_json, write_json
 from perspectron.util.machine import pick_device
@@ -213,6 +213,6 @@ def seconds(trainer: Trainer) -> float:
 def config_of(run: Path) -> ConvertConfig:
     """What a conversion was asked for. CheckpointError where there is none."""
     if not (run / FILE).is_file():
-        raise CheckpointError(f"no conversion at {run}")
+        raise CheckpointError(f"no conversion at {run}{meant_beside(run)}")
     notes = read_json(run / FILE, CheckpointError)
     return load(ConvertConfig, notes.get("config") if isinstance(notes, dict) else None, str(run / FILE))
