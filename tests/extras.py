@@ -2,12 +2,14 @@
 fails."""
 
 import importlib.util
-import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from tests import long
 
 PACKAGES = (
     "accelerate", "axe_playwright_python", "datasets", "fastapi", "fsspec", "gguf", "httpx2",
@@ -16,7 +18,7 @@ PACKAGES = (
     "tenacity", "tensorboard", "trackio", "transformers", "uvicorn", "wandb",
 )  # fmt: skip
 """Of the extras that `ci` has and `test` has not, by the names they are imported by."""
-ALL = bool(os.environ.get("ALL_TESTS"))
+ALL = long.ALL
 MISSING = re.compile(r"No module named '(\w+)")
 
 
@@ -51,6 +53,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if long.is_brief(terminalreporter.config):
+        said = f"of each test at most {long.CASES} cases; with the extra `ci`, ALL_TESTS=1 runs all"
+        terminalreporter.write_line(said)
+    skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", ())]
+    why = Counter(str(one[2]).removeprefix("Skipped: ") for one in skipped if isinstance(one, tuple))
+    for reason, count in why.most_common() if ALL else ():
+        terminalreporter.write_line(f"left out, {count}: {reason}")
     if not ALL and (names := missing()):
         said = f"left out: what needs {', '.join(names)}; for those tests, too: pip install '.[ci]'"
         terminalreporter.write_line(said)

@@ -1,6 +1,11 @@
-"""What is rare and slow, or one of thousands that are alike, is shortened, and runs in full where LONG_TESTS is set, as
-`.ci/nightly` does it, or where a test is asked for by its name (FILE::TEST).
+"""How much of the tests runs.
 
+`pytest` alone is for somebody who has just installed: of each function a few cases, and nothing that takes long. With
+ALL_TESTS set, as in `.ci/run`, or with a folder or a file named, all run but what is rare and slow, or one of thousands
+that are alike. That runs in full where LONG_TESTS is set, as `.ci/nightly` does it, or where a test is asked for by its
+name (FILE::TEST).
+
+@pytest.mark.slow: left out of `pytest` alone.
 @pytest.mark.nightly: left out of the short form.
 @pytest.mark.few(count, each="name"): so many of the function's cases, for each value of that argument if there is one;
 always the same ones, drawn so that functions and values take different cases.
@@ -9,12 +14,17 @@ always the same ones, drawn so that functions and values take different cases.
 import os
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 LONG = bool(os.environ.get("LONG_TESTS"))
+ALL = bool(os.environ.get("ALL_TESTS")) or LONG
+CASES = 2
+"""Of a function, in the form of `pytest` alone."""
 MARKERS = (
+    "slow: runs where ALL_TESTS is set, or its file is named",
     "nightly: runs where LONG_TESTS is set",
     "few(count, each=None): so many cases of the function run where LONG_TESTS is not set",
 )
@@ -31,6 +41,25 @@ def some(cases: Sequence[T], count: int, seed: object) -> list[T]:
         return list(cases)
     kept = random.Random(str(seed)).sample(range(len(cases)), count)
     return [cases[index] for index in sorted(kept)]
+
+
+def is_brief(config: pytest.Config) -> bool:
+    """True for `pytest` alone, in whose processes too."""
+    return not ALL and [Path(one).resolve() for one in config.args] == [Path(__file__).parent]
+
+
+def brief(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests of `pytest` alone."""
+    functions: dict[str, list[str]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            functions.setdefault(item.nodeid.split("[")[0], []).append(item.nodeid)
+    kept = {
+        one
+        for name, cases in functions.items()
+        for one in random.Random(name).sample(cases, min(CASES, len(cases)))
+    }
+    return [item for item in items if item.nodeid in kept]
 
 
 def shortened(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -66,6 +66,7 @@ def recall(subject: Subject, options: Options) -> dict[str, float]:
     number."""
     found, V = dict[str, float](), subject.tokenizer.vocab_size
     for N in options.pairs:
+        require(2 * N <= V, "pairs", N, f"≤ {V // 2}, half of the vocabulary")
         generator = torch.Generator().manual_seed(subject.seed)
         rows = [torch.randperm(V, generator=generator)[: 2 * N] for _ in range(options.texts)]
         orders = [torch.randperm(N, generator=generator) for _ in rows]

@@ -12,6 +12,7 @@ from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import config_of
 from perspectron.model.model import build
 from perspectron.model.transfer import Heads
+from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.train.convert import run as conversions
 from perspectron.train.convert.build import attention_in, heads_of, in_place, student, targets, transferred
@@ -21,6 +22,7 @@ from perspectron.train.convert.run import Conversion
 from perspectron.train.convert.run import config_of as asked_of
 from perspectron.train.optim import OptimConfig
 from perspectron.util.errors import CheckpointError, ConfigError
+from perspectron.util.files import write_json
 from tests.refusals import refused
 
 TARGETS = ("perspective2", "gdn", "kda", "gla", "ssd", "rwkv7")
@@ -285,3 +287,17 @@ def test_a_model_moved_with_its_stages_goes_on(runs, tmp_path, teacher):
     shutil.move(tmp_path / "out", tmp_path / "moved")
     again = Conversion(tmp_path / "moved", asked_of(tmp_path / "moved"), runs.tokenizer, runs.shards)
     assert again.go() is None
+
+
+def test_the_card_names_the_model_it_was(runs, tmp_path, teacher):
+    from perspectron.interop.hf.card import card
+
+    shutil.copytree(teacher, run := tmp_path / "run")
+    assert "Converted" not in card(open_model(run), "it")
+    first, last = ({"stage": "x", "tokens": n, "bits_per_byte": 2.5 + n, "measured": 7} for n in (0, 30_000))
+    write_json(run / conversions.FILE, {"config": {"teacher": str(teacher)}, "rows": [first, last]})
+    assert f"Converted from `{teacher.name}`" in (told := " ".join(card(open_model(run), "it").split()))
+    assert "2.5000 bits per byte" in told and "0.03 M tokens" in told
+    write_json(run / conversions.FILE, {"rows": 3})
+    with refused(CheckpointError, run / conversions.FILE):
+        card(open_model(run), "it")
