@@ -127,7 +127,7 @@ def test_the_demo_has_no_violations(tmp_path):
 
 
 def pictures(run: Path, folder: Path) -> None:
-    """The first screen of the report and of a run's page in both schemes and on a phone, and the run's memory."""
+    """The first screen of the report and of a run's page in both schemes and on a phone."""
     pages = {"report": ROOT / "results" / "reference" / "results.html", "run": run / "index.html"}
     for name, path in pages.items():
         for kind, scheme, width in (
@@ -138,11 +138,6 @@ def pictures(run: Path, folder: Path) -> None:
             size = {"width": width, "height": 800}
             with browsing(path.as_uri(), color_scheme=scheme, viewport=size) as page:
                 page.screenshot(path=folder / f"{name}-{kind}.png")
-    for scheme in ("light", "dark"):
-        with browsing(
-            pages["run"].as_uri(), color_scheme=scheme, viewport={"width": 1100, "height": 500}
-        ) as page:
-            page.locator(".heat svg").last.screenshot(path=folder / f"gates-{scheme}.png")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from perspectron.util.files import locked
 DESIGNS = "perspective,adr,lens,drm,gpt2,transformer,gla,ssd"
 QUICK: dict[str, Any] = {
     "out": Path("runs/quick"), "designs": "perspective2,transformer,gla", "params": "300k", "tokens": "200k",
-    "seeds": 1, "rates": (4e-3,), "warmups": (0.1,), "suites": "", "jobs": 2,
+    "seeds": 1, "rates": (4e-3,), "warmups": (0.1,), "suites": "", "jobs": 2, "heldout": 0.01, "dev": 0.01,
 }  # fmt: skip
 """What --quick takes where nothing else is typed."""
 
