@@ -1,6 +1,6 @@
 // The talk that is shown: its messages are kept in the state, so it goes on wherever the state is.
 
-import { at, count, frames, here, make, post, say } from "./parts.js";
+import { at, count, frames, here, make, post, say, soon } from "./parts.js";
 import { settings } from "./settings.js";
 import { newName, show, shown } from "./shown.js";
 
@@ -56,7 +56,7 @@ export async function send(signal) {
   try {
     for await (const frame of frames(await post("/v1/chat/completions", body, signal))) {
       content.append(frame.choices[0].delta.content || "");
-      box.scrollTop = box.scrollHeight;
+      soon("answer", () => { box.scrollTop = box.scrollHeight; });
     }
     await show(save);
     say(`Kept as ${save}; seed ${asked.seed}.`);

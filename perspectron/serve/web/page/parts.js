@@ -48,8 +48,18 @@ export function post(path, body, signal) {
 export const inModel = () => `?model=${encodeURIComponent(here.model.id)}`;
 export const ofState = (id, what = "") => `/v1/states/${encodeURIComponent(id)}${what}`;
 
+const due = new Map();
+
+// Do something once before the page is drawn next, however often it is asked for: the last of what is asked.
+export function soon(name, what) {
+  if (!due.has(name)) requestAnimationFrame(() => { const last = due.get(name); due.delete(name); last(); });
+  due.set(name, what);
+}
+
+// The events of an answer. Where a server is faster than the page, clicks come between them all the same.
 export async function* frames(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rested = performance.now();
   for (let open = ""; ;) {
     const { value, done } = await reader.read();
     if (done) return;
@@ -58,6 +68,10 @@ export async function* frames(answer) {
     for (const line of lines) {
       if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
       const frame = JSON.parse(line.slice(6));
+      if (performance.now() - rested > 30) {
+        await new Promise((done) => setTimeout(done));
+        rested = performance.now();
+      }
       if (frame.error || frame.state_error) throw new Error(frame.error ? frame.error.message : frame.state_error);
       yield frame;
     }

@@ -1,6 +1,6 @@
 // The text that is shown, token by token. Going on makes a child of its state; before its end, a copy at the token first.
 
-import { act, at, count, frames, make, ofState, post, say } from "./parts.js";
+import { act, at, count, frames, make, ofState, post, say, soon } from "./parts.js";
 import { remember } from "./memory.js";
 import { settings } from "./settings.js";
 import { free, mark, newName, show, shown } from "./shown.js";
@@ -64,6 +64,7 @@ export async function goOn(signal) {
   const body = { prompt, save, stream: true, logprobs: 5, ...asked };
   if (shown.state !== null) body.state = shown.state;
   choose(-1);
+  let over = false;
   box.append(make("span", { textContent: prompt }));
   try {
     for await (const frame of frames(await post("/v1/completions", body, signal))) {
@@ -71,9 +72,12 @@ export async function goOn(signal) {
       logprobs.tokens.forEach((_, i) => marks.push({ logprob: logprobs.token_logprobs[i], likely: logprobs.top_logprobs[i] }));
       shade(span, marks.at(-1));
       box.append(span);
-      box.scrollTop = box.scrollHeight;
-      remember(read + marks.length);
-      at("hint").textContent = `${marks.length} tokens`;
+      soon("answer", () => {
+        if (over) return;
+        remember(read + marks.length);
+        at("hint").textContent = `${marks.length} tokens`;
+        box.scrollTop = box.scrollHeight;
+      });
     }
   } catch (error) {
     render();
@@ -81,6 +85,8 @@ export async function goOn(signal) {
     if (error.name === "AbortError") say("Stopped; nothing was added to the text.");
     else throw error;
     return;
+  } finally {
+    over = true;
   }
   at("more").value = "";
   await show(save);
