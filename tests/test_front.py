@@ -63,6 +63,7 @@ def test_the_terminal_shows_the_lines_of_the_readme():
     assert shown == terminal.commands() and len(shown) == 10
 
 
+@pytest.mark.slow
 def test_the_lines_of_the_readme_run(tmp_path):
     """Those after the installation, with a small model in the place of the one that they fetch."""
     terminal = script("terminal")

@@ -19,6 +19,8 @@ from benchmarks.on_gpu import frame, page
 from benchmarks.on_gpu.frame import Place, Skip, Unit
 from tests.long import length
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, str(ROOT / "benchmarks" / "gpu.py")]
 CUTS = int(os.environ.get("GPU_CUTS", length(3, 1)))

@@ -15,6 +15,7 @@ NOTEBOOK = ROOT / "docs" / "notebooks" / "tour.ipynb"
 STEPS = "STEPS = 300"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_the_tour_runs(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)

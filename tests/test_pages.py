@@ -21,7 +21,10 @@ from perspectron.util.files import write_text
 from tests.browser import CHROMIUM, browsing, look
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
+]
 
 
 def test_rules_are_seen_to_be_broken(tmp_path):

@@ -71,6 +71,7 @@ def test_what_was_kept_is_what_its_command_makes():
             assert set(shlex.split(COMMANDS[name])) <= set(shlex.split(found["conditions"]["command"])), name
 
 
+@pytest.mark.slow
 def test_the_ledger_is_what_the_command_gives(capsys):
     """All rows at once; that a row alone is the same, of some."""
     assert ask(["--results", str(RESULTS), "--json"]) == 0

@@ -58,6 +58,7 @@ def test_a_talk_in_parts_is_one_talk(talk, tmp_path):
     assert not (tmp_path / "talk.state.asked").exists()
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_an_answer_loses_nothing(run, tmp_path):
     """The second answer is drawn again, all of it, and the third is what it would have been."""
     command = [

@@ -188,6 +188,7 @@ def tour(tmp_path_factory, text) -> tuple[list[str], str]:
     return command, out.getvalue()
 
 
+@pytest.mark.slow
 def test_quickstart_is_whole_and_ends_at_once_the_second_time(tour):
     command, out = tour
     for words in ("perspective2-tiny", "transformer-tiny", "gzip -9", "xz -9", "without the stop: yes"):

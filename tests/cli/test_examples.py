@@ -98,6 +98,7 @@ def test_every_command_has_examples_and_they_parse(name, folder):
             _parse(words(line))
 
 
+@pytest.mark.slow
 def test_the_examples_run_from_an_empty_folder(folder, monkeypatch, capsys):
     write(Path("model.gguf"), folder_of("llama", folder / "model-hf"), "llama")
     lines = [*BEFORE, *(line for name in IN_ORDER if name not in ELSEWHERE for line in examples(name))]

@@ -75,6 +75,7 @@ def run(environment: dict[str, str], folder: Path, commands: list[tuple[str, ...
     return [json.loads(line)[1] for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_every_command_from_an_empty_folder(tmp_path, environment):
     (tmp_path / "text").mkdir()
     for i in range(6):

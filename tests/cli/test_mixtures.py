@@ -52,6 +52,7 @@ def spoken(capsys: Any, *arguments: str) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.slow
 def test_it_speaks_within_a_budget_as_from_memory(packed, capsys):
     header = read_header(packed)
     assert header.experts is not None and header.experts.format == "4bit32"

@@ -35,6 +35,7 @@ def play(tmp_path, monkeypatch) -> Path:
     return tmp_path / "play.txt"
 
 
+@pytest.mark.slow
 def test_a_text_is_all_that_it_needs(play, capsys, monkeypatch):
     """By a time that no machine exceeds; tests/train/test_pace.py asks whether a training ends on time."""
     monkeypatch.setattr(train_room, "MINUTES", 30.0)

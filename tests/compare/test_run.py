@@ -27,6 +27,8 @@ from perspectron.train import checkpoint
 from perspectron.util.errors import CheckpointError
 from tests.refusals import in_a_line, names, refused
 
+pytestmark = pytest.mark.slow
+
 STEPS = 40
 COMMAND = [
     "compare", "--designs", "transformer,adr", "--params", "120k", "--tokens", str(STEPS * 4 * 32), "--seeds", "1",

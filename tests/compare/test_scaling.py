@@ -21,6 +21,8 @@ from perspectron.util.config import dump
 from perspectron.util.errors import ConfigError
 from tests.refusals import names, refused
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [
     "scale", "--designs", "transformer,ssd", "--sizes", "60k,120k", "--per-parameter", "0.05", "--seeds", "1",
     "--vocab-size", "300", "--seq-len", "32", "--batch-size", "4", "--dtype", "float32",

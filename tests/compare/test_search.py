@@ -34,6 +34,7 @@ def space(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_of_all_candidates_the_best_go_on(text, space, tmp_path, capsys):
     out = tmp_path / "out"
     command = [

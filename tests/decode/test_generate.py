@@ -349,6 +349,7 @@ def test_what_would_run_off_the_table_is_refused_at_once(tokenizer):
     assert len(generate(model, tokenizer, [[5, 0, 6]], max_tokens=31, conversation=begun).ids[0]) == 31
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_only("memory of a process on the CPU")
 def test_a_prompt_of_a_million_characters_is_read_in_constant_memory(tmp_path):
     """In a process of its own: beyond the text and its ids it takes what a short prompt takes, and it says how far it

@@ -330,6 +330,7 @@ def test_a_graph_that_is_wrong_is_not_used(monkeypatch):
         assert Graphs(model).step(torch.tensor([[3]], device=DEVICE), read(model, 1)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["between", "all"])
 def test_a_compiled_step_gives_what_the_modules_give(compiled, monkeypatch):
     if DEVICE.type == "cpu":  # its front is the compiler's, its kernels are PyTorch's

@@ -55,6 +55,7 @@ def test_servers_that_write_the_same_pages_at_once_do_no_harm(tokenizer, objects
     assert len(places) == len({*places})
 
 
+@pytest.mark.slow
 def test_damaged_foreign_and_missing_objects_are_read_again(tokenizer, objects) -> None:
     model, text = small("gpt2"), prompt_of(30, 3)
     expected = answered(model, tokenizer, text, None)

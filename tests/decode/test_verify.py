@@ -51,6 +51,7 @@ def two_threads(file: str) -> None:
             assert len({way.digest for way in found if way.together == together}) == 1, (design, found)
 
 
+@pytest.mark.slow
 def test_two_threads_have_the_bits_of_one(tokenizer, tmp_path) -> None:
     """In a process of its own: MKL reads once that it is to give products the same bits on any number of threads, which
     on Intel's processors it does not otherwise."""

@@ -15,6 +15,8 @@ import pytest
 
 from tests.long import length
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 GONE = ["perspectron/designs/drm", "perspectron/native/csrc/drm.inl", "tests/designs/drm"]
 REST = ("tests/test_goldens.py", "tests/util/test_registry.py", "tests/ops/test_dispatch.py")

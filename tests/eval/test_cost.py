@@ -36,6 +36,7 @@ def known_peaks(monkeypatch):
     monkeypatch.setattr(cost, "peaks", lambda configs, setting, dtype: dict.fromkeys(configs, 1000))
 
 
+@pytest.mark.slow
 def test_every_design_in_one_run(known_peaks):
     results = compare_costs({design: config_of(design) for design in DESIGNS}, TINY)
     assert json.loads(json.dumps(results)) == results
@@ -95,6 +96,7 @@ def test_a_run_that_has_no_twin(known_peaks):
     assert lines(result)[-1].startswith("no transformer to compare with: params = ")
 
 
+@pytest.mark.slow
 def test_training_takes_more_memory_than_weights_gradients_and_moments():
     config = small("transformer", vocab_size=4096, d_model=256, layers=2, seq_len=64)
     parameters = census(config, (1,)).parameters

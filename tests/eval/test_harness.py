@@ -227,6 +227,7 @@ def scored_by_the_harness(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the extra eval")
 def test_tasks_from_local_files_are_scored_as_we_score_them(subject, tmp_path):
     """A choice, a text as a whole, a sentence or its opposite (as in BLiMP), a last word (as in LAMBADA), generated

@@ -41,6 +41,7 @@ def test_every_format_is_among_them():
     assert sorted(itertools.chain(*MUTANTS.values())) == sorted(FORMATS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutants", MUTANTS)
 def test_mutants_are_refused_in_a_line_or_read(mutants):
     """In processes of its own, so that a crash is told and not suffered. The seed is drawn, and printed."""
@@ -51,6 +52,7 @@ def test_mutants_are_refused_in_a_line_or_read(mutants):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_reading_takes_no_more_than_the_file_and_64_MiB():
     """Whatever its header claims, whether it is refused or not."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

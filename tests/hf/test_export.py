@@ -103,6 +103,7 @@ def test_what_transformers_saved_in_few_bits_is_read(run, tmp_path):
             torch.testing.assert_close(weights[name].float(), weight, rtol=2**-8, atol=0)
 
 
+@pytest.mark.slow
 def test_the_folder_loads_without_the_package(run, tmp_path):
     hf, here = tmp_path / "fox-hf", Path(perspectron.__file__).parents[1]
     assert main(["export", str(run), "--hf", str(hf)]) == 0

@@ -97,6 +97,7 @@ def test_adapters_are_trained_on_it_and_another_run_starts_from_it(run, tmp_path
         assert any("qkv_proj" in n for n in changed) and ("norm.weight" in changed) == (name == "whole")
 
 
+@pytest.mark.slow
 def test_it_is_packed_and_exported_to_onnx(run, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT * 40)
     words = ["--calibrate", str(tmp_path / "text.txt"), "--windows", "1"]

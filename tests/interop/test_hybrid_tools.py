@@ -76,6 +76,7 @@ def test_an_adapter_learns_beside_its_layers(index):
     tools.an_adapter_learns(model_of(index))
 
 
+@pytest.mark.slow
 def test_their_steps_in_onnx_draw_the_same_tokens(tmp_path):
     """Of one model with a layer of each kind."""
     pytest.importorskip("onnxruntime")

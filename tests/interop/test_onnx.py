@@ -95,6 +95,7 @@ def exported(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SIZES, *ATTENTION, *PARTS])
 def test_greedy_tokens_and_logits_are_those_of_torch(
     name: str, tokenizer: Tokenizer, exported: Exported

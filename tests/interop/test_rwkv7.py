@@ -235,6 +235,7 @@ def test_an_adapter_learns_beside_its_layers(folder):
     tools.an_adapter_learns(families.read(folder))
 
 
+@pytest.mark.slow
 def test_its_steps_in_onnx_draw_the_same_tokens(folder, tmp_path):
     pytest.importorskip("onnxruntime")
     imported = foreign.read(folder)

@@ -233,6 +233,7 @@ def test_a_reader_that_has_the_file_open_keeps_its_state(model, ids, saved):
     assert whole[64 : len(before)] == before[64:]
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_one_of_the_states(model, ids, tmp_path):
     """A program that saves after each token, killed several times."""
     path = tmp_path / "s.state"

@@ -55,6 +55,7 @@ def preloaded(tmp_path_factory) -> str:
     )
 
 
+@pytest.mark.slow
 def test_kernels_and_steps_stay_in_their_buffers(preloaded, tmp_path):
     for command in (
         ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DSANITIZE=ON"],

@@ -82,6 +82,7 @@ def test_numbers_that_are_not_finite_do_not_hold(monkeypatch):
     assert rows and not any(row.holds for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["convolve", "naive"])
 def test_an_operation_that_raises_fails_by_name_and_the_others_go_on(broken, monkeypatch, capsys):
     def raises(*_, **__):

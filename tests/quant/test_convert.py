@@ -211,6 +211,7 @@ def bits(model: LanguageModel, windows: Tensor) -> float:
     return float(loss) / 0.6931
 
 
+@pytest.mark.slow
 def test_calibrated_is_better_than_nearest_on_held_out_text(trained):
     model, seen, heldout = trained
     exact, found = bits(model, heldout), {}

@@ -136,6 +136,7 @@ def talking(tiny) -> Iterator[TestClient]:
         yield client
 
 
+@pytest.mark.slow
 def test_every_field_of_openai_is_honoured_or_refused_by_its_name(talking) -> None:
     """And the guide says which: the table there is this one."""
     assert table(talking) in GUIDE.read_text(), "run python -m tests.serve.test_fields"

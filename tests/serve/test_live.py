@@ -250,6 +250,7 @@ def test_the_openai_client_with_schemas_tools_and_echoes(url, tiny) -> None:
         assert caught.value.param == field and field in caught.value.body["message"]
 
 
+@pytest.mark.slow
 def test_a_signal_lets_what_is_under_way_end(tmp_path) -> None:
     root = Path(__file__).parents[2]
     run = str(root / "tests/vectors/run")

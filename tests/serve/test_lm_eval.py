@@ -53,6 +53,7 @@ def evaluated(url: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("lm_eval") is None or find_spec("tenacity") is None, reason="needs the extras eval and test"
 )

@@ -30,7 +30,10 @@ from perspectron.serve.web.app import create
 from tests.browser import CHROMIUM, browsing, look
 from tests.serve.conftest import TEMPLATE, served
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
+]
 
 
 @contextlib.contextmanager

@@ -51,6 +51,7 @@ def started(*stores: str) -> Iterator[tuple[subprocess.Popen, openai.OpenAI]]:
         yield server, client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "url"])
 def test_a_conversation_goes_on_at_another_server_when_its_own_is_killed(kind: str, tmp_path) -> None:
     store = str(tmp_path / "store") if kind == "folder" else f"file://{tmp_path}/store"

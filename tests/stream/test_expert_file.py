@@ -321,6 +321,7 @@ LONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", LONG.values(), ids=LONG.keys())
 def test_memory_is_bounded_by_the_file_and_64_mib(text: bytes, image) -> None:
     whole = image.build(text)

@@ -191,6 +191,7 @@ def test_a_conversion_is_an_ordinary_run(runs, tmp_path, teacher):
     assert trainer is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["layers", "whole", "text"])
 def test_it_resumes_bit_for_bit(stage, runs, tmp_path, teacher):
     whole = conversion(tmp_path / "whole", teacher, runs)

@@ -29,6 +29,7 @@ def losses(trainer) -> list[float]:
 # Learning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_it_learns(runs, tmp_path, model):
     trainer = runs.trainer(

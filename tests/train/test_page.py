@@ -91,6 +91,7 @@ def test_it_stands_still_between_two_pages(runs, tmp_path, monkeypatch):
     agrees(tmp_path, (tmp_path / PAGE).read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -23,6 +23,8 @@ from tests.refusals import in_a_line, refused
 from tests.train.ranks import LAYOUTS
 from tests.waiting import PATIENCE
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parents[2]
 
 

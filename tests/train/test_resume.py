@@ -217,6 +217,7 @@ def test_a_second_interrupt_acts_at_once(runs, tmp_path):
     assert runs.trainer(tmp_path).progress.step == 3
 
 
+@pytest.mark.slow
 def test_a_run_killed_twenty_times_ends_as_one_that_was_not(runs, tmp_path):
     config = runs.config(steps=72, save_every=2, eval_every=6, seq_len=16, keep=2)
     whole = runs.start(tmp_path / "whole", config)
@@ -237,6 +238,7 @@ CONSTANT = OptimConfig(lr=3e-3, warmup=3, schedule="constant", cooldown=0.3)
 TERNARY = EXPERTS, {"ternary_from": 0.2, "ternary_until": 0.7}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "shares"), [("perspective-tiny-dense", {}), TERNARY], ids=["dense", "ternary"]
 )

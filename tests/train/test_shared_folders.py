@@ -139,6 +139,7 @@ def test_a_lock_that_cannot_be_made_is_one_line(tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_another_process_trains_is_left_alone(run, capsys):
     before = snapshot(run)
     with held(run):
@@ -147,6 +148,7 @@ def test_a_run_that_another_process_trains_is_left_alone(run, capsys):
     assert go_on(run) == 0
 
 
+@pytest.mark.slow
 def test_fifty_starts_on_one_folder_hurt_nobody(tmp_path, text):
     """The first trains to its end; the others are told that somebody is there, or that there is a run."""
     words = f"train --preset perspective-tiny --data {text} --out run --steps 12 --batch-size 2 --seq-len 32"
@@ -260,6 +262,7 @@ def in_memory(tmp_path):
         yield Path(folder)
 
 
+@pytest.mark.slow
 def test_sixteen_threads_save_one_path(in_memory):
     """No error, no leftover, and each time what is read is one of them whole."""
     path, errors, seen = in_memory / "state.json", [], set()

@@ -402,6 +402,7 @@ def losses_of_training(config: DRMConfig, steps: int = 100) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -12,6 +12,7 @@ from tests.designs.drm.test_geometry import FEW, TINY
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no browser")
 
 
+@pytest.mark.slow
 def test_everyone_can_read_it(tmp_path):
     model = perspectron.build(presets.get("drm", **TINY)).requires_grad_(False)
     found = measure(model, [i * i % 40 for i in range(2400)], Options(**FEW))

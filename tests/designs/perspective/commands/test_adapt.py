@@ -26,6 +26,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_text_is_learned_kept_and_merged(folder, capsys):
     run, text = str(folder / "perspective-tiny-dense"), str(folder / "text.txt")
     merged = str(folder / "merged")
