@@ -15,12 +15,7 @@ os.environ.setdefault(
 import pytest
 import torch
 
-from tests import long
-from tests.extras import (  # noqa: F401  hooks
-    pytest_make_collect_report,
-    pytest_runtest_makereport,
-    pytest_terminal_summary,
-)
+from tests import extras, long
 
 torch.set_num_threads(1)
 CACHE = tempfile.mkdtemp(prefix="perspectron-cache-")
@@ -44,6 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """The device of the run is torch's default device from here on, for the session's fixtures too."""
+    # A conftest's hooks are not asked about a folder whose own conftest fails; a plugin's are.
+    config.pluginmanager.register(extras, "extras")
     config.addinivalue_line("markers", "cpu_only(reason): about the CPU alone; left out on another device")
     for line in long.MARKERS:
         config.addinivalue_line("markers", line)

@@ -19,21 +19,17 @@ PACKAGES = (
 )  # fmt: skip
 """Of the extras that `ci` has and `test` has not, by the names they are imported by."""
 ALL = long.ALL
-MISSING = re.compile(r"No module named '(\w+)")
+MISSING = re.compile(r"No module named '(\w+)|\b(\w+) is not installed: pip install")
 
 
 def missing() -> list[str]:
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
-def wanted(error: BaseException | str | None) -> str | None:
-    """The package that an error, or what brought it about, says is not there."""
-    while error is not None:
-        found = MISSING.search(str(error))
-        if found and found[1] in missing():
-            return found[1]
-        error = None if isinstance(error, str) else error.__cause__ or error.__context__
-    return None
+def wanted(text: str) -> str | None:
+    """The package that a report says is not there."""
+    there = (one for found in MISSING.findall(text) for one in found)
+    return next((name for name in there if name in missing()), None)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -47,7 +43,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report: Any = yield
-    if report.failed and not ALL and call.excinfo and (name := wanted(call.excinfo.value)):
+    if report.failed and not ALL and (name := wanted(report.longreprtext + report.capstderr)):
         report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: needs {name}")
     return report
 

@@ -244,10 +244,10 @@ def address(site):
     "name",
     [
         "index.html",
-        "reference/decoding.html",
+        "guides/serve.html",
         *(
             pytest.param(name, marks=pytest.mark.nightly)
-            for name in ("reference/package.html", "results.html")
+            for name in ("reference/decoding.html", "reference/package.html", "results.html")
         ),
     ],
 )

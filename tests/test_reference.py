@@ -16,8 +16,8 @@ from perspectron.designs.adr import gru
 from perspectron.designs.drm import op as drm
 from perspectron.designs.lens import op as lens
 from perspectron.ops import attention, conv, delta, gla, pdr, sequences
-from tests.test_docs import DOCS
 
+DOCS = Path(__file__).parents[1] / "docs"
 OPS = (
     pdr.scan, gla.scan, delta.scan, delta.scan_rwkv7, gru.scan, drm.scan, lens.features, attention.attend,
     conv.convolve, sequences.resets,

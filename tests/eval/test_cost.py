@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,7 @@ def test_training_takes_more_memory_than_weights_gradients_and_moments():
 
 def test_a_process_that_dies_is_told(monkeypatch):
     config = config_of("gla")
+    resource_tracker.ensure_running()  # begun below, it would die, too, and others would miss it
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     assert peaks({"a": config}, Setting(1, 8), "float32")["a"].startswith("BrokenProcessPool: ")
 
