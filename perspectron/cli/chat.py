@@ -14,7 +14,7 @@ from perspectron.cli import kept
 from perspectron.cli.kept import Kept, Said, said_in
 from perspectron.cli.options import drafts_of, open_model, say, spoken
 from perspectron.cli.progress import Work
-from perspectron.cli.typed import FENCE, messages, unheard
+from perspectron.cli.typed import FENCE, Messages, unheard
 from perspectron.data import Tokenizer
 from perspectron.data.template import Template
 from perspectron.decode.drafts import Drafter
@@ -31,7 +31,8 @@ from perspectron.util.machine import pick_device, signals
 
 HELP = f"""\
 Each message is appended to the text on a new line, and the model continues from there. An empty message lets the model
-continue by itself. A model with a chat template answers your message. Put {FENCE} before and after several lines.
+continue by itself. A model with a chat template answers your message. Put {FENCE} before and after several lines;
+pasted without, each line is a message.
   /save FILE   save the memory to a file       /load FILE   load it from a file
   /fork        keep this point                 /back [N]    return to the last point kept, or the N-th last
   /state       show the size of the memory     /new         begin another talk
@@ -106,7 +107,9 @@ class Chat:
         return self.run / kept.FILE if self.run.is_dir() and os.access(self.run, os.W_OK) else None
 
     def _answers(self, talk: "Talk", terminal: bool) -> int:
-        for message in messages(terminal):
+        lines = Messages(terminal)
+        for message in lines:
+            talk.stopped = False
             try:
                 if not talk.take(message):
                     break
@@ -114,6 +117,9 @@ class Chat:
                 if not terminal:  # a script would continue from a state it does not expect
                     raise
                 print(f"perspectron: error: {error}", file=sys.stderr)
+                talk.stopped = True
+            if talk.stopped and (lost := lines.drop()):
+                say(f"{lost} more pasted lines are dropped")
         return 0
 
 
@@ -173,6 +179,7 @@ class Talk:
         self.now = Point(self._session())
         self.points: list[Point] = []
         self.kept: Kept | None = None
+        self.stopped = False
         self.commands: dict[str, Callable[[str], None]] = {
             "save": self.save, "load": self.load, "fork": self.fork, "back": self.back, "state": self.state,
             "new": self.new, "help": lambda _: print(HELP, file=sys.stderr),
@@ -259,6 +266,7 @@ class Talk:
                 whole = max(whole, left)
                 work.tell(whole - left, whole)
                 if caught:
+                    self.stopped = True
                     return False, ""
             row = session.enter(
                 rows, max_tokens=options.max_tokens, sampling=self.sampling, stop=options.stop, stream=gone
@@ -271,6 +279,7 @@ class Talk:
                         work.stop()
                         print(spoken(piece.text), end="", flush=True)
                         said += piece.text
+        self.stopped = bool(caught)
         print(flush=True)
         if failed:
             raise NonFiniteError("logits are not finite; the memory is as it was before this message")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import select
 import sys
 from collections import deque
@@ -9,67 +10,98 @@ from collections.abc import Iterator
 
 FENCE = '"""'
 AFTER = 0.02  # seconds in which the rest of what is pasted comes
+END = "\x04"
 
 
-def messages(terminal: bool) -> Iterator[str]:
+class Messages:
     """The messages on standard input, lines or what stands between two fences, until its end. Of lines that are pasted
-    into a terminal at once, each is a message."""
-    pasted, rest = deque[str](), ""
-    if terminal:
-        with contextlib.suppress(ImportError):
-            import readline  # input() then keeps lines and edits them
+    into a terminal at once each that is not blank is a message, until one of them fails or is interrupted (`drop`)."""
 
-            readline.set_startup_hook(lambda: readline.insert_text(rest))
+    def __init__(self, terminal: bool) -> None:
+        self.terminal, self.pasted, self.rest, self.ended = terminal, deque[str](), "", False
+        self.edits = None
+        if terminal:
+            with contextlib.suppress(ImportError):
+                import readline
 
-    def line(prompt: str) -> str | None:
-        nonlocal rest
-        if pasted:
-            print(prompt + pasted[0])
-            return pasted.popleft()
+                self.edits = readline  # input() then keeps lines and edits them
+
+    def __iter__(self) -> Iterator[str]:
+        while True:
+            pasted = bool(self.pasted)
+            text = self._line("> ")
+            if text is None:
+                return
+            if text.strip() == FENCE:
+                lines = list[str]()
+                while (text := self._line(". ")) is not None and text.strip() != FENCE:
+                    lines.append(text)
+                yield "\n".join(lines)
+            elif text or not pasted:
+                yield text
+
+    def drop(self) -> int:
+        """Forget what was pasted and has not been a message yet: how many lines."""
+        count, self.rest = len(self.pasted), ""
+        self.pasted.clear()
+        return count
+
+    def _line(self, prompt: str) -> str | None:
+        if self.pasted:
+            print(prompt + self.pasted[0])
+            return self.pasted.popleft()
+        if self.ended:
+            return None
+        if not self.terminal:
+            return read.rstrip("\r\n") if (read := sys.stdin.readline()) else None
         try:
-            if terminal:
-                text = input(prompt)
-                *lines, rest = _waiting()
-                pasted.extend(lines)
-                return text
+            text = self._typed(prompt)
         except EOFError:
             return None
         except KeyboardInterrupt:
             print(file=sys.stderr)
+            self.drop()
             return ""
-        return read.rstrip("\r\n") if (read := sys.stdin.readline()) else None
+        more, end, _ = _waiting().partition(END)
+        *lines, self.rest = re.split("\r\n|\r|\n", more)
+        self.pasted.extend(lines)
+        self.ended = bool(end)
+        return text
 
-    while (text := line("> ")) is not None:
-        if text.strip() == FENCE:
-            lines = list[str]()
-            while (text := line(". ")) is not None and text.strip() != FENCE:
-                lines.append(text)
-            yield "\n".join(lines)
-        else:
-            yield text
+    def _typed(self, prompt: str) -> str:
+        """A line that is typed behind what was pasted of it already."""
+        rest = self.rest
+        if self.edits is None:
+            return rest + input(prompt + rest)
+        self.edits.set_startup_hook(lambda: self.edits.insert_text(rest))
+        try:
+            return input(prompt)
+        finally:
+            self.edits.set_startup_hook()
 
 
-def _waiting() -> list[str]:
-    """The lines that were pasted behind one that was read, and the beginning of one more."""
+def _waiting() -> str:
+    """What was pasted behind a line that was read."""
     data = b""
     with _terminal() as number:
         while number is not None and select.select([number], [], [], AFTER)[0]:
             if not (more := os.read(number, 1 << 16)):
                 break
             data += more
-    *lines, rest = f"{data.decode(errors='replace')}\0".splitlines()
-    return [*lines, rest[:-1]]
+    return data.decode(errors="replace")
 
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
     """Keys typed meanwhile on a terminal are neither shown, which would be in the answer, nor in the next message."""
     with _terminal() as number:
-        yield
-        if number is not None:
-            import termios
+        try:
+            yield
+        finally:
+            if number is not None:
+                import termios
 
-            termios.tcflush(number, termios.TCIFLUSH)
+                termios.tcflush(number, termios.TCIFLUSH)
 
 
 @contextlib.contextmanager

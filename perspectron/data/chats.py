@@ -1,6 +1,6 @@
 """Records of talks: {"messages": [{"role": …, "content": …}, …]}, or ShareGPT's {"conversations": [{"from": …, "value":
-…}, …]}. Each answer of the assistant is learned, as a completion of all messages before it; what it says before a user
-has said anything is left out."""
+…}, …]}. Each answer of the assistant is learned, as a completion of all messages before it; what it says before
+the first message of a user is left out."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,28 +24,37 @@ class NoTalk(ValueError):
 
 def of(record: Any) -> list[Message] | None:
     """The messages of a record; None of one without. NoTalk: what is wrong with them."""
-    field = next(
-        (name for name in KEYS if isinstance(record, dict) and isinstance(record.get(name), list)), None
-    )
-    if field is None:
+    found = [name for name in KEYS if isinstance(record, dict) and isinstance(record.get(name), list)]
+    if not found or (not any(map(record.get, found)) and "prompt" in record):
         return None
-    said = [_message(one, field) for one in record[field]]
-    begin = next((number for number, one in enumerate(said) if one["role"] == "user"), 0)
-    said = [one for number, one in enumerate(said) if number >= begin or one["role"] != "assistant"]
+    field = next(filter(record.get, found), found[0])
+    begin = next((number for number, one in enumerate(record[field]) if _role(one) == "user"), 0)
+    talk = [one for number, one in enumerate(record[field]) if number >= begin or _role(one) != "assistant"]
+    said = [_message(one, field) for one in talk]
     if not any(message["role"] == "assistant" for message in said):
-        raise NoTalk(f"no answer of the assistant to a user in {field!r}")
+        raise NoTalk(f"no answer of the assistant in {field!r}")
     return said
+
+
+def _name(one: dict[str, Any], names: tuple[str, ...]) -> str:
+    """Of these names the one that a message has; in a table it has all, and the others are empty."""
+    return next((name for name in names if one.get(name) is not None), names[0])
+
+
+def _role(one: Any) -> str | None:
+    role = one.get(_name(one, NAMES[0])) if isinstance(one, dict) else None
+    return ROLES.get(role, role) if isinstance(role, str) else None
 
 
 def _message(one: Any, field: str) -> Message:
     if not isinstance(one, dict):
         raise NoTalk(f"{field!r}: a message that is no object")
-    role, content = (next((name for name in names if name in one), names[0]) for names in NAMES)
-    if not isinstance(one.get(role), str):
-        raise NoTalk(f"{field!r}: a message without {role!r}")
-    who, text = ROLES.get(one[role], one[role]), one.get(content)
+    who, content = _role(one), _name(one, NAMES[1])
+    if who is None:
+        raise NoTalk(f"{field!r}: a message without {_name(one, NAMES[0])!r}")
     if who not in KNOWN:
         raise NoTalk(f"{field!r}: a role that is none of {', '.join(KNOWN)}")
+    text = one.get(content)
     if one.get("tool_calls"):
         raise NoTalk(f"{field!r}: calls of tools, which are not learned")
     if isinstance(text, list):  # parts, of which texts are joined

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from perspectron.data import chats
 from perspectron.data.corpus import Corpus, Document, Shares, SplitName, share_of
 from perspectron.data.template import Messages, Template, question
-from perspectron.util.errors import DataError
+from perspectron.util.errors import ConfigError, DataError
 
 SHOWN = 8
 """Fields of a record that are named."""
@@ -53,7 +53,8 @@ class Fields:
     def columns(self, there: Collection[str]) -> tuple[str, ...]:
         """The names of what is read of these columns."""
         talk = [name for name in chats.KEYS if name in there] if self.template else []
-        return (*talk, *(name for name in self.names if name in there)) if talk else self.names
+        pair = self.names if not talk or all(name in there for name in self.names) else ()
+        return (*talk, *pair)
 
     def of(self, record: Any) -> Sample | Unreadable:
         """What a record holds, or why it is not a valid one."""
@@ -87,7 +88,10 @@ class Fields:
             return Sample(texts[0], (("", texts[0], ()),) if texts[0] else ())
         if not texts[1]:
             return Sample("", ())
-        prompt = self.template.question(texts[0])
+        try:
+            prompt = self.template.question(texts[0])
+        except ConfigError as error:
+            return Unreadable(f"the chat template fails on them: {error}")
         return Sample(prompt + texts[1], ((prompt, texts[1], question(texts[0])),))
 
     def _talk(self, said: list[chats.Message], template: Template) -> Sample | Unreadable:
@@ -96,14 +100,12 @@ class Fields:
             return Unreadable(NOT_UTF8)
         if not all(map(_valid, texts)):
             return Unreadable("a NUL or broken characters in a message")
-        if [message["role"] for message in said] == [
-            "user",
-            "assistant",
-        ]:  # the same as a prompt and a completion
-            key = template.question(texts[0]) + texts[1]
+        learned = tuple(chats.answers(said, template))
+        if learned and [message["role"] for message in said] == ["user", "assistant"]:
+            key = "".join(learned[0][:2])  # as that of a prompt and a completion
         else:
             key = json.dumps([list(message.values()) for message in said])
-        return Sample(key, tuple(chats.answers(said, template)))
+        return Sample(key, learned)
 
 
 def _valid(text: str) -> bool:
@@ -205,7 +207,7 @@ def require_columns(source: str, columns: Sequence[str], fields: Fields) -> None
     for name in fields.columns(columns):
         if name not in columns:
             there = ", ".join(columns) or "none"
-            talk = any(key in columns for key in chats.KEYS)
+            talk = name == Fields.text and any(key in columns for key in chats.KEYS)
             how = (
                 f"; {TALK}"
                 if talk

@@ -132,13 +132,15 @@ class Parquet(FileTable):
             kinds = {column.name: column.type for column in file.schema_arrow}
             self.size = float(file.metadata.num_rows)
         require_columns(str(self._path), list(kinds), self._fields)
-        self._columns = self._fields.columns(kinds)
+        for name, kind in kinds.items():
+            kinds[name] = kind.value_type if str(kind).startswith("dictionary<") else kind
+        talks = any(name in kinds for name in chats.KEYS)  # beside which others may be anything
+        there = [name for name in kinds if not talks or name in chats.KEYS or str(kinds[name]) in STRINGS]
+        self._columns = self._fields.columns(there)
         for column in self._texts:
-            kind = kinds[column]
-            kind = kind.value_type if str(kind).startswith("dictionary<") else kind
-            if str(kind) not in STRINGS:
+            if str(kinds[column]) not in STRINGS:
                 raise DataError(
-                    f"{self._path}: column {column!r} has values of type {kind}, must have strings"
+                    f"{self._path}: column {column!r} has values of type {kinds[column]}, must have strings"
                 )
 
     @property

@@ -2,13 +2,16 @@
 
 import io
 import os
+import pty
+import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
 import perspectron
-from perspectron.cli import chat, typed
+from perspectron.cli import chat
 from perspectron.cli.main import main
 from perspectron.data.template import Template
 from perspectron.decode.generate import generate
@@ -16,6 +19,7 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from tests.cli.small import PLAIN
 from tests.refusals import names
+from tests.waiting import until
 
 QUICK = ["--seq-len", "32", "--batch-size", "2", "--dtype", "float32", "--steps", "2"]
 
@@ -279,25 +283,55 @@ def test_keys_typed_during_an_answer_are_neither_in_it_nor_in_the_next_message(r
     assert "zzz" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("edited", [True, False], ids=["readline", "plain"])
-def test_pasted_lines_are_messages_one_after_the_other(edited, monkeypatch, capsys):
-    """What has no end of a line yet stays to be typed on."""
-    master, slave = os.openpty()
-    if not edited:
-        monkeypatch.setitem(sys.modules, "readline", None)
-    with open(slave, encoding="utf-8") as terminal:
-        monkeypatch.setattr("sys.stdin", terminal)
-        found = typed.messages(terminal=True)
-        os.write(master, 'one\ntwo\n"""\nthree\nfour\n"""\né\n'.encode())
-        for expected in ("one", "two", "three\nfour", "é"):
-            assert next(found) == expected
-            with typed.unheard():  # as an answer has it
-                pass
-        with typed.unheard():
-            os.write(master, b"zzz\n")
-        os.write(master, b"five\n")
-        assert next(found) == "five"
-    os.close(master)
+PASTING = """
+import sys
+if sys.argv[1] == "plain":
+    sys.modules["readline"] = None
+from perspectron.cli.typed import Messages, unheard
+lines = Messages(True)
+for message in lines:
+    print("GOT", ascii(message), flush=True)
+    try:
+        with unheard():
+            if message == "drop":
+                print("DROPPED", lines.drop(), flush=True)
+            if message == "wait":
+                print("WAITING", flush=True)
+                import time; time.sleep(0.5)
+                raise ValueError
+    except ValueError:
+        pass
+    print("AFTER", ascii(message), flush=True)
+"""
+
+
+@pytest.mark.parametrize("edited", ["readline", "plain"])
+def test_pasted_lines_are_messages_one_after_the_other(edited):
+    """What has no end of a line yet stays to be typed on; keys typed during an answer are lost even if it fails."""
+    process, terminal = pty.fork()
+    if process == 0:
+        os.environ |= {"PYTHONPATH": str(Path(perspectron.__file__).parents[1]), "TERM": "dumb"}
+        os.execv(sys.executable, [sys.executable, "-c", PASTING, edited])
+    shown = bytearray()
+
+    def tell(text: str, answer: str) -> None:
+        os.write(terminal, text.encode())
+        until(lambda: shown.extend(os.read(terminal, 4096)) or answer.encode() in shown)
+
+    until(lambda: shown.extend(os.read(terminal, 4096)) or b"> " in shown)
+    tell('one\n\nt\u2028wo\n"""\nthree\n\nfour\n"""\n\u00e9\nfi', "AFTER '\\xe9'")
+    tell("ve\n", "AFTER 'five'")
+    tell("drop\nsix\nseven\n", "AFTER 'drop'")
+    tell("wait\n", "WAITING")
+    tell("zzz\n", "AFTER 'wait'")
+    tell("eight\n", "AFTER 'eight'")
+    os.write(terminal, b"\x04")
+    assert os.waitpid(process, 0)[1] == 0
+    os.close(terminal)
+    got = re.findall(rb"GOT (\S*'.*')", shown)
+    expected = ["one", "t\u2028wo", "three\n\nfour", "\u00e9", "five", "drop", "wait", "eight"]
+    assert b"DROPPED 2" in shown
+    assert [text.decode().strip() for text in got] == list(map(ascii, expected))
 
 
 class Terminal(io.StringIO):

@@ -7,6 +7,7 @@ import pytest
 
 from perspectron.cli.main import main
 from perspectron.data import open_corpus
+from perspectron.data.records import Fields
 from perspectron.data.template import Template
 from perspectron.util.errors import DataError
 from tests.cli.small import PLAIN
@@ -110,6 +111,18 @@ def test_a_talk_that_the_template_refuses_is_left_out(tmp_path):
     records = [{"messages": talk[1:] if i % 2 else talk} for i, talk in enumerate(TALKS)]
     corpus, split = documents(lines(tmp_path / "a.jsonl", records), strict)
     assert sum(map(len, split.values())) == 40 and corpus.skipped_count == 20
+    (tmp_path / "short.jinja").write_text(
+        "{% for m in messages %}{% if m.content | length > 10 %}{{ raise_exception('long') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    short, asked = (
+        Template.load(tmp_path / "short.jinja"),
+        [f"{i}?" + " long" * (i % 2) * 9 for i in range(40)],
+    )
+    talks = [[{"role": "user", "content": one}, {"role": "assistant", "content": "!"}] for one in asked]
+    pairs = [{"prompt": one, "completion": "!!"} for one in asked]
+    corpus, split = documents(lines(tmp_path / "b.jsonl", [*({"messages": t} for t in talks), *pairs]), short)
+    assert sum(map(len, split.values())) == 40 and corpus.skipped_count == 40
 
 
 def test_pairs_and_talks_stand_in_one_file(tmp_path):
@@ -121,6 +134,8 @@ def test_pairs_and_talks_stand_in_one_file(tmp_path):
 def test_a_pair_with_a_field_of_that_name_that_is_no_talk_is_a_pair(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pairs = [{"prompt": f"{i}?", "completion": f"{i}!", "messages": None} for i in range(20)]
+    empty = [{**one, "prompt": "!", "messages": [], "conversations": {}} for one in pairs]
+    assert Fields(template=Template.named("plain")).of(empty[0]).texts[0][1] == "0!"
     records = [*pairs, *({"prompt": None, "completion": None, "messages": talk[3:]} for talk in TALKS)]
     plain = [{**one, "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": f"{i}"}]}
              for i, one in enumerate(records[20:])]  # fmt: skip
@@ -141,6 +156,18 @@ def test_either_field_has_either_names(tmp_path):
     mixed = [{"messages": talk} for talk in SHAREGPT] + [{"conversations": talk} for talk in TALKS]
     _, split = documents(lines(tmp_path / "a.jsonl", mixed))
     assert sum(map(len, split.values())) == 160
+    none = dict.fromkeys(("role", "content", "from", "value"))
+    both = [
+        {"messages": [none | m for m in talk], "conversations": None, "prompt": [{"a": 1}]}
+        for talk in SHAREGPT
+    ]
+    assert documents(lines(tmp_path / "b.jsonl", both))[0].skipped_count == 0
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    simple = [
+        {**one, "messages": [m for m in one["messages"] if isinstance(m["value"], str)]} for one in both
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(simple), tmp_path / "b.parquet")
+    assert sum(map(len, documents(tmp_path / "b.parquet")[1].values())) == 80
 
 
 def test_a_pair_and_the_talk_of_it_are_on_one_side(tmp_path):
