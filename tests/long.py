@@ -14,7 +14,6 @@ always the same ones, drawn so that functions and values take different cases.
 import os
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -44,8 +43,10 @@ def some(cases: Sequence[T], count: int, seed: object) -> list[T]:
 
 
 def is_brief(config: pytest.Config) -> bool:
-    """True for `pytest` alone, in whose processes too."""
-    return not ALL and [Path(one).resolve() for one in config.args] == [Path(__file__).parent]
+    """True for `pytest` alone, in its processes, too: with no path, and nothing that chooses tests."""
+    chosen = config.option.keyword or config.option.markexpr or config.option.lf or config.option.failedfirst
+    alone = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    return not ALL and alone and not chosen
 
 
 def brief(items: list[pytest.Item]) -> list[pytest.Item]:

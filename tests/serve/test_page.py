@@ -179,6 +179,11 @@ def test_a_click_on_a_token_forks_there(page) -> None:
     expect(page.locator("#tree ul ul").get_by_role("button", name="branch", exact=True)).to_have_count(1)
     return_to(page, "one")
     assert text_of(page) == whole, "what was forked stays"
+    set_to(page, name="branch")
+    page.once("dialog", lambda question: question.dismiss())
+    page.get_by_role("button", name="Continue").click()
+    expect(page.locator("#said.bad")).to_contain_text("branch")
+    assert text_of(page) == whole
     click_from(page, 2)
     go_on(page, " the row", "another")
     expect(state(page, f"one-at-{chosen}-2")).to_have_count(1)  # and no fork replaces one
@@ -298,7 +303,7 @@ def test_what_is_stopped_is_not_kept(tmp_path, tokenizer) -> None:
         page.locator("#text span.drawn").nth(3).wait_for()
         page.get_by_role("button", name="Stop").click()
         expect(page.get_by_role("button", name="Continue")).to_be_enabled()
-        assert text_of(page) == "" and state(page, "never").count() == 0
+        assert text_of(page) == "" and not one.states.list()
         assert page.get_by_label("Continue with").input_value() == "The cat"
         page.get_by_role("tab", name="Chat").click()
         page.get_by_role("button", name="Send").click()

@@ -295,10 +295,18 @@ def test_the_card_names_the_model_it_was(runs, tmp_path, teacher):
 
     shutil.copytree(teacher, run := tmp_path / "run")
     assert "Converted" not in card(open_model(run), "it")
-    first, last = ({"stage": "x", "tokens": n, "bits_per_byte": 2.5 + n, "measured": 7} for n in (0, 30_000))
+    tokens = checkpoint.open_run(run).checkpoint.progress.tokens
+    first, last = (
+        {"stage": "text", "tokens": n, "bits_per_byte": 2.5 + n, "measured": 7} for n in (0, tokens)
+    )
     write_json(run / conversions.FILE, {"config": {"teacher": str(teacher)}, "rows": [first, last]})
     assert f"Converted from `{teacher.name}`" in (told := " ".join(card(open_model(run), "it").split()))
-    assert "2.5000 bits per byte" in told and "0.03 M tokens" in told
+    assert "2.5000 bits per byte" in told and f"{tokens / 1e6:.3g} M tokens" in told
+    last["tokens"] += 1
+    write_json(run / conversions.FILE, {"config": {"teacher": str(teacher)}, "rows": [first, last]})
+    assert (
+        "2.5000" not in (told := card(open_model(run), "it")) and f"conversion from `{teacher.name}`" in told
+    )
     write_json(run / conversions.FILE, {"rows": 3})
     with refused(CheckpointError, run / conversions.FILE):
         card(open_model(run), "it")

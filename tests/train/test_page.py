@@ -1,9 +1,11 @@
 """The page of a run: equal to its metrics while it trains and after, over stops, and no part of the training."""
 
+import gc
 import html
 import json
 import math
 import re
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -286,3 +288,17 @@ def test_a_memory_that_fades_has_pictures(runs, tmp_path):
     made = heats(runs.trainer(tmp_path / "one", small("perspective2-tiny")))
     assert 1 <= len(made) <= of_model.LAYERS and all(svg.startswith("<svg") for svg in made)
     assert heats(runs.trainer(tmp_path / "two", "transformer-tiny")) == []
+
+
+def test_a_trainer_and_its_text_are_gone_with_it(runs, tmp_path):
+    """No circle of the page keeps them until the garbage is collected."""
+    gc.collect()
+    gc.disable()
+    try:
+        trainer = runs.trainer(tmp_path / "run", steps=2)
+        trainer.fit(write=written)
+        known = weakref.ref(trainer)
+        del trainer
+        assert known() is None
+    finally:
+        gc.enable()

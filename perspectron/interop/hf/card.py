@@ -9,6 +9,7 @@ from perspectron import presets
 from perspectron.eval.perplexity import said
 from perspectron.opening import Opened
 from perspectron.train.convert import run as conversions
+from perspectron.train.convert.config import TEXT
 from perspectron.train.metrics import HELDOUT, measured, read_metrics
 from perspectron.util.errors import CheckpointError, escaped
 from perspectron.util.files import read_json
@@ -50,7 +51,7 @@ def _lines(opened: Opened, name: str, remote: bool) -> Iterator[str]:
             yield f"- Held-out text: {whole}."
         for text, bits in found if not whole else []:
             yield f"- {text.capitalize()} bits per byte: {bits:.4f}."
-        yield from _converted(opened.folder.path)
+        yield from _converted(opened.folder.path, last.tokens)
     else:
         yield "Nothing is known of it: the run's files hold weights alone."
     quoted = json.dumps(name)
@@ -83,17 +84,19 @@ def _whole(run: Path, step: int) -> str:
         raise CheckpointError(f"{run / HELDOUT}: not what a training wrote; delete it") from None
 
 
-def _converted(run: Path) -> Iterator[str]:
-    """Of which model a conversion made this one, and what that cost; nothing where none did."""
+def _converted(run: Path, tokens: int) -> Iterator[str]:
+    """Of which model a conversion made this one, and what that cost, if this is its end; nothing where none did."""
     if not (run / conversions.FILE).is_file():
         return
     notes = read_json(run / conversions.FILE, CheckpointError)
     try:
-        teacher, (first, *_, last) = notes["config"]["teacher"], notes["rows"]
-        tokens = sum(row["tokens"] for row in notes["rows"])
-        yield f"- Converted from {_as_written(_text_name(teacher))}, which has {first['bits_per_byte']:.4f} bits per"
-        yield f"  byte on {first['measured']:,} held-out tokens, where this model has {last['bits_per_byte']:.4f}; with"
-        yield f"  {tokens / 1e6:.3g} M tokens in all its stages."
+        teacher, (first, *_, last) = _as_written(_text_name(notes["config"]["teacher"])), notes["rows"]
+        if (last["stage"], last["tokens"]) == (TEXT, tokens):
+            yield f"- Converted from {teacher}, which has {first['bits_per_byte']:.4f} bits per byte on"
+            yield f"  {first['measured']:,} held-out tokens, where this model has {last['bits_per_byte']:.4f}; with"
+            yield f"  {sum(row['tokens'] for row in notes['rows']) / 1e6:.3g} M tokens in all its stages."
+        else:
+            yield f"- On the way of a conversion from {teacher}."
     except (AttributeError, KeyError, TypeError, ValueError):
         raise CheckpointError(f"{run / conversions.FILE}: not what a conversion wrote; delete it") from None
 

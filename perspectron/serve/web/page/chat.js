@@ -2,7 +2,7 @@
 
 import { at, count, frames, here, make, post, say, soon } from "./parts.js";
 import { settings } from "./settings.js";
-import { newName, show, shown } from "./shown.js";
+import { left, newName, show, shown } from "./shown.js";
 
 const NAMES = { user: "You", assistant: "Model", system: "System" };
 let until = null; // messages after which the talk goes on; null for its end
@@ -45,7 +45,7 @@ export function render() {
 export async function send(signal) {
   const said = at("more").value.trim(), box = at("talk");
   if (!said) return say("Nothing to send.");
-  const save = newName("chat"), asked = settings(true), before = shown.messages.slice(0, until ?? shown.messages.length);
+  const save = await newName("chat"), asked = settings(true), before = shown.messages.slice(0, until ?? shown.messages.length);
   const messages = [...before, { role: "user", content: said }];
   const body = { messages, save, stream: true, ...asked };
   if (shown.state !== null) body.state = shown.state;
@@ -67,7 +67,7 @@ export async function send(signal) {
       throw error;
     }
     answer.classList.add("after");
-    say("Stopped; the talk is as it was, and your message is back in its box.");
+    say(`Stopped; ${await left(save)}, and your message is back in its box.`);
   } finally {
     box.removeAttribute("aria-busy");
   }

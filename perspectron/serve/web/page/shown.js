@@ -35,16 +35,31 @@ export function clear() {
   tell();
 }
 
-export function newName(kind) {
+async function names() {
+  const { data } = await (await ask(`/v1/states${inModel()}`)).json();
+  return new Set(data.map((state) => state.id));
+}
+
+export async function newName(kind) {
   const typed = at("name").value.trim();
+  if (typed && (await names()).has(typed) && !confirm(`Replace ${typed}? What it holds is gone then.`)) {
+    throw new Error(`${typed} stays as it is; give another name.`);
+  }
   at("name").value = "";
   return typed || `${kind}-${Date.now().toString(36)}`;
 }
 
+// What a stopped answer left: it may have ended before the server heard of it.
+export async function left(id) {
+  const there = await names();
+  if (there.has(id)) document.dispatchEvent(new Event("shown"));
+  return there.has(id) ? `it had ended already, and is kept as ${id}` : "nothing was added";
+}
+
 // A name like this one that no state has, so that none is replaced.
 export async function free(like) {
-  const { data } = await (await ask(`/v1/states${inModel()}`)).json(), taken = new Set(data.map((state) => state.id));
-  const name = like.replace(/[^A-Za-z0-9._-]/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 60) || newName("file");
+  const taken = await names();
+  const name = like.replace(/[^A-Za-z0-9._-]/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 60) || `file-${Date.now().toString(36)}`;
   let own = name;
   for (let number = 2; taken.has(own); number += 1) own = `${name}-${number}`;
   return own;
@@ -64,6 +79,12 @@ export async function answering(what) {
   at("stop").disabled = true;
   for (const id of ["states", "fresh", "model"]) at(id).inert = false;
 }
+
+// While an answer is under way no other text is shown.
+export const busy = () => {
+  if (listening !== null) say("An answer is under way; stop it first.", true);
+  return listening !== null;
+};
 
 export function stop() {
   if (listening !== null) listening.abort();

@@ -3,7 +3,7 @@
 import { act, at, count, frames, make, ofState, post, say, soon } from "./parts.js";
 import { remember } from "./memory.js";
 import { settings } from "./settings.js";
-import { free, mark, newName, show, shown } from "./shown.js";
+import { busy, free, left, mark, newName, show, shown } from "./shown.js";
 
 const probability = (logprob) => Math.exp(logprob).toPrecision(2);
 let chosen = -1;
@@ -58,7 +58,7 @@ export function choose(index) {
 }
 
 export async function goOn(signal) {
-  const save = newName("text"), asked = settings(false), prompt = at("more").value, box = at("text"), marks = [];
+  const save = await newName("text"), asked = settings(false), prompt = at("more").value, box = at("text"), marks = [];
   if (chosen >= 0 && chosen < shown.ends.length - 1) await fork(await free(`${shown.state}-at-${chosen + 1}`));
   const before = shown.marks, read = shown.ends.length + (await tokensOf(prompt));
   const body = { prompt, save, stream: true, logprobs: 5, ...asked };
@@ -82,7 +82,7 @@ export async function goOn(signal) {
   } catch (error) {
     render();
     remember(shown.ends.length);
-    if (error.name === "AbortError") say("Stopped; nothing was added to the text.");
+    if (error.name === "AbortError") say(`Stopped; ${await left(save)}.`);
     else throw error;
     return;
   } finally {
@@ -110,8 +110,8 @@ async function fork(id) {
 }
 
 export async function forkHere() {
-  if (shown.state === null || chosen < 0) return;
-  const id = newName("fork"), token = await fork(id);
+  if (shown.state === null || chosen < 0 || busy()) return;
+  const id = await newName("fork"), token = await fork(id);
   say(`Forked after token ${count(token)} as ${id}.`);
   at("more").focus();
 }

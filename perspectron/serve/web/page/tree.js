@@ -1,7 +1,7 @@
 // The tree of states: return to one, compare, take a file out, put one in.
 
 import { act, ask, at, count, inModel, make, ofState, say, size } from "./parts.js";
-import { clear, free, show, shown } from "./shown.js";
+import { busy, clear, free, show, shown } from "./shown.js";
 
 const words = new Map(); // of each state by what it is, as long as it is that
 let turn = 0;
@@ -77,6 +77,7 @@ function entry(state) {
 }
 
 async function put(file) {
+  if (busy()) return;
   const name = await free(file.name.replace(/\.state$/, ""));
   await ask(ofState(name) + inModel(), { method: "PUT", body: file });
   await show(name);
