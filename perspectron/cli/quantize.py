@@ -27,8 +27,8 @@ from perspectron.util.errors import ConfigError, DataError
 class Quantize:
     """Pack a trained model into a few bits per weight, as a folder to use like a run.
 
-    `generate`, `eval` and `inspect` accept it. Dense layers get 2, 4 or 8 bits, embeddings and heads 8. Experts become
-    ternary, in separate files that can be read one by one.
+    `generate`, `eval` and `inspect` accept it. Dense layers get 2, 4 or 8 bits, embeddings and heads 8. Experts go
+    into separate files that can be read one by one: ours become ternary, imported ones are packed like the layers.
 
     Example: perspectron quantize runs/letters --out runs/letters-2bit
 

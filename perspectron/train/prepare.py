@@ -1,5 +1,6 @@
 """The step from a corpus to a tokenizer and shards, done once, in the run's folder."""
 
+import math
 from pathlib import Path
 
 from perspectron.data import (
@@ -123,7 +124,8 @@ def training_batches(config: RunConfig, shards: Shards, rank: int = 0, world_siz
     """A loader of a rank's rows, at the run's first batch. DataError when the text is too short for one window."""
     train, split = config.train, shards.split("train")
     if split.tokens <= train.seq_len:
-        more = f"about {-(-(train.seq_len + 1) * split.text_bytes // max(1, split.tokens)):,} bytes of text"
+        each = max(1.0, split.text_bytes / max(1, split.tokens))  # a document's end is a token without text
+        more = f"about {math.ceil((train.seq_len + 1) * each):,} bytes of text"
         bytes_do = f", --set vocab_size=257 (a token for each of its {split.text_bytes} bytes)"
         smaller = bytes_do if split.text_bytes > train.seq_len else ""
         raise DataError(
