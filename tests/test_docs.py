@@ -44,7 +44,7 @@ SMALL = {
     "train": f"{STEPS} --set {SIZES} vocab_size=300",
     "quantize": "--windows 2 --tokens 64",
     "eval": "--tokens 64",
-    "scale": "--sizes 70k,140k --per-parameter 0.1 --vocab-size 300 --seq-len 32 --dtype float32 --data play.txt",
+    "scale": "--sizes 70k,140k --per-parameter 0.1 --vocab-size 300 --seq-len 32 --dtype float32",
 }
 """Options that a reader's command is given here beside its own, so that it takes seconds."""
 
