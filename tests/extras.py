@@ -14,13 +14,13 @@ from tests import long
 
 PACKAGES = (
     "accelerate", "axe_playwright_python", "datasets", "fastapi", "fsspec", "gguf", "httpx2",
-    "jsonschema", "llguidance", "lm_eval", "mkdocs", "nbclient", "nbformat", "onnx", "onnxruntime",
+    "jsonschema", "llguidance", "lm_eval", "mkdocs", "nbclient", "nbformat", "onnx", "onnxruntime", "onnxscript",
     "openai", "peft", "playwright", "prometheus_client", "pyarrow", "schemathesis", "sse_starlette",
     "tenacity", "tensorboard", "trackio", "transformers", "uvicorn", "wandb",
 )  # fmt: skip
 """Of the extras that `ci` has and `test` has not, by the names they are imported by."""
 ALL = bool(os.environ.get("ALL_TESTS"))
-MISSING = re.compile(r"No module named '(\w+)|\b(\w+) is not installed: pip install")
+MISSING = re.compile(r"No module named '(\w+)|\b(\w+) is not installed: pip|needs (\w+) \d; install it")
 
 
 def missing() -> list[str]:

@@ -56,6 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tuned(run: Path, pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run, with adapters that were trained to answer."""
+    pytest.importorskip("peft")
     out = tmp_path_factory.mktemp("tuned") / "answers"
     said = ["--lora", "rank=4,targets=qkv_proj+o_proj", "--template", "plain", "--data", str(pairs)]
     assert main(["train", "--init", str(run), *said, *QUICK, "--steps", "6", "--out", str(out)]) == 0
