@@ -1,8 +1,8 @@
 """Conversion of transformers that are trained here: what is lost, by tokens, attention kept and target.
 
 A teacher of 8 layers and 2 M parameters for each seed; from it, models with a recurrence in most layers, and beside
-them models of the same shape trained from nothing on as many tokens. Each entry is written when it is there, and one
-that is there is not measured again: started anew, it goes on, also within an entry.
+them models of the same shape trained from nothing on as many tokens, and the teacher trained on by them. Each entry is
+written when it is there, and one that is there is not measured again: started anew, it goes on, also within an entry.
 
 python benchmarks/convert.py --folder runs/convert --json results/convert.json
 python benchmarks/convert.py --smollm2 --minutes 240 --folder runs/convert --json results/convert_smollm2.json
@@ -26,7 +26,7 @@ from perspectron.model.census import active_parameters
 from perspectron.opening import Opened, open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.convert.config import RATES, SHARES
+from perspectron.train.convert.config import RATES, SHARES, TEXT
 from perspectron.train.convert.run import FILE, MEASURED, config_of
 from perspectron.train.heldout import heldout
 from perspectron.train.loop import Trainer
@@ -37,6 +37,7 @@ from perspectron.util.files import plain
 TESTS = ("tests/train/test_convert.py",)
 SEEDS, SEQ_LEN, BATCH = 3, 256, 8
 SIZES = {"vocab_size": 2048, "d_model": 128, "layers": 8, "heads": 4, "hidden": 344}
+SHARE_OF_QUICK = 0.35
 QUICK = {"vocab_size": 300, "d_model": 32, "layers": 2, "heads": 2, "hidden": 32}
 TARGETS = ("gdn", "kda", "gla", "ssd", "rwkv7")
 QUESTIONS = (
@@ -139,17 +140,19 @@ def encoded(run: Path) -> Path:
     return run / "data"
 
 
-def from_nothing(folder: Path, made: Path, tokens: int, seed: int) -> dict[str, Any]:
-    """The shape of a converted model, trained on as many tokens from nothing, with the rate of its design."""
-    out, asked = folder / f"nothing-{made.name}", config_of(made)
-    config = checkpoint.load_config(made)
+def trained(folder: Path, made: Path, tokens: int, seed: int, its: Path | None = None) -> dict[str, Any]:
+    """What else as many tokens could do: the shape of a converted model trained on them from nothing, with the rate of
+    its design; or the teacher `its`, trained on by them with the rate of the conversion's last stage."""
+    asked, of_teacher = config_of(made), its is not None
+    out = folder / f"{'onwards' if of_teacher else 'nothing'}-{made.name}"
+    config = checkpoint.load_config(its or made)
     steps = max(1, tokens // (asked.batch_size * asked.seq_len))
-    optim = OptimConfig(
-        lr=presets.rate(asked.to, active_parameters(config.model)), warmup=presets.warmup(steps)
-    )
+    rate = presets.rate("transformer" if of_teacher else asked.to, active_parameters(config.model))
+    optim = OptimConfig(lr=rate * (RATES[TEXT] if of_teacher else 1.0), warmup=presets.warmup(steps))
     train = TrainConfig(
         data=asked.data, heldout=asked.heldout, steps=steps, batch_size=asked.batch_size, seq_len=asked.seq_len,
-        seed=seed, dtype=config.train.dtype, eval_every=0, save_every=max(1, steps // 4), optim=optim,
+        seed=seed + 1000 * of_teacher, dtype=checkpoint.load_config(made).train.dtype, eval_every=0,
+        save_every=max(1, steps // 4), optim=optim, init=str(its or ""),
     )  # fmt: skip
     known = out / "config.json"
     whole = checkpoint.load_config(out) if known.is_file() else RunConfig(config.model, train)
@@ -178,7 +181,7 @@ def beside(made: Path, options: conversion.Options) -> dict[str, Any]:
 def trained_here(args: Any, report: common.Report) -> dict[str, Any]:
     sizes = QUICK if args.quick else SIZES
     results: dict[str, Any] = {
-        part: report.before(part) for part in ("teachers", "arms", "nothing", "beside")
+        part: report.before(part) for part in ("teachers", "arms", "nothing", "onwards", "beside")
     }
     for seed in range(1 if args.quick else SEEDS):
         name = f"seed {seed}"
@@ -188,26 +191,23 @@ def trained_here(args: Any, report: common.Report) -> dict[str, Any]:
             results["teachers"][name] = {"tokens": args.tokens, "parameters": params}
             report.finish(results)
     quick = conversion.Options(tokens=4096, texts=4, contexts=(16, 64), rounds=1)
-    for arm in [Arm(0)] if args.quick else arms(SEEDS):
+    for arm in [Arm(0, share=SHARE_OF_QUICK)] if args.quick else arms(SEEDS):
         tokens, its = int(arm.share * args.tokens), args.folder / f"teacher-{arm.seed}"
         if arm.name not in results["arms"]:
             results["arms"][arm.name] = converted(args.folder, its, arm, tokens, args.dtype)
             report.say(f"{arm.name}: {results['arms'][arm.name]['over_the_teacher']:+.2%}")
             report.finish(results)
         made = args.folder / results["arms"][arm.name]["folder"]
-        if arm == Arm(arm.seed) and arm.name not in results["beside"]:
+        plainly = arm._replace(share=0.1) == Arm(arm.seed)
+        if plainly and arm.share in (0.1, SHARE_OF_QUICK) and arm.name not in results["beside"]:
             results["beside"][arm.name] = beside(made, quick if args.quick else conversion.Options())
             report.finish(results)
-        plainly = replace_share(arm) == Arm(arm.seed) and arm.share in (0.1, 0.3)
-        if plainly and arm.name not in results["nothing"]:
-            results["nothing"][arm.name] = from_nothing(args.folder, made, tokens, arm.seed)
-            report.say(f"from nothing: {results['nothing'][arm.name]['bits_per_byte']:.4f}")
-            report.finish(results)
+        for part, start in {"nothing": None, "onwards": its}.items():
+            if plainly and arm.share >= 0.1 and arm.name not in results[part]:
+                results[part][arm.name] = trained(args.folder, made, tokens, arm.seed, start)
+                report.say(f"{part}: {results[part][arm.name]['bits_per_byte']:.4f}")
+                report.finish(results)
     return results
-
-
-def replace_share(arm: Arm) -> Arm:
-    return arm._replace(share=0.1)
 
 
 def smollm2(args: Any, report: common.Report) -> dict[str, Any]:

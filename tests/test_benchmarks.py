@@ -80,6 +80,7 @@ SCRIPTS = {
     "documents": ["--seeds", "1", "--data", sources()],
     "speedrun": ["--repeats", "1", "--data", sources()],
     "why": ["--data", sources()],
+    "convert": ["--data", sources(), "--folder", tempfile.mkdtemp()],
 }
 SCRIPTS |= {"llama_server": []} if find_spec("xllamacpp") and find_spec("gguf") else {}
 SCRIPTS |= {"llama_decode": [], "families": []} if find_spec("llama_cpp") and find_spec("gguf") else {}
