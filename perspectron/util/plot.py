@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 WIDTH, HEIGHT, SIDE = 520, 330, 250  # of a chart and of a torus, in points, which are pixels of the SVG
 NARROW = 370  # of a chart in a page, so that its text is readable on a phone
 ROW, LEGEND = 24, 18  # height of a row of dots, and of names
+NAME = 36  # characters of a name in a line
 MARKED = 16  # points of a line that get a mark each; of more, none
 # Lines keep a contrast of 4.5 to the ground in both schemes and stay apart for readers without one kind of cone
 # (ΔE ≥ 10 in CIELAB); dashes and marks tell them apart without colour.
@@ -126,13 +127,15 @@ def draw(charts: Sequence[Chart], *, slug: str = "") -> str:
     names below; without one the picture is a file of its own, with two in a row."""
     columns = 1 if slug else min(2, len(charts))
     rows, names = -(-len(charts) // columns), max(len(chart.lines) for chart in charts)
-    width, height = (NARROW, 0.8 * NARROW + LEGEND * -(-names // 2)) if slug else (WIDTH, HEIGHT)
+    tall = max(_in_lines(line.name).count("\n") + 1 for chart in charts for line in chart.lines)
+    beside = 2 if tall == 1 else 1  # long names stand below each other
+    width, height = (NARROW, 0.8 * NARROW + LEGEND * tall * -(-names // beside)) if slug else (WIDTH, HEIGHT)
     with _figure(width * columns, height * rows, slug) as figure:
         for index, chart in enumerate(charts):
             axes = figure.add_subplot(rows, columns, index + 1)
             _chart(axes, chart)
             if len(chart.lines) > 1 and slug:
-                figure.legend(loc="outside lower left", ncols=2, borderaxespad=0.2)
+                figure.legend(loc="outside lower left", ncols=beside, borderaxespad=0.2)
             elif len(chart.lines) > 1:
                 axes.legend(loc="upper left", bbox_to_anchor=(1, 1.03), borderaxespad=0.2)
         return _svg(figure, " · ".join(chart.title for chart in charts), slug)
@@ -140,7 +143,9 @@ def draw(charts: Sequence[Chart], *, slug: str = "") -> str:
 
 def draw_dots(plot: Dots, *, slug: str = "") -> str:
     """A dot plot as one <svg>, as high as its rows need; `slug` as in `draw`."""
-    with _figure(NARROW if slug else 1.2 * WIDTH, 70 + ROW * len(plot.dots), slug) as figure:
+    lines = max(_in_lines(dot.name).count("\n") + 1 for dot in plot.dots)
+    height = 70 + ROW * len(plot.dots) * (1 if lines == 1 else 0.8 * lines)
+    with _figure(NARROW if slug else 1.2 * WIDTH, height, slug) as figure:
         axes = figure.add_subplot()
         _dots(axes, plot)
         if slug:  # names take half of the width, and the title needs all of it
@@ -233,6 +238,16 @@ def _chart(axes: Any, chart: Chart) -> None:
         axes.set_xticks(chart.ticks)
 
 
+def _in_lines(name: str) -> str:
+    """A name, in lines that break behind commas and before brackets if it is long: whole it leaves no room for axes."""
+    lines = [""]
+    for piece in re.split(r"(?<=,)|(?=\[)", name):
+        if lines[-1] and len(lines[-1] + piece) > NAME:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines)
+
+
 def _style_of(number: int) -> tuple[str, Any, str]:
     """Colour, dash and mark: 0 is the reference's; from 1 on the eight colours come again with other dashes and marks,
     so that 64 lines differ."""
@@ -266,7 +281,7 @@ def _dots(axes: Any, plot: Dots) -> None:
         )  # fmt: skip
     if plot.marks:
         axes.set_title(plot.title, pad=18)
-    axes.set_yticks(list(rows), [dot.name for dot in plot.dots])
+    axes.set_yticks(list(rows), [_in_lines(dot.name) for dot in plot.dots])
     axes.set_ylim(-0.7, len(plot.dots) - 0.3)
     axes.tick_params(axis="y", labelcolor=PALETTE["ink"][0])
     axes.grid(visible=False, axis="y")
@@ -291,7 +306,7 @@ def _line(axes: Any, line: Line) -> None:
     dash = "" if len(xs) == 1 else "-" if line.thin else dash
     axes.plot(
         xs, ys, color=colour, linestyle=dash, linewidth=width, alpha=alpha, marker=mark, markersize=5,
-        markeredgecolor=PALETTE["ground"][0], markeredgewidth=0.6, label=line.name, gid=_SAID + line.name,
+        markeredgecolor=PALETTE["ground"][0], markeredgewidth=0.6, label=_in_lines(line.name), gid=_SAID + line.name,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from perspectron.experts.torus import cells
 from perspectron.util import plot
-from perspectron.util.plot import Chart, Line, Torus, draw, draw_tori
+from perspectron.util.plot import Chart, Dot, Dots, Line, Torus, draw, draw_dots, draw_tori
 
 SVG = "{http://www.w3.org/2000/svg}"
 LINES = [
@@ -155,3 +155,14 @@ def test_a_way_goes_the_shorter_way_round():
 def test_matplotlib_is_imported_when_a_picture_is():
     code = "import sys, perspectron.util.plot, perspectron.cli.compare; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_long_name_leaves_room_for_the_axes():
+    """matplotlib warns where it does not, which is an error here; in words the name is whole."""
+    name = "Transformer[optimizer=muon, qk_norm=head, relu2=true, zero_outputs=true, first_values=true]"
+    dots = draw_dots(Dots("loss", "bits", [Dot(name, 1.5, (1.4, 1.6)), Dot("GLA", 1.7)]), slug="d")
+    lines = [Line(name, [(1, 2.0), (2, 1.0)], 1), Line("GLA", [(1, 2.0), (2, 1.5)], 2)]
+    chart = draw([Chart("loss", "tokens", "bits", lines)], slug="c")
+    for svg in (dots, chart):
+        assert name in said(svg) and name not in words(svg)
+        assert "".join(words(svg)).count("zero_outputs=true") == 1
