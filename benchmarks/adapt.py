@@ -215,8 +215,7 @@ def main() -> None:
                 f"{len(part) / found['cpu_seconds']:.0f} tokens a second of the processor, {found['bits']}, "
                 f"held-out {found.get('heldout', math.nan):.4f}, {found.get('counters', '')}"
             )
-            if args.json and args.json != "-":  # what is there, should this be stopped
-                report.finish(results)
+            report.keep(results)
     report.finish(results)
 
 

@@ -161,6 +161,11 @@ class Report:
             )
         return whole["results"].get(key, {})
 
+    def keep(self, results: dict[str, Any]) -> None:
+        """Of a run that goes on: what it has measured is in the file, should it be stopped."""
+        if self.json != "-":
+            self.finish(results)
+
     def finish(self, results: dict[str, Any], headline: dict[str, Any] | None = None) -> None:
         """The JSON; with a headline it is one line, with the headline's keys at its top."""
         whole = {"benchmark": self.name, "conditions": self.conditions, "results": results} | (headline or {})

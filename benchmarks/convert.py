@@ -8,7 +8,9 @@ python benchmarks/convert.py --folder runs/convert --json results/convert.json
 python benchmarks/convert.py --smollm2 --minutes 240 --folder runs/convert --json results/convert_smollm2.json
 """
 
+import contextlib
 import json
+import sys
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -80,8 +82,10 @@ def arms(seeds: int) -> Iterator[Arm]:
 
 
 def run(*words: str) -> None:
-    """A command of ours, which goes on where it was stopped."""
-    if code := command(words):
+    """A command of ours, which goes on where it was stopped. What it prints stays out of the JSON."""
+    with contextlib.redirect_stdout(sys.stderr):
+        code = command(words)
+    if code:
         raise SystemExit(code)
 
 
@@ -189,24 +193,24 @@ def trained_here(args: Any, report: common.Report) -> dict[str, Any]:
             made = teacher(args.folder, args.data, args.tokens, seed, sizes, args.dtype)
             params = active_parameters(checkpoint.load_config(made).model)
             results["teachers"][name] = {"tokens": args.tokens, "parameters": params}
-            report.finish(results)
+            report.keep(results)
     quick = conversion.Options(tokens=4096, texts=4, contexts=(16, 64), rounds=1)
     for arm in [Arm(0, share=SHARE_OF_QUICK)] if args.quick else arms(SEEDS):
         tokens, its = int(arm.share * args.tokens), args.folder / f"teacher-{arm.seed}"
         if arm.name not in results["arms"]:
             results["arms"][arm.name] = converted(args.folder, its, arm, tokens, args.dtype)
             report.say(f"{arm.name}: {results['arms'][arm.name]['over_the_teacher']:+.2%}")
-            report.finish(results)
+            report.keep(results)
         made = args.folder / results["arms"][arm.name]["folder"]
         plainly = arm._replace(share=0.1) == Arm(arm.seed)
         if plainly and arm.share in (0.1, SHARE_OF_QUICK) and arm.name not in results["beside"]:
             results["beside"][arm.name] = beside(made, quick if args.quick else conversion.Options())
-            report.finish(results)
+            report.keep(results)
         for part, start in {"nothing": None, "onwards": its}.items():
             if plainly and arm.share >= 0.1 and arm.name not in results[part]:
                 results[part][arm.name] = trained(args.folder, made, tokens, arm.seed, start)
                 report.say(f"{part}: {results[part][arm.name]['bits_per_byte']:.4f}")
-                report.finish(results)
+                report.keep(results)
     return results
 
 
@@ -228,14 +232,14 @@ def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
             "--minutes", str(args.minutes), "--out", str(out),
         )  # fmt: skip
     results["conversion"] = json.loads((out / FILE).read_text())
-    report.finish(results)
+    report.keep(results)
     if not results["answers"]:
         opened = [open_model(path) for path in (teacher, out)]
         for question in QUESTIONS:
             its, own = (answer(one, question) for one in opened)
             results["answers"][question] = {"teacher": its, "converted": own}
             report.say(f"{question}\n  {its!r}\n  {own!r}")
-            report.finish(results)
+            report.keep(results)
     if not results["beside"]:
         options = conversion.Options(tokens=2 * 8192, stretches=2, contexts=(1024, 8192, 65536))
         results["beside"] = beside(out, options)

@@ -217,10 +217,8 @@ def main() -> int:
             before = found["models"].get(name, {"servers": {}})["servers"]
             made = measure(name, path, folder, args, plan, report)
             found["models"][name] = made | {"servers": before | made["servers"]}
-        if args.json not in (None, "-"):
-            report.finish(found)
-    if args.json == "-":
-        report.finish(found)
+        report.keep(found)
+    report.finish(found)
     return 0
 
 

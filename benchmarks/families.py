@@ -433,10 +433,8 @@ def main() -> int:
         results[RWKV] = rwkv7(args, report)
     for name, write in chosen.items():
         results[name] = measure(name, write, args, report)
-        if args.json not in (None, "-"):  # what was measured stays, whatever becomes of the others
-            report.finish({"llama_cpp": llama_cpp.__version__, "models": results})
-    if args.json == "-" or not chosen:
-        report.finish({"llama_cpp": llama_cpp.__version__, "models": results})
+        report.keep({"llama_cpp": llama_cpp.__version__, "models": results})
+    report.finish({"llama_cpp": llama_cpp.__version__, "models": results})
     return 0
 
 

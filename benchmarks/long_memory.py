@@ -93,8 +93,7 @@ def main() -> None:
     def write() -> dict[str, Any]:
         held = {design: recalled(each[MANY.name]) for design, each in cells.items() if MANY.name in each}
         results = {"solved": SOLVED, "recalled": held, "cells": cells, "conversations": talks}
-        if args.json != "-":
-            report.finish(results)
+        report.keep(results)
         return results
 
     for task in args.tasks:

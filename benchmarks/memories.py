@@ -484,8 +484,7 @@ def main() -> None:
             known["numbers"] = one["numbers"]
             known["curves"].append(one["curve"])
             report.say(f"{title}, {name}, seed {seed}: " + " ".join(f"{x:.3f}" for x in one["curve"]))
-            if args.json != "-":
-                report.finish(done)
+            report.keep(done)
         if not args.only:
             done.setdefault("batch", batched(model, tokenizer, count, 4 if args.quick else 32))
             tall = {"base": model}

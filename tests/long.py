@@ -44,9 +44,14 @@ def some(cases: Sequence[T], count: int, seed: object) -> list[T]:
 
 def is_brief(config: pytest.Config) -> bool:
     """True for `pytest` alone, in its processes, too: with no path, and nothing that chooses tests."""
-    chosen = config.option.keyword or config.option.markexpr or config.option.lf or config.option.failedfirst
+    chosen = (
+        "keyword",
+        "markexpr",
+        "lf",
+        "failedfirst",
+    )  # the last two are of the cache, which may be switched off
     alone = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return not ALL and alone and not chosen
+    return not ALL and alone and not any(config.getoption(name, None) for name in chosen)
 
 
 def brief(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -504,6 +504,9 @@ def test_a_red_test_is_refused(tmp_path):
     with pytest.raises(SystemExit, match=r"(?s)test_red.*not measured"):
         common.require_green(str(green), str(red))
     assert common.require_green(str(green)).startswith("green in")
+    assert common.require_green("tests/util/test_registry.py").startswith("green in"), (
+        "one of ours, with our conftest"
+    )
 
 
 @pytest.mark.slow
