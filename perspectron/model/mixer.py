@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from perspectron.model.masks import Inputs
 from perspectron.model.transfer import Heads
 from perspectron.util import registry
 from perspectron.util.config import MixerConfig, require
@@ -96,7 +97,7 @@ class Mixer(nn.Module, abc.ABC):
         """Count the parameters that its config leaves without effect."""
         return 0
 
-    def heads(self, x_BTD: Tensor) -> Heads | None:
+    def heads(self, x_BTD: Inputs) -> Heads | None:
         """What attention hands to a recurrence that takes its place, with the distances of these inputs; None of what
         is no attention."""
         return None

@@ -69,9 +69,10 @@ class History:
             return
         self.last = line
         values = {name: line[name] for name in ("loss", "tokens_per_second")} | line.get("aux", {})
+        sums = {name: (value, 1) for name, value in values.items()}
         if not self._lines or self._lines[-1]["count"] == self._each:
             self._lines.append({"count": 0, "sums": {}})
-        self._join(self._lines[-1], {**line, "count": 1, "sums": values})
+        self._join(self._lines[-1], {**line, "count": 1, "sums": sums})
         if len(self._lines) >= 2 * POINTS:
             for one, other in zip(self._lines[::2], self._lines[1::2], strict=False):
                 self._join(one, other)
@@ -79,20 +80,23 @@ class History:
 
     @staticmethod
     def _join(one: Metrics, other: Metrics) -> None:
-        sums = {name: one["sums"].get(name, 0.0) + value for name, value in other["sums"].items()}
+        sums = dict[str, tuple[float, int]]()  # of a quantity that some updates report, and of how many
+        for name, (value, count) in other["sums"].items():
+            before, counted = one["sums"].get(name, (0.0, 0))
+            sums[name] = before + value, counted + count
         one |= {"count": one["count"] + other["count"], "sums": one["sums"] | sums}
         one |= {name: other[name] for name in ("tokens", "seconds")}
 
     def points(self, name: str, by: str) -> list[Point]:
         """Means of a quantity over "tokens" or "seconds"."""
-        lines = (line for line in self._lines if name in line["sums"])
-        return [(line[by], line["sums"][name] / line["count"]) for line in lines]
+        found = ((line[by], *line["sums"][name]) for line in self._lines if name in line["sums"])
+        return [(at, total / count) for at, total, count in found]
 
     def figures(self) -> list[Drawn]:
         """Loss by tokens and by time, speed, and each quantity that the model reported."""
         speed = Curve("", self.points("tokens_per_second", "seconds"), thin=True)
         found = [*losses({"": self}), over_time("Tokens per second", [speed, *_smooth(speed, "smoothed")])]
-        for name in self._lines[-1]["sums"] if self._lines else ():
+        for name in dict.fromkeys(name for line in self._lines for name in line["sums"]):
             if name not in ("loss", "tokens_per_second"):
                 raw = Curve("", self.points(name, "tokens"), thin=True)
                 found.append(drawn(name.replace("_", " "), "tokens", [raw, *_smooth(raw, "smoothed")]))

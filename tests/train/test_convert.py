@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from perspectron.model.config import BlockConfig, ModelConfig
+from perspectron.model.config import BlockConfig, Law5Config, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import config_of
 from perspectron.model.model import build
@@ -131,6 +131,24 @@ def test_attention_to_the_last_tokens_becomes_short_memories():
     near, far = (build(attending(window=w, rope_base=None)) for w in (4, None))
     short, long = (heads_of(model, batches())[0].halflives(8).max() for model in (near, far))
     assert short <= 4 < 8 < long
+
+
+def test_distances_are_of_what_attention_reads_after_norms_and_shifts():
+    """With a shift whose queries, keys and values are the token before, they are those of the tokens before; with
+    law 5, whose mixers read what the block reads, no norm comes in between."""
+    model = build(replace(attending(), shift=True))
+    block, (batch,) = model.blocks[0], batches()
+    with torch.no_grad():
+        block.mixer_shift.mix_ND[:] = 1
+        x_BTD = block.mixer_norm(model.embedding(batch.ids_BT))
+        before_BTD = torch.nn.functional.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
+        expected = block.mixer.heads(before_BTD).mass_HT
+        assert (block.mixer.heads(x_BTD).mass_HT - expected).abs().max() > 1e-4
+    torch.testing.assert_close(heads_of(model, [batch])[0].mass_HT, expected)
+    blocks = tuple(replace(block, residual=Law5Config()) for block in attending().blocks)
+    bare = build(replace(attending(), blocks=blocks))
+    expected = bare.blocks[0].mixer.heads(bare.embedding(batch.ids_BT)).mass_HT
+    torch.testing.assert_close(heads_of(bare, [batch])[0].mass_HT, expected)
 
 
 def test_narrowed_keys_have_the_products_that_matter():

@@ -237,6 +237,15 @@ def test_a_long_course_has_few_points_and_the_same_means():
     assert [figure.title for figure in history.figures()][-1] == "route gate"
 
 
+def test_what_few_updates_report_has_the_mean_of_those():
+    history = History()
+    for step in range(1, 5002):
+        history.note(line(step, loss=1.0, aux={} if step % 3 else {"drift": 0.5}))
+    points = history.points("drift", "tokens")
+    assert points and {mean for _, mean in points} == {0.5}
+    assert [figure.title for figure in history.figures()][-1] == "drift"
+
+
 @pytest.mark.parametrize(
     "values", [[2.0, 2.0], [0.0], [1e8, 5.0, 4.0], [3e-7, 1e-7], [6.0, 0.0], [1e300, -1e300]], ids=str
 )

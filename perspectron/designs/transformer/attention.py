@@ -186,7 +186,7 @@ class Attention(Mixer):
             q, k = (rope.turned(x, turn) for x in (q, k))
         return at, (q, k, v), x_q
 
-    def heads(self, x_BTD: Tensor) -> Heads:
+    def heads(self, x_BTD: Inputs) -> Heads:
         """The first token of the inputs counts for no distance: what heads give it, they give to nothing."""
         H, G, K, config = self.options.heads, self.options.groups, self.width, self.options
         q, k, v = (part.detach().float().unflatten(0, (-1, K)) for part in self._matrices())
@@ -201,13 +201,14 @@ class Attention(Mixer):
         return Heads(q * scale * K**0.5, k, v, o_DHV, self._reach(x_BTD, scale))
 
     @torch.no_grad()
-    def _reach(self, x_BTD: Tensor, scale: float) -> Tensor:
+    def _reach(self, x_BTD: Inputs, scale: float) -> Tensor:
         """The mean share of attention by distance [H,T]."""
-        (B, T), config = x_BTD.shape[:2], self.options
-        length_B = torch.zeros(B, dtype=torch.int64, device=x_BTD.device)
+        first, config = split_inputs(x_BTD, 3)[0], self.options
+        B, T = first.shape[:2]
+        length_B = torch.zeros(B, dtype=torch.int64, device=first.device)
         _, (q, k, _), _ = self._turned(x_BTD, length_B, None, None)
         k = k.repeat_interleave(config.heads // config.groups, 1)
-        time_T = torch.arange(T, device=x_BTD.device)
+        time_T = torch.arange(T, device=first.device)
         apart_TT = time_T[:, None] - time_T
         seen_TT = (apart_TT >= 0) & (apart_TT < (config.window or T))
         share_BHTT = scale * q.float() @ k.float().mT

@@ -4,8 +4,9 @@ Shapes: B batch, T time, D model width.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from perspectron import presets
 from perspectron.data import Batch
 from perspectron.model.block import Block
 from perspectron.model.config import ModelConfig, Shift
+from perspectron.model.masks import Inputs
 from perspectron.model.mixer import Mixer
 from perspectron.model.model import LanguageModel, build
 from perspectron.model.transfer import Heads
@@ -144,13 +146,16 @@ def noting(model: LanguageModel, layers: Sequence[int]) -> Iterator[dict[int, tu
 def heads_of(model: LanguageModel, batches: Sequence[Batch]) -> dict[int, Heads]:
     """What the attention of each block hands on, with its distances in these batches."""
     layers, found = attention_in(model), dict[int, Heads]()
+    mixers = {index: blocks_of(model)[index].mixer for index in layers}
     for batch in batches:
-        with noting(model, layers) as notes:
+        reads = dict[int, Inputs]()  # after norms and token shifts
+        with ExitStack() as hooks:
+            for index, mixer in mixers.items():
+                note = partial(lambda index, _, given: reads.update({index: given[0]}), index)
+                hooks.callback(mixer.register_forward_pre_hook(note).remove)
             model.hidden(batch.ids_BT.to(model.device), reset_BT=None)
-        for index in layers:
-            block = blocks_of(model)[index]
-            x_BTD = notes[index][0]
-            heads = block.mixer.heads(x_BTD if block.around.norm == "post" else block.mixer_norm(x_BTD))
+        for index, mixer in mixers.items():
+            heads = mixer.heads(reads[index])
             assert heads is not None
             heads = Heads(*(getattr(heads, item.name).cpu() for item in fields(heads)))
             before = found.get(index)
