@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from perspectron.model.masks import Inputs
 from perspectron.model.transfer import Heads

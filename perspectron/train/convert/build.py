@@ -145,21 +145,22 @@ def noting(model: LanguageModel, layers: Sequence[int]) -> Iterator[dict[int, tu
 @torch.no_grad()
 def heads_of(model: LanguageModel, batches: Sequence[Batch]) -> dict[int, Heads]:
     """What the attention of each block hands on, with its distances in these batches."""
-    layers, found = attention_in(model), dict[int, Heads]()
-    mixers = {index: blocks_of(model)[index].mixer for index in layers}
-    for batch in batches:
-        reads = dict[int, Inputs]()  # after norms and token shifts
-        with ExitStack() as hooks:
-            for index, mixer in mixers.items():
-                note = partial(lambda index, _, given: reads.update({index: given[0]}), index)
-                hooks.callback(mixer.register_forward_pre_hook(note).remove)
-            model.hidden(batch.ids_BT.to(model.device), reset_BT=None)
+    mixers = {index: blocks_of(model)[index].mixer for index in attention_in(model)}
+    reads, found = dict[int, Inputs](), dict[int, Heads]()  # reads: what comes out of norms and token shifts
+    with ExitStack() as hooks:
         for index, mixer in mixers.items():
-            heads = mixer.heads(reads[index])
-            assert heads is not None
-            heads = Heads(*(getattr(heads, item.name).cpu() for item in fields(heads)))
-            before = found.get(index)
-            found[index] = heads if before is None else replace(heads, mass_HT=before.mass_HT + heads.mass_HT)
+            note = partial(lambda index, _, given: reads.update({index: given[0]}), index)
+            hooks.callback(mixer.register_forward_pre_hook(note).remove)
+        for batch in batches:
+            model.hidden(batch.ids_BT.to(model.device), reset_BT=None)
+            for index, mixer in mixers.items():
+                heads = mixer.heads(reads[index])
+                assert heads is not None
+                heads = Heads(*(getattr(heads, item.name).cpu() for item in fields(heads)))
+                before = found.get(index)
+                found[index] = (
+                    heads if before is None else replace(heads, mass_HT=before.mass_HT + heads.mass_HT)
+                )
     return found
 
 
