@@ -419,6 +419,10 @@ class LanguageModel(nn.Module):
         return fingerprint(self.config, weights)
 
 
+OUTPUTS = ("o_proj", "down_proj")
+"""Linear layers that write into the residual stream."""
+
+
 @torch.no_grad()
 def init(model: LanguageModel, seed: int) -> None:
     """Initialise all weights. Numbers are drawn on the CPU, so that a seed gives the same weights everywhere.
@@ -446,8 +450,7 @@ def init(model: LanguageModel, seed: int) -> None:
             std = model.config.embedding_std if name == "embedding" else 0.02
             module.weight.normal_(0, std, generator=stream(seed, f"{name}.weight"))
         elif isinstance(module, nn.Linear):
-            writes = name.endswith(("o_proj", "down_proj"))
-            scale = outputs if writes else 1.0
+            scale = outputs if name.endswith(OUTPUTS) else 1.0
             std = scale * module.in_features**-0.5
             module.weight.normal_(0, std, generator=stream(seed, f"{name}.weight"))
             if module.bias is not None:

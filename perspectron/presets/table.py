@@ -8,15 +8,20 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_type_hi
 
 import torch
 
-from perspectron.model.config import ModelConfig
-from perspectron.model.model import LanguageModel
+from perspectron.model.config import BlockConfig, ModelConfig
+from perspectron.model.ffn import MLPConfig, SwiGLUConfig, TiedConfig
+from perspectron.model.model import OUTPUTS, LanguageModel
 from perspectron.util import registry
 from perspectron.util.config import assignment, between_commas, load, one_of, require
+from perspectron.util.errors import ConfigError
 
 Sizes = Mapping[str, Any]
 OF_EVERY_MODEL: Sizes = {"dropout": 0.0, "shift": False, "input_conv": False, "input_swish": False,
-                        "first_values": False}  # fmt: skip
+                        "first_values": False, "zero_outputs": False}  # fmt: skip
 """Fields of a model's config that are sizes of every design."""
+RELU2 = "relu2"
+"""Of every design, too: true puts a network with ReLU² in the place of each SwiGLU, and is refused where there are
+others."""
 BEST_PARTS: dict[str, Sizes] = {"transformer": {"shift": ("k", "v", "network"), "first_values": True}}
 """Of designs, the parts that "DESIGN+" has, and docs/designs/baselines.md#the-best-parts says how they were chosen. A
 design that is not here has `shift` as its mixer has it, and `first_values` where values can lean."""
@@ -243,11 +248,28 @@ def made(make: Make, name: str, overrides: Sizes) -> ModelConfig:
             inside[last] = load(size.hint, value, key)
     defaults = {key: parameter.default for key, parameter in inspect.signature(make).parameters.items()}
     fields = {key: changes.pop(key) for key in OF_EVERY_MODEL if key in changes and key not in defaults}
+    relu2 = RELU2 not in defaults and changes.pop(RELU2, False)
     config = make(name, **{key: _changed(defaults[key], value) for key, value in changes.items()})
     config = replace(config, **fields)
+    if relu2:
+        config = replace(config, blocks=tuple(_ungated(block, name) for block in config.blocks))
     if overrides.get("first_values"):
         require(_leans(config), "first_values", True, f"false in {name}: its mixers have no values that lean")
+    if overrides.get("zero_outputs"):
+        with torch.device("meta"):
+            writes = any(part.endswith(OUTPUTS) for part, _ in LanguageModel(config).named_modules())
+        require(writes, "zero_outputs", True, f"false in {name}: its layers add nothing to what they read")
     return config
+
+
+def _ungated(block: BlockConfig, name: str) -> BlockConfig:
+    """The block with ReLU² in its network. A network that another block has stays."""
+    ffn = block.ffn
+    if isinstance(ffn, TiedConfig):
+        return block
+    if not isinstance(ffn, SwiGLUConfig):
+        raise ConfigError(f"{RELU2} = true, must be false in {name}: not all of its networks are SwiGLUs")
+    return replace(block, ffn=MLPConfig(ffn.hidden, "relu2", ffn.bias))
 
 
 def _leans(config: ModelConfig) -> bool:
@@ -279,6 +301,7 @@ def sizes_of(make: Make) -> dict[str, Size]:
     hints = get_type_hints(ModelConfig)
     for key, value in OF_EVERY_MODEL.items():
         found.setdefault(key, Size(value, hints[key], ((key,),)))
+    found.setdefault(RELU2, Size(False, bool, ((RELU2,),)))
     return found
 
 

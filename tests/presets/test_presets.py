@@ -11,7 +11,7 @@ from perspectron import presets
 from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.model.census import active_parameters, census
 from perspectron.model.config import BlockConfig, ModelConfig
-from perspectron.model.ffn import SwiGLUConfig
+from perspectron.model.ffn import MLPConfig, SwiGLUConfig
 from perspectron.model.model import build
 from perspectron.presets import fit, table
 from perspectron.presets.frame import stack
@@ -172,6 +172,28 @@ def test_titles_are_names_that_readers_know():
     assert presets.title("without the gate") == "without the gate"
     titles = {name for design in registry.designs().values() for name in design.titles}
     assert titles <= {*DESIGNS, "pdr2"}
+
+
+@pytest.mark.parametrize("design", [name for name in DESIGNS if "[" not in name])
+def test_every_design_has_relu2_and_zero_outputs_or_says_why_not(design):
+    """ADR norms what it adds: there, outputs that are 0 leave more than the input."""
+    given = {"vocab_size": 64, "d_model": 32, "layers": 4, "seq_len": 16}
+    if design in ("drm", "drm2"):
+        with refused(ConfigError, "zero_outputs", design):
+            presets.small(f"{design}[zero_outputs=true]", **given)
+    else:
+        model, same = build(presets.small(f"{design}[zero_outputs=true]", **given)).eval(), []
+        for block in model.blocks:
+            block.register_forward_hook(lambda _, x, y: same.append(torch.equal(x[0], y[0])))
+        model(torch.arange(24).reshape(2, 12))
+        assert same == [design != "adr"] * len(model.blocks)
+    networks = {type(block.ffn) for block in presets.small(design, **given).blocks}
+    if networks == {SwiGLUConfig}:
+        blocks = presets.small(f"{design}[relu2=true]", **given).blocks
+        assert all(isinstance(b.ffn, MLPConfig) and b.ffn.activation == "relu2" for b in blocks)
+    else:
+        with refused(ConfigError, "relu2", design):
+            presets.small(f"{design}[relu2=true]", **given)
 
 
 def test_a_size_may_be_a_list():

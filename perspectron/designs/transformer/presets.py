@@ -43,16 +43,11 @@ def transformer(
     hidden: int = 448,
     embedding_norm: bool = True,
     qk_norm: Literal["none", "head", "all"] = "none",
-    relu2: bool = False,
-    zero_outputs: bool = False,
 ) -> ModelConfig:
-    """A modern transformer: full attention with RoPE and a SwiGLU in every layer. relu2: a network with ReLU² instead
-    of it. qk_norm, relu2 and zero_outputs together, with Muon, are how fast small trainings of transformers have it
-    (KellerJordan/modded-nanogpt)."""
-    network = MLPConfig(hidden, "relu2", bias=False) if relu2 else SwiGLUConfig(hidden)
-    block = BlockConfig(AttentionConfig(heads, qk_norm=qk_norm), network)
-    more = {"embedding_norm": embedding_norm, "zero_outputs": zero_outputs}
-    return stack(name, vocab_size, d_model, layers, block, **more)
+    """A modern transformer: full attention with RoPE and a SwiGLU in every layer. qk_norm, relu2 and zero_outputs
+    together, with Muon, are how fast small trainings of transformers have it (KellerJordan/modded-nanogpt)."""
+    block = BlockConfig(AttentionConfig(heads, qk_norm=qk_norm), SwiGLUConfig(hidden))
+    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
 
 
 preset("transformer-tiny", "full attention, sized like perspective-tiny-dense", transformer)
