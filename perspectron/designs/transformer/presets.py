@@ -43,10 +43,14 @@ def transformer(
     hidden: int = 448,
     embedding_norm: bool = True,
     qk_norm: Literal["none", "head", "all"] = "none",
+    kv_heads: int | None = None,
+    window: int | None = None,
 ) -> ModelConfig:
-    """A modern transformer: full attention with RoPE and a SwiGLU in every layer. qk_norm, relu2 and zero_outputs
-    together, with Muon, are how fast small trainings of transformers have it (KellerJordan/modded-nanogpt)."""
-    block = BlockConfig(AttentionConfig(heads, qk_norm=qk_norm), SwiGLUConfig(hidden))
+    """A modern transformer: full attention with RoPE and a SwiGLU in every layer. kv_heads: of keys and values; None is
+    one for each head. window: tokens that attention sees instead of all. qk_norm, relu2 and zero_outputs together, with
+    Muon, are how fast small trainings of transformers have it (KellerJordan/modded-nanogpt)."""
+    attention = AttentionConfig(heads, qk_norm=qk_norm, kv_heads=kv_heads, window=window)
+    block = BlockConfig(attention, SwiGLUConfig(hidden))
     return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
 
 
