@@ -28,7 +28,7 @@ from perspectron.model.census import active_parameters
 from perspectron.opening import Opened, open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.convert.config import RATES, SHARES, TEXT
+from perspectron.train.convert.config import RATES, SHARES, WHOLE
 from perspectron.train.convert.run import FILE, MEASURED, config_of
 from perspectron.train.heldout import heldout
 from perspectron.train.loop import Trainer
@@ -69,13 +69,16 @@ class Arm(NamedTuple):
 
 
 def arms(seeds: int) -> Iterator[Arm]:
-    """What matters most first, and all of one seed before the next."""
-    for seed in range(seeds):
-        yield Arm(seed)
-        yield from (Arm(seed, share=share) for share in (0.01, 0.03, 0.3))
-        yield from (Arm(seed, to) for to in TARGETS)
-        yield from (Arm(seed, keep=keep) for keep in (0, 8, 2))
-    for stage, rates in {"layers": (1.0, 4.0), "whole": (0.125, 0.5), "text": (0.03, 0.3)}.items():
+    """What matters most first."""
+    kinds: tuple[list[dict[str, Any]], ...] = (
+        [{}],
+        [{"share": share} for share in (0.01, 0.03, 0.3)],
+        [{"keep": keep} for keep in (0, 8, 2)],
+        [{"to": to} for to in TARGETS],
+    )
+    for kind in kinds:
+        yield from (Arm(seed, **one) for seed in range(seeds) for one in kind)
+    for stage, rates in {"layers": (1.0, 4.0), "whole": (0.06, 0.25), "text": (0.01, 0.1)}.items():
         yield from (Arm(0, recipe=f"{stage} rate={rate:g}") for rate in rates)
     for shares in ("0.1 0.7 0.2", "0.5 0.3 0.2", "0.3 0.65 0.05"):
         yield Arm(0, recipe=f"shares={shares}")
@@ -132,6 +135,7 @@ def converted(folder: Path, teacher: Path, arm: Arm, tokens: int, dtype: str) ->
     (checked,) = [row["bits_per_byte"] for row in notes["rows"] if row["stage"] == "text"]
     first = notes["rows"][0]["bits_per_byte"]
     found = {"rows": notes["rows"], "layers": notes["layers"], "over_the_teacher": checked / first - 1}
+    found["parameters"] = active_parameters(checkpoint.load_config(out).model)
     return found | {"tokens": tokens, "seconds": time.monotonic() - start, "folder": out.name}
 
 
@@ -146,13 +150,13 @@ def encoded(run: Path) -> Path:
 
 def trained(folder: Path, made: Path, tokens: int, seed: int, its: Path | None = None) -> dict[str, Any]:
     """What else as many tokens could do: the shape of a converted model trained on them from nothing, with the rate of
-    its design; or the teacher `its`, trained on by them with the rate of the conversion's last stage."""
+    its design; or the teacher `its`, trained on by them with the rate of the conversion's longest stage."""
     asked, of_teacher = config_of(made), its is not None
     out = folder / f"{'onwards' if of_teacher else 'nothing'}-{made.name}"
     config = checkpoint.load_config(its or made)
     steps = max(1, tokens // (asked.batch_size * asked.seq_len))
     rate = presets.rate("transformer" if of_teacher else asked.to, active_parameters(config.model))
-    optim = OptimConfig(lr=rate * (RATES[TEXT] if of_teacher else 1.0), warmup=presets.warmup(steps))
+    optim = OptimConfig(lr=rate * (RATES[WHOLE] if of_teacher else 1.0), warmup=presets.warmup(steps))
     train = TrainConfig(
         data=asked.data, heldout=asked.heldout, steps=steps, batch_size=asked.batch_size, seq_len=asked.seq_len,
         seed=seed + 1000 * of_teacher, dtype=checkpoint.load_config(made).train.dtype, eval_every=0,

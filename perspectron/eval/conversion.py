@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,12 +27,14 @@ from perspectron.util.files import read_json
 @dataclass(frozen=True)
 class Options:
     """tokens: to read for the loss by position, over `stretches`; 0 is all. pairs: that are to be recalled, of random
-    tokens, in so many texts. contexts: at which a token is timed, in so many rounds."""
+    tokens, in so many texts, at once and `later`, after so many tokens of held-out text. contexts: at which a token is
+    timed, in so many rounds."""
 
     tokens: int = 4 * 32768
     stretches: int = 4
     pairs: tuple[int, ...] = (8, 32)
     texts: int = 32
+    later: int = 512
     contexts: tuple[int, ...] = (1024, 65536)
     rounds: int = 9
 
@@ -49,6 +52,9 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     folder = subject.opened.folder.path
     asked, notes = config_of(folder), read_json(folder / FILE, CheckpointError)
     teacher = open_model(Path(asked.teacher))
+    teacher = replace(
+        teacher, folder=replace(teacher.folder, dtype=subject.opened.folder.dtype)
+    )  # as the other computes
     teacher.model.to(subject.model.device)
     both = {"teacher": replace(subject, opened=teacher), "converted": subject}
     positions = position.Options(options.tokens, options.stretches, ())
@@ -63,8 +69,10 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
 @torch.inference_mode()
 def recall(subject: Subject, options: Options) -> dict[str, float]:
     """The share of pairs of random tokens whose second is the likeliest after the first is read again, by their
-    number."""
+    number; "N later" is after text that a window of attention does not reach past, where the positions suffice."""
     found, V = dict[str, float](), subject.tokenizer.vocab_size
+    longest = subject.model.config.positions or math.inf
+    between_T = torch.from_numpy(subject.text.read(0, options.later).astype(np.int64))
     for N in options.pairs:
         require(2 * N <= V, "pairs", N, f"≤ {V // 2}, half of the vocabulary")
         generator = torch.Generator().manual_seed(subject.seed)
@@ -72,17 +80,24 @@ def recall(subject: Subject, options: Options) -> dict[str, float]:
         orders = [torch.randperm(N, generator=generator) for _ in rows]
         pairs_BN2 = torch.stack(rows).unflatten(1, (N, 2))
         again_BN2 = torch.stack([pairs[order] for pairs, order in zip(pairs_BN2, orders, strict=True)])
-        ids_BT = torch.cat([pairs_BN2, again_BN2], 1).flatten(1)
-        hits = [_hits(subject, part_BT, N) for part_BT in ids_BT.split(max(1, CHUNK // (4 * N)))]
-        found[str(N)] = sum(hits) / (N * options.texts)
+        told_BT, asked_BT = pairs_BN2.flatten(1), again_BN2.flatten(1)
+        for name, text_T in {str(N): between_T[:0], f"{N} later": between_T}.items():
+            ids_BT = torch.cat([told_BT, text_T.expand(len(told_BT), -1), asked_BT], 1)
+            if ids_BT.shape[1] > longest:
+                continue
+            hits = [
+                _hits(subject, part_BT, 2 * N) for part_BT in ids_BT.split(max(1, CHUNK // ids_BT.shape[1]))
+            ]
+            found[name] = sum(hits) / (N * options.texts)
     return found
 
 
-def _hits(subject: Subject, ids_BT: Tensor, N: int) -> int:
+def _hits(subject: Subject, ids_BT: Tensor, asked: int) -> int:
+    """How many of the last tokens, every second of so many, are the likeliest."""
     with subject.opened.autocast():
         hidden_BTD, _, _ = subject.model.hidden(ids_BT.to(subject.model.device))
-        drawn_BN = subject.model.head(hidden_BTD[:, 2 * N :: 2]).argmax(-1).cpu()
-    return int((drawn_BN == ids_BT[:, 2 * N + 1 :: 2]).sum())
+        drawn_BN = subject.model.head(hidden_BTD[:, -asked::2]).argmax(-1).cpu()
+    return int((drawn_BN == ids_BT[:, -asked:][:, 1::2]).sum())
 
 
 def costs(both: Mapping[str, Subject], options: Options) -> dict[str, Any]:
@@ -122,7 +137,7 @@ def lines(result: dict[str, Any]) -> list[str]:
         text.append(f"{span:>16}  {its['bits_per_byte']:>7.3f}  {own['bits_per_byte']:>9.3f}")
     for pairs in result["recall"]["teacher"]:
         its, own = (result["recall"][name][pairs] for name in ("teacher", "converted"))
-        text.append(f"{f'recall of {pairs}':>16}  {its:>7.1%}  {own:>9.1%}")
+        text.append(f"{f'recall of {pairs}':>18}  {its:>7.1%}  {own:>9.1%}")
     for context in result["cost"]["teacher"]:
         its, own = (result["cost"][name][context] for name in ("teacher", "converted"))
         ms = " ".join(f"{one['ms']['median'] if one['ms'] else math.nan:>8.2f}" for one in (its, own))

@@ -16,7 +16,7 @@ from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.train.convert import run as conversions
 from perspectron.train.convert.build import attention_in, heads_of, in_place, student, targets, transferred
-from perspectron.train.convert.config import ConvertConfig
+from perspectron.train.convert.config import LONGER, SHARES, ConvertConfig
 from perspectron.train.convert.layers import LayerTrainer, costs, kept
 from perspectron.train.convert.run import Conversion
 from perspectron.train.convert.run import config_of as asked_of
@@ -104,7 +104,8 @@ def test_matrices_are_taken_over(to, options):
         if ".mixer." not in name:
             assert torch.equal(own[name], its[name]), name
     for index in layers:
-        mixer = made.blocks[index].mixer
+        mixer, shift = made.blocks[index].mixer, made.blocks[index].mixer_shift
+        assert shift is None or not shift.mix_ND.any(), "its matrices read what they read in the teacher"
         assert torch.equal(mixer.o_proj.weight, its[f"blocks.{index}.mixer.o_proj.weight"])
         v_rows = heads[index].v_HVD.flatten(0, 1)
         found = [w for n, w in mixer.named_parameters() if n.endswith("proj.weight")]
@@ -112,6 +113,17 @@ def test_matrices_are_taken_over(to, options):
             (w.unfold(0, 32, 1).mT - v_rows.T.mT).abs().sum((1, 2)).min() == 0 for w in found if len(w) >= 32
         )
     assert torch.isfinite(logits(made)).all()
+
+
+def test_an_update_of_each_stage_has_as_many_tokens():
+    """A hundredth of 4 M tokens has small batches; the last stage's windows are then no longer than those hold."""
+    for batch_size in (1, 2, 4, 8):
+        asked = ConvertConfig("run", tokens=40_000, seq_len=256, batch_size=batch_size)
+        plans = [asked.train(stage, 1, 2_000_000, 0) for stage in SHARES]
+        assert {plan.batch_size * plan.seq_len for plan in plans} == {256 * batch_size}
+    assert plans[-1].seq_len == LONGER * 256
+    asked = ConvertConfig("run", tokens=40_000, seq_len=256, batch_size=1)
+    assert sum(asked.steps(stage, 0) for stage in SHARES) > 150
 
 
 def test_the_targets_are_those_that_the_command_names():

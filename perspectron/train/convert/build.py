@@ -187,9 +187,9 @@ def transferred(
         taken |= {name: weight for name, weight in start.state_dict().items() if name.startswith(new)}
     made.load_state_dict(own | taken)
     for index, block in enumerate(blocks_of(made)):
-        if index in changed:
-            if isinstance(start, dict):
-                block.mixer.take(start[index])
-        elif block.mixer_shift is not None and f"blocks.{index}.mixer_shift.mix_ND" not in its:
-            block.mixer_shift.get_parameter("mix_ND").zero_()  # reads what it read
+        learned = index in changed and isinstance(start, LanguageModel)
+        if index in changed and isinstance(start, dict):
+            block.mixer.take(start[index])
+        if block.mixer_shift is not None and not learned and f"blocks.{index}.mixer_shift.mix_ND" not in its:
+            block.mixer_shift.get_parameter("mix_ND").zero_()  # reads what attention read
     return made

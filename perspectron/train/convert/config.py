@@ -16,14 +16,14 @@ from perspectron.util.config import at_least, one_of, require
 LAYERS, WHOLE, TEXT = "layers", "whole", "text"
 SHARES = {LAYERS: 0.3, WHOLE: 0.5, TEXT: 0.2}
 """Of the tokens or the time. Not searched."""
-RATES = {LAYERS: 2.0, WHOLE: 0.25, TEXT: 0.1}
-"""Of the peak rate with which the target is trained from nothing. The first two are the best of three each (0.5, 1, 2;
-0.25, 0.5, 1), both at the edge, of one seed at 0.76 M parameters; the last is not searched."""
+RATES = {LAYERS: 2.0, WHOLE: 0.125, TEXT: 0.03}
+"""Of the peak rate with which the target is trained from nothing. The best of 1, 2, 4; 0.06, 0.125, 0.25, 0.5; and
+0.03, 0.1, of one seed at 2 M parameters and 400,000 tokens (docs/lab-notes.md)."""
 LONGER = 4  # times the window of the other stages: that of the last
 WINDOW = 512  # tokens in a window, of models that do not say how they were trained
 BATCH = 8
 LEAST_UPDATES = 8  # of a stage
-UPDATES = 128  # of all stages, for which batches are made smaller
+UPDATES = 384  # of all stages, for which batches are made smaller
 MOST_ROOM = 0.15  # of the memory there is, for logits
 
 
@@ -56,7 +56,8 @@ class ConvertConfig:
     def train(self, stage: str, steps: int, size: int, longest: int, **more: object) -> TrainConfig:
         """The training of a stage with so many updates. size: parameters of the model. longest: its table of
         positions, or 0."""
-        longer = LONGER if stage == TEXT else 1
+        # an update has as many tokens in every stage
+        longer = min(LONGER, self.batch_size) if stage == TEXT else 1
         seq_len = min(self.seq_len * longer, longest or self.seq_len * longer)
         rate = RATES[stage] * presets.rate(self.to, size)
         values = {
