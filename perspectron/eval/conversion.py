@@ -72,7 +72,9 @@ def recall(subject: Subject, options: Options) -> dict[str, float]:
     number; "N later" is after text that a window of attention does not reach past, where the positions suffice."""
     found, V = dict[str, float](), subject.tokenizer.vocab_size
     longest = subject.model.config.positions or math.inf
-    between_T = torch.from_numpy(subject.text.read(0, options.later).astype(np.int64))
+    between_T = torch.from_numpy(
+        subject.text.read(0, min(options.later, subject.text.tokens)).astype(np.int64)
+    )
     for N in options.pairs:
         require(2 * N <= V, "pairs", N, f"≤ {V // 2}, half of the vocabulary")
         generator = torch.Generator().manual_seed(subject.seed)
@@ -83,7 +85,7 @@ def recall(subject: Subject, options: Options) -> dict[str, float]:
         told_BT, asked_BT = pairs_BN2.flatten(1), again_BN2.flatten(1)
         for name, text_T in {str(N): between_T[:0], f"{N} later": between_T}.items():
             ids_BT = torch.cat([told_BT, text_T.expand(len(told_BT), -1), asked_BT], 1)
-            if ids_BT.shape[1] > longest:
+            if ids_BT.shape[1] > longest or len(between_T) < options.later:
                 continue
             hits = [
                 _hits(subject, part_BT, 2 * N) for part_BT in ids_BT.split(max(1, CHUNK // ids_BT.shape[1]))

@@ -19,6 +19,7 @@ from perspectron.model.config import ModelConfig, Shift
 from perspectron.model.masks import Inputs
 from perspectron.model.mixer import Mixer
 from perspectron.model.model import LanguageModel, build
+from perspectron.model.parts import TokenShift
 from perspectron.model.transfer import Heads
 from perspectron.train.convert.config import on_meta
 from perspectron.util.config import MixerConfig, require
@@ -190,6 +191,10 @@ def transferred(
         learned = index in changed and isinstance(start, LanguageModel)
         if index in changed and isinstance(start, dict):
             block.mixer.take(start[index])
-        if block.mixer_shift is not None and not learned and f"blocks.{index}.mixer_shift.mix_ND" not in its:
+        if (
+            isinstance(block.mixer_shift, TokenShift)
+            and not learned
+            and f"blocks.{index}.mixer_shift.mix_ND" not in its
+        ):
             block.mixer_shift.get_parameter("mix_ND").zero_()  # reads what attention read
     return made
