@@ -28,7 +28,7 @@ from perspectron.model.census import active_parameters
 from perspectron.opening import Opened, open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.convert.config import RATES, SHARES, WHOLE
+from perspectron.train.convert.config import RATES, SHARES, UPDATES, WHOLE
 from perspectron.train.convert.run import FILE, MEASURED, config_of
 from perspectron.train.heldout import heldout
 from perspectron.train.loop import Trainer
@@ -281,6 +281,8 @@ def main() -> int:
         args.tokens, args.dtype = 120_000, "float32"
     torch.set_num_threads(args.threads)
     shapes = f"SmolLM2 to {args.to}" if args.smollm2 else f"2 M, {args.tokens:,} tokens of {args.data}"
+    recipe = f"rates {[*RATES.values()]}, shares {[*SHARES.values()]}, {UPDATES} updates"
+    shapes = f"{shapes}; {recipe}"  # another recipe is for another file
     report = common.Report(args, TESTS, dtype=args.dtype, shapes=shapes)
     args.folder.mkdir(parents=True, exist_ok=True)
     report.finish((smollm2 if args.smollm2 else trained_here)(args, report))

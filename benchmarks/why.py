@@ -195,8 +195,7 @@ def main() -> None:
                 text = f"named {max(last['named']):.2f}, {last['nats']:.2f} nats cheaper"
                 text += f", a head gives it {max(last['after']):.2f}" if last["after"] else ""
                 report.say(f"{arm}, seed {seed}: {text}")
-                if args.json != "-":
-                    report.finish({"arms": arms})
+                report.keep({"arms": arms})
     if args.figure:
         args.figure.write_text(picture(arms), encoding="utf-8")
     report.finish({"arms": arms})

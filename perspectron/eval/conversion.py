@@ -39,7 +39,7 @@ class Options:
     rounds: int = 9
 
     def __post_init__(self) -> None:
-        for name in ("stretches", "texts", "rounds"):
+        for name in ("stretches", "texts", "rounds", "later"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
         for name, least in (("pairs", 1), ("contexts", 8)):
             values = getattr(self, name)
@@ -52,9 +52,8 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     folder = subject.opened.folder.path
     asked, notes = config_of(folder), read_json(folder / FILE, CheckpointError)
     teacher = open_model(Path(asked.teacher))
-    teacher = replace(
-        teacher, folder=replace(teacher.folder, dtype=subject.opened.folder.dtype)
-    )  # as the other computes
+    dtype = subject.opened.folder.dtype  # of both
+    teacher = replace(teacher, folder=replace(teacher.folder, dtype=dtype))
     teacher.model.to(subject.model.device)
     both = {"teacher": replace(subject, opened=teacher), "converted": subject}
     positions = position.Options(options.tokens, options.stretches, ())
@@ -69,7 +68,7 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
 @torch.inference_mode()
 def recall(subject: Subject, options: Options) -> dict[str, float]:
     """The share of pairs of random tokens whose second is the likeliest after the first is read again, by their
-    number; "N later" is after text that a window of attention does not reach past, where the positions suffice."""
+    number; "N later" is after text in between, where positions and held-out text suffice."""
     found, V = dict[str, float](), subject.tokenizer.vocab_size
     longest = subject.model.config.positions or math.inf
     between_T = torch.from_numpy(
@@ -132,11 +131,11 @@ def lines(result: dict[str, Any]) -> list[str]:
         text.append(
             f"{row['stage']:<28} {row['tokens']:>12,} tokens  {row['bits_per_byte']:.4f} ({over:+.1%})"
         )
-    text.append(f"{'position':>16}  teacher  converted")
+    text.append(f"{'position':>18}  teacher  converted")
     bins = (result["position"][name]["bins"] for name in ("teacher", "converted"))
     for its, own in zip(*bins, strict=False):
         span = f"{its['from']:,}–{its['to'] - 1:,}"
-        text.append(f"{span:>16}  {its['bits_per_byte']:>7.3f}  {own['bits_per_byte']:>9.3f}")
+        text.append(f"{span:>18}  {its['bits_per_byte']:>7.3f}  {own['bits_per_byte']:>9.3f}")
     for pairs in result["recall"]["teacher"]:
         its, own = (result["recall"][name][pairs] for name in ("teacher", "converted"))
         text.append(f"{f'recall of {pairs}':>18}  {its:>7.1%}  {own:>9.1%}")
@@ -144,5 +143,5 @@ def lines(result: dict[str, Any]) -> list[str]:
         its, own = (result["cost"][name][context] for name in ("teacher", "converted"))
         ms = " ".join(f"{one['ms']['median'] if one['ms'] else math.nan:>8.2f}" for one in (its, own))
         sizes = " ".join(f"{one['state_bytes'] / 1e6:>8.2f}" for one in (its, own))
-        text.append(f"{int(context):>10,} tokens  ms {ms}  state MB {sizes}")
+        text.append(f"{int(context):>11,} tokens  ms {ms}  state MB {sizes}")
     return text

@@ -13,7 +13,6 @@ from perspectron.model.ffn import MLPConfig, SwiGLUConfig, TiedConfig
 from perspectron.model.model import OUTPUTS, LanguageModel
 from perspectron.util import registry
 from perspectron.util.config import assignment, between_commas, load, one_of, require
-from perspectron.util.errors import ConfigError
 
 Sizes = Mapping[str, Any]
 OF_EVERY_MODEL: Sizes = {"dropout": 0.0, "shift": False, "input_conv": False, "input_swish": False,
@@ -267,8 +266,8 @@ def _ungated(block: BlockConfig, name: str) -> BlockConfig:
     ffn = block.ffn
     if isinstance(ffn, TiedConfig):
         return block
-    if not isinstance(ffn, SwiGLUConfig):
-        raise ConfigError(f"{RELU2} = true, must be false in {name}: not all of its networks are SwiGLUs")
+    require(isinstance(ffn, SwiGLUConfig), RELU2, True, f"false in {name}: not every layer has a SwiGLU")
+    assert isinstance(ffn, SwiGLUConfig)
     return replace(block, ffn=MLPConfig(ffn.hidden, "relu2", ffn.bias))
 
 

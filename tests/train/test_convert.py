@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from perspectron import presets
 from perspectron.model.config import BlockConfig, Law5Config, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import config_of
@@ -105,7 +106,8 @@ def test_matrices_are_taken_over(to, options):
             assert torch.equal(own[name], its[name]), name
     for index in layers:
         mixer, shift = made.blocks[index].mixer, made.blocks[index].mixer_shift
-        assert shift is None or not shift.mix_ND.any(), "its matrices read what they read in the teacher"
+        mixes = mixer.mix_6D if to == "rwkv7" else shift.mix_ND if shift is not None else torch.zeros(1)
+        assert not mixes.any(), "its matrices read what they read in the teacher"
         assert torch.equal(mixer.o_proj.weight, its[f"blocks.{index}.mixer.o_proj.weight"])
         v_rows = heads[index].v_HVD.flatten(0, 1)
         found = [w for n, w in mixer.named_parameters() if n.endswith("proj.weight")]
@@ -115,12 +117,34 @@ def test_matrices_are_taken_over(to, options):
     assert torch.isfinite(logits(made)).all()
 
 
+@pytest.mark.parametrize("to", ["perspective2", "gla", "gdn"])
+@pytest.mark.parametrize("form", ["shift=true", "shift=k+v", "input_conv=true", "input_conv=k+v"])
+def test_inputs_read_of_tokens_before_what_those_of_the_teacher_read(to, form):
+    """The teacher has one mix for all of its inputs, or one each for some; the recurrence takes them by their names."""
+    parts = presets.variant(f"transformer[{form}]")[1]
+    sizes = {"vocab_size": 300, "d_model": 32, "layers": 2, "heads": 2, "hidden": 32}
+    model = build(presets.get("transformer", **sizes, **parts))
+    for block in model.blocks:
+        for rows in block.mixer_shift.parameters():
+            torch.nn.init.uniform_(rows, 0.1, 0.9)
+    made = transferred(model, student(model.config, to, [0, 1], 0), heads_of(model, batches()), seed=3)
+    for block, before in zip(made.blocks, model.blocks, strict=True):
+        (own,), (its,) = (list(b.mixer_shift.parameters()) for b in (block, before))
+        slots = len(block.mixer_shift.mixed)
+        rest = [torch.zeros_like(its[0])] * (slots - 3)  # of gates, which attention has none of
+        expected = [its[0]] * min(slots, 3) + rest if "true" in form else list(its)
+        assert torch.equal(own, torch.stack(expected))
+    assert torch.isfinite(logits(made)).all()
+
+
 def test_an_update_of_each_stage_has_as_many_tokens():
     """A hundredth of 4 M tokens has small batches; the last stage's windows are then no longer than those hold."""
-    for batch_size in (1, 2, 4, 8):
+    for batch_size in range(1, 9):
         asked = ConvertConfig("run", tokens=40_000, seq_len=256, batch_size=batch_size)
-        plans = [asked.train(stage, 1, 2_000_000, 0) for stage in SHARES]
-        assert {plan.batch_size * plan.seq_len for plan in plans} == {256 * batch_size}
+        for longest in (0, 256, 600, 1024):
+            plans = [asked.train(stage, 1, 2_000_000, longest) for stage in SHARES]
+            assert {plan.batch_size * plan.seq_len for plan in plans} == {256 * batch_size}
+            assert plans[-1].seq_len <= (longest or LONGER * 256)
     assert plans[-1].seq_len == LONGER * 256
     asked = ConvertConfig("run", tokens=40_000, seq_len=256, batch_size=1)
     assert sum(asked.steps(stage, 0) for stage in SHARES) > 150

@@ -141,6 +141,8 @@ class RWKV7(Mixer):
         return RWKV7Config(key) if heads * key == d_model and key == value else None
 
     def take(self, heads: Heads) -> None:
+        """Each token is read alone at first, as attention reads it."""
+        self.mix_6D.zero_()
         fill(self.r_proj, heads.q_HKD)
         fill(self.k_proj, heads.k_HKD)
         fill(self.v_proj, heads.v_HVD)

@@ -19,7 +19,6 @@ from perspectron.model.config import ModelConfig, Shift
 from perspectron.model.masks import Inputs
 from perspectron.model.mixer import Mixer
 from perspectron.model.model import LanguageModel, build
-from perspectron.model.parts import TokenShift
 from perspectron.model.transfer import Heads
 from perspectron.train.convert.config import on_meta
 from perspectron.util.config import MixerConfig, require
@@ -187,14 +186,33 @@ def transferred(
         new = tuple(f"blocks.{index}." for index in changed)
         taken |= {name: weight for name, weight in start.state_dict().items() if name.startswith(new)}
     made.load_state_dict(own | taken)
-    for index, block in enumerate(blocks_of(made)):
-        learned = index in changed and isinstance(start, LanguageModel)
+    for index, (block, before) in enumerate(zip(blocks_of(made), blocks_of(model), strict=True)):
+        if index not in changed or isinstance(start, dict):
+            _read_alike(block, before)
         if index in changed and isinstance(start, dict):
             block.mixer.take(start[index])
-        if (
-            isinstance(block.mixer_shift, TokenShift)
-            and not learned
-            and f"blocks.{index}.mixer_shift.mix_ND" not in its
-        ):
-            block.mixer_shift.get_parameter("mix_ND").zero_()  # reads what attention read
     return made
+
+
+def _read_alike(block: Block, before: Block) -> None:
+    """Let the inputs of a block's mixer read of the tokens before what those of the same name read in another block:
+    nothing, where there are none."""
+    if block.mixer_shift is None:
+        return
+    known = dict[str, Tensor]()
+    if before.mixer_shift is not None:
+        known = {name: row for names, row in _rows(before) for name in names}
+    for names, row in _rows(block):
+        same = {id(known[name]): known[name] for name in names if name in known}
+        row.copy_(torch.stack([*same.values()]).mean(0) if same else torch.zeros_like(row))
+
+
+def _rows(block: Block) -> Iterator[tuple[Sequence[str], Tensor]]:
+    """The mix, or the convolution, of each input that has one, with the names of what is made of it."""
+    shift, names = block.mixer_shift, block.mixer.inputs
+    assert shift is not None
+    (rows,), last = shift.parameters(), len(shift.mixed) - 1
+    its = iter(rows.unbind())
+    for slot, mixed in enumerate(shift.mixed):
+        if mixed:  # a mixer with fewer slots than inputs makes the last ones of the last
+            yield [name for i, name in enumerate(names) if min(i, last) == slot], next(its)

@@ -17,8 +17,8 @@ LAYERS, WHOLE, TEXT = "layers", "whole", "text"
 SHARES = {LAYERS: 0.3, WHOLE: 0.5, TEXT: 0.2}
 """Of the tokens or the time. Not searched."""
 RATES = {LAYERS: 2.0, WHOLE: 0.125, TEXT: 0.03}
-"""Of the peak rate with which the target is trained from nothing. The best of 1, 2, 4; 0.06, 0.125, 0.25, 0.5; and
-0.03, 0.1, of one seed at 2 M parameters and 400,000 tokens (docs/lab-notes.md)."""
+"""Of the peak rate with which the target is trained from nothing: the best of 2 and 4; of 0.125, 0.25 and 0.5; and of
+0.03 and 0.1, each at the edge, of one seed at 2 M parameters and 400,000 tokens (docs/lab-notes.md)."""
 LONGER = 4  # times the window of the other stages: that of the last
 WINDOW = 512  # tokens in a window, of models that do not say how they were trained
 BATCH = 8
@@ -56,9 +56,10 @@ class ConvertConfig:
     def train(self, stage: str, steps: int, size: int, longest: int, **more: object) -> TrainConfig:
         """The training of a stage with so many updates. size: parameters of the model. longest: its table of
         positions, or 0."""
-        # an update has as many tokens in every stage
-        longer = min(LONGER, self.batch_size) if stage == TEXT else 1
-        seq_len = min(self.seq_len * longer, longest or self.seq_len * longer)
+        longer, most = 1, longest // self.seq_len if longest else LONGER
+        if stage == TEXT:  # an update has as many tokens as in the other stages
+            longer = max(n for n in (1, *range(2, min(LONGER, most) + 1)) if self.batch_size % n == 0)
+        seq_len = self.seq_len * longer
         rate = RATES[stage] * presets.rate(self.to, size)
         values = {
             "data": self.data, "heldout": self.heldout, "steps": steps,
