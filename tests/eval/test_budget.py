@@ -108,5 +108,5 @@ def test_rates_come_from_the_table_and_fall_with_the_size(monkeypatch):
     assert presets.rate("gla", 1) == 1.6e-2
     assert presets.rate("gla", 4_000_000, 3_000_000) == presets.rate("gla", 4_000_000, 1000) == 4e-3
     assert presets.rate("gla", 4_000_000, 48_000_000) == pytest.approx(4e-3 * 16**-0.32, rel=0.05)
-    assert presets.rate("adr", 2_000_000) == 4e-3 and presets.rate("transformer", 2_000_000) == 8e-3
+    assert presets.rate("adr", 2_000_000) == 4e-3 and presets.rate("kda", 2_000_000) == 8e-3
     assert set(presets.rates.RATES) <= set(presets.DESIGNS)
