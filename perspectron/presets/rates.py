@@ -6,7 +6,8 @@ DESIGN = "perspective2"
 """The design that `perspectron train` takes where none is named."""
 
 SAME = (
-    "perspective", "perspective2", "adr2", "lens2", "drm2", "gla", "gdn", "gdn2", "kda", "ssd", "rwkv7", "hgrn2", "mingru",
+    "perspective", "perspective2", "adr2", "lens2", "drm2", "gla", "gdn", "gdn2", "kda", "ssd", "rwkv7", "hgrn2",
+    "mingru",
 )  # fmt: skip
 RATES: dict[str, dict[int, float]] = {
     **{design: {2_000_000: 8e-3} for design in SAME},
@@ -16,8 +17,8 @@ RATES: dict[str, dict[int, float]] = {
 }
 """Peak learning rates of AdamW by design, found at so many active parameters: cosine schedule, batches of 8 windows of
 256 tokens, embeddings normed, a warm-up of 20%, one seed on dev at 0.3 M tokens (`perspectron compare --designs DESIGN
---params N`, results/reference), the transformer's at 0.9 M (results/parts) and `perspective2`'s at 3 M (results/near). Put
-measured points here."""
+--params N`, results/reference), the transformer's at 0.9 M (results/parts) and `perspective2`'s at 3 M (results/near).
+Put measured points here."""
 OTHERS = {2_000_000: 4e-3}  # of designs that are not in RATES; GPT-2, ADR and Lens were found to need it
 FALL = -1 / 3  # exponent of the parameters beyond the sizes searched: small models take higher rates
 SEARCHED = 3_000_000  # tokens of the trainings for which RATES are right
