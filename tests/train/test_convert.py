@@ -302,6 +302,18 @@ def test_the_minutes_are_kept_to(runs, tmp_path, teacher, monkeypatch):
     assert all(steps >= 8 for *_, steps in ends)
 
 
+def test_too_few_minutes_are_told_what_would_do(runs, tmp_path, teacher, monkeypatch):
+    """What was read and measured before the first stage counts: the bound is beyond the minutes that were asked for."""
+    monkeypatch.setattr(conversions, "seconds", lambda trainer: 5.0)
+    made = conversion(tmp_path / "out", teacher, runs, tokens=0, minutes=4.0)
+    made.began = time.monotonic() - 60 * 3.5
+    with pytest.raises(ConfigError, match=r"minutes = 4.0, must be ≥ 8, or else tokens"):
+        made.go()
+    enough = conversion(tmp_path / "enough", teacher, runs, tokens=0, minutes=8.0)
+    enough.began = time.monotonic() - 60 * 3.5
+    assert enough.go(lambda trainer, stage, ends: 15) == 15
+
+
 def test_what_cannot_be_converted_is_refused(runs, tmp_path, teacher):
     bare = replace(attending(), blocks=(BlockConfig(config_of("gla", heads=2), None),))
     with refused(ConfigError, "run"):

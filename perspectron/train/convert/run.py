@@ -151,7 +151,7 @@ class Conversion:
             self.tokenizer.save(folder / "tokenizer.json")
             if stage == TEXT:
                 origin.carry(Path(self.config.teacher), folder)
-            timed = self.config.minutes > 0
+            timed, before_stage = self.config.minutes > 0, time.monotonic()
             steps = LEAST_UPDATES if timed else self.config.steps(stage, self.teacher.config.positions)
             trainer = kind(folder, self.planned(stage, before, steps), self.tokenizer, self.shards)
             if timed:
@@ -159,8 +159,11 @@ class Conversion:
                 took = seconds(trainer)
                 steps = int((ends - time.monotonic()) / took)
                 if stage == LAYERS and steps < LEAST_UPDATES:
-                    whole = LEAST_UPDATES * took / min(SHARES.values()) / (1 - CLOSING) / 60
-                    require(False, "minutes", self.config.minutes, f"≥ {whole:.2g}, or else tokens")
+                    whole = LEAST_UPDATES * took / min(SHARES.values())
+                    if self.began is not None:
+                        whole += before_stage - self.began
+                    least = whole / (1 - CLOSING) / 60
+                    require(False, "minutes", self.config.minutes, f"≥ {math.ceil(least)}, or else tokens")
                 steps = max(steps, LEAST_UPDATES)
                 settled = self.planned(stage, before, steps).train
                 settled = replace(settled, dtype=trainer.config.train.dtype)
@@ -182,11 +185,12 @@ class Conversion:
         return RunConfig(model.config, self.config.train(stage, steps, size, positions, **more))
 
     def ends(self, stage: str) -> float:
-        """When the stage is to end: by the clock of the whole, or after its share of the time in one that goes on."""
-        names, whole = list(SHARES), 60 * self.config.minutes * (1 - CLOSING)
+        """When the stage is to end: after its share of what is left of the time, or of all in one that goes on."""
+        now, names, whole = time.monotonic(), list(SHARES), 60 * self.config.minutes * (1 - CLOSING)
         if self.began is None:
-            return time.monotonic() + SHARES[stage] * whole
-        return self.began + sum(SHARES[name] for name in names[: names.index(stage) + 1]) * whole
+            return now + SHARES[stage] * whole
+        share = SHARES[stage] / sum(SHARES[name] for name in names[names.index(stage) :])
+        return now + share * (self.began + whole - now)
 
 
 def noted(run: Path, config: ConvertConfig) -> dict[str, Any]:
