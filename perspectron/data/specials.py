@@ -98,7 +98,10 @@ def beside(folder: Path, ids: Mapping[str, int], prefix: Sequence[int]) -> Speci
     if not prefix and own.values.get("add_bos_token") is True:
         prefix = own.token("bos_token")
     pad = own.token("pad_token") or [
-        id for source in (config, generation) if (id := source.values.get("pad_token_id")) in known
+        id
+        for source in (config, generation)
+        for id in source.ids("pad_token_id", unknown=True)
+        if id in known
     ]
     end = stops[0] if stops and stops[0] not in prefix else None
     return Specials(tuple(prefix), frozenset(stops), pad[0] if pad else None, None, end)
@@ -115,14 +118,14 @@ class _Values:
         inner = values.get("text_config")
         self.values: dict[str, Any] = {**(inner if isinstance(inner, dict) else {}), **values}
 
-    def ids(self, name: str) -> list[int]:
-        """An id, or a list of them."""
+    def ids(self, name: str, unknown: bool = False) -> list[int]:
+        """An id, or a list of them; DataError for one that the tokenizer lacks, unless `unknown`."""
         value = self.values.get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         for id in ids:
             if type(id) is not int:
                 raise DataError(f"{self.path}: {name} is {value!r}, must be a whole number or a list of them")
-            if id not in self._known:
+            if not unknown and id not in self._known:
                 raise DataError(f"{self.path}: {name} is {value!r}; the tokenizer has no token {id}")
         return ids
 

@@ -109,6 +109,8 @@ def _place(name: str, text: bytes) -> Place:
         raise ValueError(f"{name[:80]!r}: {cause}") from None
     if entry.dtype not in DTYPES:
         raise ValueError(f"{name[:80]!r}: dtype is {entry.dtype[:40]!r}, must be one of {', '.join(DTYPES)}")
+    if math.prod(size or 1 for size in entry.shape) > MAX_SIZE:  # torch multiplies them around a zero, too
+        raise ValueError(f"{name[:80]!r}: shape {entry.shape} is larger than any file")
     return Place(*entry.data_offsets, DTYPES[entry.dtype], tuple(entry.shape))
 
 

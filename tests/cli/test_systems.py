@@ -54,7 +54,7 @@ def run_of(tmp_path_factory, text):
         if design not in made:
             preset, own = DESIGNS[design]
             known = presets.sizes(preset)
-            sizes = {key: value for key, value in SIZES.items() if key in known} | own
+            sizes = {key: value for key, value in SIZES.items() if known.get(key) is not None} | own
             out = tmp_path_factory.mktemp("runs") / design.replace(" ", "-")
             command = ["train", "--preset", preset, "--data", str(text), "--out", str(out)]
             command += ["--set", *(f"{key}={json.dumps(value)}" for key, value in sizes.items())]

@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
+from perspectron.data import specials
 from perspectron.data.template import Template
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.util.errors import ConfigError, DataError
@@ -330,3 +331,14 @@ def test_what_is_no_text_is_refused() -> None:
     every = "".join(map(chr, (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))))
     with refused(ConfigError, "messages"):
         template.ids([{"role": "user", "content": every + "<|im_end|>"}], tokenizer)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_ids_of_padding_that_are_none_are_refused(tmp_path, file) -> None:
+    for id, expected in ((1, 1), ([1], 1), (-1, None), (None, None)):
+        (tmp_path / file).write_text(json.dumps({"pad_token_id": id}))
+        assert specials.beside(tmp_path, {"a": 0, "b": 1}, ()).pad == expected
+    for id in ({"b": 1}, [[1]], "b", 1.0):
+        (tmp_path / file).write_text(json.dumps({"pad_token_id": id}))
+        with refused(DataError, tmp_path / file, "pad_token_id"):
+            specials.beside(tmp_path, {"a": 0, "b": 1}, ())

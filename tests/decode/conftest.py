@@ -22,7 +22,7 @@ DESIGNS = ["perspective-tiny", "transformer-tiny"]
 
 def make(design: str) -> LanguageModel:
     """Random weights, the embedding large enough for logits that prefer some tokens to others."""
-    own = {key: size for key, size in SIZES.items() if key in presets.sizes(design)}
+    own = {key: size for key, size in SIZES.items() if presets.sizes(design).get(key) is not None}
     model = build(presets.get(design, **own), seed=5)
     with torch.no_grad():
         model.embedding.weight.mul_(12)

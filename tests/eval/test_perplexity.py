@@ -44,7 +44,7 @@ def data(tmp_path_factory) -> tuple[Tokenizer, Split]:
 def small(name: str, dtype: torch.dtype = torch.float32):
     """A model whose predictions are far from uniform."""
     sizes = {"d_model": 32, "layers": 4, "hidden": 32, "rank": 8, "heads": 2, "kv_heads": 1, "window": 16}
-    own = {key: size for key, size in sizes.items() if key in presets.sizes(name)}
+    own = {key: size for key, size in sizes.items() if presets.sizes(name).get(key) is not None}
     model = build(presets.get(name, **own, vocab_size=300), seed=1).to(dtype)
     with torch.no_grad():
         model.embedding.weight.mul_(20)

@@ -43,4 +43,6 @@ def small(design: str) -> ModelConfig:
     """The design in two layers, 32 wide."""
     sizes = {"vocab_size": 300, "d_model": 32, "layers": 2, "hidden": 32, "rank": 4, "window": 8, "positions": 64,
              "heads": 2, "kv_heads": 1}  # fmt: skip
-    return presets.get(design, **{key: size for key, size in sizes.items() if key in presets.sizes(design)})
+    return presets.get(
+        design, **{key: size for key, size in sizes.items() if presets.sizes(design).get(key) is not None}
+    )

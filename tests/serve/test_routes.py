@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import random
+import re
 import subprocess
 from collections import Counter
 
@@ -542,7 +543,9 @@ def test_what_was_drawn_is_answered_also_where_its_state_cannot_be_saved(
     assert failed["state_error"].startswith("a.state: ") and words in failed["state_error"]
     frames = streamed(client, "/v1/completions", PROMPT | {"save": "a"})
     assert "".join(frame["choices"][0]["text"] for frame in frames) == whole["choices"][0]["text"]
-    assert [frame.get("state_error") for frame in frames] == [None] * 11 + [failed["state_error"]]
+    *before, last = (frame.get("state_error") for frame in frames)
+    size = r"header of [\d,]+ bytes"  # longer where the answer went over the end of a second
+    assert before == [None] * 11 and re.sub(size, "", last) == re.sub(size, "", failed["state_error"])
     answer = client.post("/v1/chat/completions", json=messages | {"save": "a"}).json()
     assert answer["choices"] == spoken["choices"] and words in answer["state_error"]
     answer = client.post("/v1/states", json={"id": "a", "prompt": "The cat"})

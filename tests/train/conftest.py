@@ -27,7 +27,7 @@ TIMINGS = ("seconds", "tokens_per_second")
 
 
 def small(name: str = "perspective-tiny", **overrides: Any) -> ModelConfig:
-    own = {key: size for key, size in SIZES.items() if key in presets.sizes(name)}
+    own = {key: size for key, size in SIZES.items() if presets.sizes(name).get(key) is not None}
     return presets.get(name, **own | overrides)
 
 

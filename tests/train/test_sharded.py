@@ -47,3 +47,7 @@ def test_headers_have_the_bounds_of_other_files(tmp_path):
     (tmp_path / shard_of(0)).write_bytes(with_header({f"t{i}": empty for i in range(33_000)}, b""))
     with refused(CheckpointError, 32_768):
         shapes(tmp_path)
+    wide = {"dtype": "F32", "shape": [1 << 32, 1 << 32, 0], "data_offsets": [0, 0]}
+    (tmp_path / shard_of(0)).write_bytes(with_header({"w": wide}, b""))
+    with refused(CheckpointError, tmp_path, 1 << 32):
+        shapes(tmp_path)

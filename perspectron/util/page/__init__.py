@@ -79,7 +79,7 @@ def drawn(
     curves = [curve for curve in curves if curve.points]
     if not curves:
         return None
-    end = max(at for curve in curves for at, _ in curve.points) or 1.0
+    end = max(0.0, *(at for curve in curves for at, _ in curve.points)) or 1.0
     shown = [p for curve in curves if not curve.thin for p in curve.points] or curves[0].points
     values = [y for at, y in shown if at >= EARLY * end] or [y for _, y in shown]
     low, high = min(values), max(values)
@@ -101,7 +101,9 @@ def drawn(
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round values between two, at most so many steps of them."""
+    """Round values between two, at most so many steps of them; none where floating point has none between them."""
+    if not 1e-300 < (high - low) / most < 1e300:
+        return []
     unit = 10.0 ** math.floor(math.log10((high - low) / most))
     step = next(unit * times for times in (1, 2, 5, 10) if (high - low) / (unit * times) <= most)
     return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
