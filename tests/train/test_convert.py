@@ -17,7 +17,7 @@ from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.train.convert import run as conversions
 from perspectron.train.convert.build import attention_in, heads_of, in_place, student, targets, transferred
-from perspectron.train.convert.config import LONGER, SHARES, ConvertConfig
+from perspectron.train.convert.config import LONGER, RATES, SHARES, ConvertConfig
 from perspectron.train.convert.layers import LayerTrainer, costs, kept
 from perspectron.train.convert.run import Conversion
 from perspectron.train.convert.run import config_of as asked_of
@@ -150,6 +150,18 @@ def test_an_update_of_each_stage_has_as_many_tokens():
     assert sum(asked.steps(stage, 0) for stage in SHARES) > 150
 
 
+@pytest.mark.parametrize("name", ["shares", "rates"])
+def test_shares_and_rates_of_other_stages_are_refused(name):
+    for value in (
+        {"layers": 1.0},
+        {**RATES, "more": 1.0},
+        {**RATES, "text": 0.0},
+        {**RATES, "text": float("nan")},
+    ):
+        with refused(ConfigError, name):
+            ConvertConfig("run", tokens=1, **{name: value})
+
+
 def test_the_targets_are_those_that_the_command_names():
     assert set(TARGETS) <= set(targets())
 
@@ -247,7 +259,7 @@ def test_a_conversion_is_an_ordinary_run(runs, tmp_path, teacher):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["layers", "whole", "text"])
-def test_it_resumes_bit_for_bit(stage, runs, tmp_path, teacher):
+def test_it_resumes_bit_for_bit(stage, runs, tmp_path, teacher, monkeypatch):
     whole = conversion(tmp_path / "whole", teacher, runs)
     whole.go()
 
@@ -259,6 +271,8 @@ def test_it_resumes_bit_for_bit(stage, runs, tmp_path, teacher):
 
     cut = conversion(tmp_path / "cut", teacher, runs)
     assert cut.go(stops) == 15
+    monkeypatch.setitem(RATES, "text", 1.0)  # another version's are not those of what was begun
+    monkeypatch.setitem(SHARES, "text", 0.4)
     again = Conversion(tmp_path / "cut", asked_of(tmp_path / "cut"), runs.tokenizer, runs.shards)
     assert again.go() is None
     one, other = (checkpoint.load_run(tmp_path / name)[0].state_dict() for name in ("whole", "cut"))

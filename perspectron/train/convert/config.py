@@ -1,7 +1,7 @@
 """What a conversion is asked for, and the lengths and rates of its stages."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -31,7 +31,8 @@ MOST_ROOM = 0.15  # of the memory there is, for logits
 class ConvertConfig:
     """teacher: the run. to: a design whose recurrence it is, such as perspective2. keep: one attention layer in so many
     is kept; 0 keeps none. window: of attention that is kept; 0 leaves it as it is. tokens: of all stages; 0 where
-    `minutes` says how long. seq_len, batch_size: of the first two stages."""
+    `minutes` says how long. seq_len, batch_size: of the first two stages. shares, rates: by stage, `SHARES` and `RATES`
+    of the version that began it."""
 
     teacher: str
     to: str = "perspective2"
@@ -46,12 +47,17 @@ class ConvertConfig:
     seed: int = 0
     dtype: str = "auto"
     device: str = "auto"
+    shares: dict[str, float] = field(default_factory=lambda: dict(SHARES))
+    rates: dict[str, float] = field(default_factory=lambda: dict(RATES))
 
     def __post_init__(self) -> None:
         one_of(self.to, presets.DESIGNS, "to")
         at_least(0, self, "keep", "window", "tokens", "minutes")
         at_least(1, self, "seq_len", "batch_size")
         require((self.tokens > 0) != (self.minutes > 0), "tokens", self.tokens, "given, or else minutes")
+        for name, by_stage in (("shares", self.shares), ("rates", self.rates)):
+            right = by_stage.keys() == SHARES.keys() and all(0 < x < math.inf for x in by_stage.values())
+            require(right, name, by_stage, f"a positive number for each of {', '.join(SHARES)}")
 
     def train(self, stage: str, steps: int, size: int, longest: int, **more: object) -> TrainConfig:
         """The training of a stage with so many updates. size: parameters of the model. longest: its table of
@@ -60,7 +66,7 @@ class ConvertConfig:
         if stage == TEXT:  # an update has as many tokens as in the other stages
             longer = max(n for n in (1, *range(2, min(LONGER, most) + 1)) if self.batch_size % n == 0)
         seq_len = self.seq_len * longer
-        rate = RATES[stage] * presets.rate(self.to, size)
+        rate = self.rates[stage] * presets.rate(self.to, size)
         values = {
             "data": self.data, "heldout": self.heldout, "steps": steps,
             "batch_size": max(1, self.batch_size * self.seq_len // seq_len), "seq_len": seq_len,
@@ -74,8 +80,8 @@ class ConvertConfig:
         """Updates of a stage by the tokens. ConfigError where they are too few."""
         train = self.train(stage, 1, 1, longest)
         batch = train.batch_size * train.seq_len
-        steps = int(SHARES[stage] * self.tokens / batch)
-        least = math.ceil(LEAST_UPDATES * batch / SHARES[stage])
+        steps = int(self.shares[stage] * self.tokens / batch)
+        least = math.ceil(LEAST_UPDATES * batch / self.shares[stage])
         bound = f"≥ {least:,}: {LEAST_UPDATES} updates of {batch:,} tokens in stage {stage}"
         require(steps >= LEAST_UPDATES, "tokens", self.tokens, bound)
         return steps

@@ -15,7 +15,7 @@ from perspectron.model.model import LanguageModel
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.convert.build import heads_of, in_place, student, transferred
-from perspectron.train.convert.config import LAYERS, LEAST_UPDATES, SHARES, TEXT, WHOLE, ConvertConfig
+from perspectron.train.convert.config import LAYERS, LEAST_UPDATES, TEXT, WHOLE, ConvertConfig
 from perspectron.train.convert.layers import LayerTrainer, costs, kept, learning
 from perspectron.train.estimate import without_trace
 from perspectron.train.heldout import heldout
@@ -159,7 +159,7 @@ class Conversion:
                 took = seconds(trainer)
                 steps = int((ends - time.monotonic()) / took)
                 if stage == LAYERS and steps < LEAST_UPDATES:
-                    whole = LEAST_UPDATES * took / min(SHARES.values())
+                    whole = LEAST_UPDATES * took / min(self.config.shares.values())
                     if self.began is not None:
                         whole += before_stage - self.began
                     least = whole / (1 - CLOSING) / 60
@@ -186,10 +186,11 @@ class Conversion:
 
     def ends(self, stage: str) -> float:
         """When the stage is to end: after its share of what is left of the time, or of all in one that goes on."""
-        now, names, whole = time.monotonic(), list(SHARES), 60 * self.config.minutes * (1 - CLOSING)
+        now, shares, whole = time.monotonic(), self.config.shares, 60 * self.config.minutes * (1 - CLOSING)
         if self.began is None:
-            return now + SHARES[stage] * whole
-        share = SHARES[stage] / sum(SHARES[name] for name in names[names.index(stage) :])
+            return now + shares[stage] * whole
+        stages = (LAYERS, WHOLE, TEXT)
+        share = shares[stage] / sum(shares[name] for name in stages[stages.index(stage) :])
         return now + share * (self.began + whole - now)
 
 
