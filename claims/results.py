@@ -20,6 +20,7 @@ COMMANDS = {
     "perspectives": "python benchmarks/perspectives.py",
     "safety": "python benchmarks/safety.py",
     "documents": "python benchmarks/documents.py",
+    "convert": "python benchmarks/convert.py --folder runs/convert",
 }
 COMPARE = (
     "perspectron compare --params 2M --tokens 3M --seeds 3 --jobs 2 --dtype bfloat16 --rates 2e-3 4e-3 8e-3 "
