@@ -288,12 +288,10 @@ def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
     if (talking / "config.json").is_file():
         run("train", "--resume", str(talking))
     else:
-        template, rate = open_model(teacher).template(), RATES[TEXT] * presets.rate(args.to, 135_000_000)
-        assert template is not None
-        (args.folder / "template.jinja").write_text(template.text)
+        rate = RATES[TEXT] * presets.rate(args.to, active_parameters(checkpoint.load_config(out).model))
         run(
             "train", "--init", str(out), "--teacher", str(teacher), "--teacher-mix", "1", "--data", str(talks),
-            "--template", str(args.folder / "template.jinja"), "--minutes", str(FRESH * args.minutes),
+            "--template", "own", "--minutes", str(FRESH * args.minutes),
             "--lr", str(rate), "--batch-size", "4", "--seq-len", "256", "--dtype", args.dtype, "--out", str(talking),
         )  # fmt: skip
     results["chats"] = {"bits_per_byte": on_text(talking, out)}

@@ -66,11 +66,9 @@ class Opened:
     def template(self, named: str | None = None) -> Template | None:
         """The chat template that is named (`Template.named`), or else the model's, if it has one: that by which the
         prompts of its training were made, or the one that it was imported with. ConfigError: it is none."""
-        came = self.folder.path / origin.FOLDER
-        tokens = tokens_of(came)
         if named is not None:
-            return Template.named(named, tokens)
-        return Template.of(self.folder.path, tokens) or Template.of(came, tokens)
+            return Template.named(named, tokens_of(self.folder.path / origin.FOLDER))
+        return origin.template_in(self.folder.path)
 
     def sampling(
         self, asked: Asked | None = None, otherwise: SamplingConfig | None = None

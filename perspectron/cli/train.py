@@ -26,7 +26,7 @@ from perspectron.data import (
     open_shards,
     with_encoding,
 )
-from perspectron.data.template import PLAIN, Template
+from perspectron.data.template import OWN, PLAIN
 from perspectron.data.vocabulary import KINDS, made
 from perspectron.eval.budget import BYTES_PER_TOKEN, Budget, largest_vocabulary, settled, size_of, sized
 from perspectron.model.config import ModelConfig
@@ -34,6 +34,7 @@ from perspectron.opening import describe
 from perspectron.train import checkpoint, memory
 from perspectron.train.config import Layout, RunConfig, StagedConfig, TrainConfig, launched, processes
 from perspectron.train.loggers import Kind
+from perspectron.train.prepare import asked_template
 from perspectron.train.resume import extend
 from perspectron.util.config import load, one_of, require
 from perspectron.util.errors import ConfigError
@@ -195,7 +196,7 @@ class Train:
                     places["data"] = with_encoding(its.train.data, self.encoding)
                 if name == "init" and not self.preset and its.model.positions and "seq_len" not in self.given:
                     places["seq_len"] = min(self.train.seq_len, its.model.positions)
-        for name, kinds in (("tokenizer", KINDS), ("template", ("", PLAIN))):
+        for name, kinds in (("tokenizer", KINDS), ("template", ("", PLAIN, OWN))):
             if (value := getattr(self.train, name)) not in kinds and Path(value).exists():
                 places[name] = str(Path(value).resolve())
         return replace(
@@ -241,8 +242,7 @@ class Train:
             unique: float = open_shards(Path(train.data)).split("train").tokens
         else:
             with Work("reading the text"):
-                template = Template.named(train.template) if train.template else None
-                corpus = open_corpus(train.data, train.heldout, template=template)
+                corpus = open_corpus(train.data, train.heldout, template=asked_template(train))
                 each = BYTES_PER_TOKEN
                 if train.tokenizer != "bpe":
                     tokenizer = made(train.tokenizer, corpus, vocab_size or largest_vocabulary(train))

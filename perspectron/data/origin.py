@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from perspectron.data import world
-from perspectron.data.template import TOOLS_FILE
+from perspectron.data.template import TOOLS_FILE, Template, tokens_of
 from perspectron.util.errors import DataError
 from perspectron.util.files import read_text, write_text
 
@@ -31,6 +31,13 @@ def keep(texts: Mapping[str, str], run: Path) -> None:
     """Write them into the folder of a run. StorageError if they cannot be."""
     for name, text in texts.items():
         write_text(run / FOLDER / name, text)
+
+
+def template_in(run: Path) -> Template | None:
+    """The chat template of a run, if it has one: that by which the prompts of its training were made, or the one that
+    it was imported with. ConfigError: it is none."""
+    tokens = tokens_of(run / FOLDER)
+    return Template.of(run, tokens) or Template.of(run / FOLDER, tokens)
 
 
 def carry(run: Path, out: Path) -> None:

@@ -37,7 +37,7 @@ NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "c
 NO_TOKENS: Mapping[str, str] = {"bos_token": "", "eos_token": ""}
 """What a template sees of a tokenizer whose special tokens have no names."""
 Messages = Sequence[Mapping[str, Any]]
-PLAIN = "plain"
+PLAIN, OWN = "plain", "own"
 _PLAIN = """\
 {%- for message in messages %}{{ '### ' + message.role + '\\n' + message.content + '\\n\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '### assistant\\n' }}{% endif -%}

@@ -64,8 +64,8 @@ class TrainConfig:
     "rank=8" or "rank=8,alpha=16,targets=q_proj+v_proj" (PEFT; default targets: every linear layer of the blocks).
     Checkpoints hold the merged weights."""
     template: str = ""
-    """Chat template: "plain", or a file with one in Jinja. Each record of the data then has a prompt and a
-    completion, and only completions are learned."""
+    """Chat template: "plain", "own" (that of the run named by `init`), or a file with one in Jinja. Each record of the
+    data then has a prompt and a completion, and only completions are learned."""
     only: tuple[str, ...] = ()
     """Train only parameters whose names match one of these patterns, such as "*.route_proj.*" (default: all)."""
     ternary_from: float = 0.0

@@ -15,10 +15,10 @@ from perspectron.data import (
     open_shards,
 )
 from perspectron.data.encoding import Tell
-from perspectron.data.origin import FOLDER, carry
-from perspectron.data.template import FILE, Template, tokens_of
+from perspectron.data.origin import FOLDER, carry, template_in
+from perspectron.data.template import FILE, NO_TOKENS, OWN, PLAIN, Template, tokens_of
 from perspectron.train.checkpoint import run_of
-from perspectron.train.config import RunConfig
+from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, DataError
 from perspectron.util.files import remove, safe_join
@@ -81,8 +81,20 @@ def template_of(run: Path, config: RunConfig) -> Template | None:
         return None
     if (run / "config.json").is_file() and (run / FILE).is_file():
         return Template.of(run, tokens_of(run / FOLDER))
-    origin = run_of(Path(config.train.init)) if config.train.init else run
-    return Template.named(config.train.template, tokens_of(origin / FOLDER))
+    return asked_template(config.train)
+
+
+def asked_template(train: TrainConfig) -> Template | None:
+    """The chat template that a new training asks for. ConfigError: there is none of this name."""
+    if not train.template:
+        return None
+    origin = run_of(Path(train.init)) if train.init else None
+    if train.template != OWN:
+        return Template.named(train.template, NO_TOKENS if origin is None else tokens_of(origin / FOLDER))
+    found = None if origin is None else template_in(origin)
+    came = "init, a run with a template" if origin is None else f"{origin} has no template"
+    require(found is not None, "template", OWN, f'"{PLAIN}", or a file with one in Jinja: {came}')
+    return found
 
 
 def _require_template(folder: Path, shards: Shards, template: Template | None) -> None:

@@ -14,7 +14,7 @@ from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.cli.serve import Serve
 from perspectron.data import IGNORE, Batch, Loader, Tokenizer, encode, open_corpus, open_shards, windows
-from perspectron.data.template import FILE, Template
+from perspectron.data.template import CONFIG, FILE, Template
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.model.ffn import SwiGLU
@@ -24,6 +24,7 @@ from perspectron.train import checkpoint, lora
 from perspectron.train.config import TrainConfig
 from perspectron.train.lora import LoraConfig
 from perspectron.train.metrics import read_metrics
+from perspectron.train.prepare import asked_template
 from perspectron.util.config import load
 from perspectron.util.errors import ConfigError, DataError
 from tests.refusals import in_a_line, refused
@@ -284,6 +285,33 @@ def test_adapters_that_were_stopped_go_on_bit_for_bit(
     for name in ("model.safetensors", "training.safetensors"):
         one, other = (checkpoint.path_of(folder, 6) / name for folder in (half, whole))
         assert one.read_bytes() == other.read_bytes(), name
+
+
+def test_a_template_of_its_own_is_that_of_the_run_it_begins_with(
+    tuned: Path, run: Path, pairs: Path, tmp_path: Path
+) -> None:
+    said = [
+        "--template",
+        "own",
+        "--data",
+        str(pairs),
+        *QUICK,
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path / "more"),
+    ]
+    assert main(["train", "--init", str(tuned), *said]) == 0
+    assert Template.of(tmp_path / "more").text == Template.of(tuned).text
+    came, text = tmp_path / "came", "{{ bos_token }}{{ messages[0].content }}"
+    shutil.copytree(run, came)
+    (came / "source").mkdir()
+    (came / "source" / CONFIG).write_text(json.dumps({"chat_template": text, "bos_token": "<s>"}))
+    found = asked_template(TrainConfig(init=str(came), template="own"))
+    assert found.text == text and found.tokens["bos_token"] == "<s>"
+    for init in (str(run), ""):
+        with refused(ConfigError, "template", "own", init or "init"):
+            asked_template(TrainConfig(init=init, template="own"))
 
 
 def test_what_was_tuned_answers_in_chat(tuned: Path, capsys, monkeypatch) -> None:
