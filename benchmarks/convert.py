@@ -37,6 +37,7 @@ from perspectron.train.loop import Trainer
 from perspectron.train.optim import OptimConfig
 from perspectron.train.prepare import prepare
 from perspectron.util.files import plain
+from perspectron.util.machine import commit
 
 TESTS = ("tests/train/test_convert.py",)
 SEEDS, SEQ_LEN, BATCH = 3, 256, 8
@@ -153,7 +154,8 @@ def converted(folder: Path, teacher: Path, arm: Arm, tokens: int, dtype: str) ->
     first = notes["rows"][0]["bits_per_byte"]
     found = {"rows": notes["rows"], "layers": notes["layers"], "over_the_teacher": checked / first - 1}
     found["parameters"] = active_parameters(checkpoint.load_config(out).model)
-    return found | {"tokens": tokens, "seconds": time.monotonic() - start, "folder": out.name}
+    made = {"tokens": tokens, "seconds": time.monotonic() - start, "folder": out.name, "commit": commit()}
+    return found | made
 
 
 def encoded(run: Path) -> Path:
@@ -173,7 +175,7 @@ def trained(folder: Path, made: Path, tokens: int, seed: int, its: Path | None =
     config = checkpoint.load_config(its or made)
     steps = max(1, tokens // (asked.batch_size * asked.seq_len))
     rate = presets.rate("transformer" if of_teacher else asked.to, active_parameters(config.model))
-    optim = OptimConfig(lr=rate * (RATES[WHOLE] if of_teacher else 1.0), warmup=presets.warmup(steps))
+    optim = OptimConfig(lr=rate * (asked.rates[WHOLE] if of_teacher else 1.0), warmup=presets.warmup(steps))
     train = TrainConfig(
         data=asked.data, heldout=asked.heldout, steps=steps, batch_size=asked.batch_size, seq_len=asked.seq_len,
         seed=seed + 1000 * of_teacher, dtype=checkpoint.load_config(made).train.dtype, eval_every=0,
@@ -247,11 +249,7 @@ def chats(teacher: Path, out: Path) -> None:
             rows, answers = Rows(opened.model, opened.tokenizer), dict[int, str]()
             for question in (some := asked[start : start + AT_ONCE]):
                 ids = template.ids([{"role": "user", "content": question}], opened.tokenizer)
-                answers[
-                    rows.add(
-                        ids, max_tokens=LONGEST_ANSWER, whole=True, sampling=SamplingConfig(temperature=0.7)
-                    )
-                ] = ""
+                answers[rows.add(ids, max_tokens=LONGEST_ANSWER, whole=True, sampling=DRAWN)] = ""
             while rows.active:
                 for piece in rows.step():
                     answers[piece.row] += piece.text
@@ -291,15 +289,18 @@ def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
         rate = RATES[TEXT] * presets.rate(args.to, active_parameters(checkpoint.load_config(out).model))
         run(
             "train", "--init", str(out), "--teacher", str(teacher), "--teacher-mix", "1", "--data", str(talks),
-            "--template", "own", "--minutes", str(FRESH * args.minutes),
+            "--template", "own", "--minutes", str(config_of(out).minutes * FRESH / (1 - FRESH)),
             "--lr", str(rate), "--batch-size", "4", "--seq-len", "256", "--dtype", args.dtype, "--out", str(talking),
         )  # fmt: skip
-    results["chats"] = {"bits_per_byte": on_text(talking, out)}
-    report.say(f"after chats: {results['chats']['bits_per_byte']:.4f} bits per byte of the text")
-    report.keep(results)
-    if not results["answers"]:
+    if not results["chats"]:
+        progress = checkpoint.found_in(talking)[-1].progress
+        results["chats"] = {"updates": progress.step, "tokens": progress.tokens}
+        results["chats"]["bits_per_byte"] = on_text(talking, out)
+        report.say(f"after chats: {results['chats']['bits_per_byte']:.4f} bits per byte of the text")
+        report.keep(results)
+    if missing := [question for question in QUESTIONS if question not in results["answers"]]:
         opened = [open_model(path) for path in (teacher, out, talking)]
-        for question in QUESTIONS:
+        for question in missing:
             said = [answer(one, question) for one in opened]
             results["answers"][question] = dict(
                 zip(("teacher", "converted", "after chats"), said, strict=True)
@@ -347,7 +348,9 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", help="(%(default)s)")
     parser.add_argument("--smollm2", action="store_true", help="convert SmolLM2-135M-Instruct instead")
     parser.add_argument("--to", default="perspective2", help="its target (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=240.0, help="of its conversion (%(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=240.0, help="of its conversion and chats (%(default)s)"
+    )
     args = parser.parse_args()
     args.data = args.data or ("prose" if args.smollm2 else "stdlib")
     if args.quick:

@@ -103,7 +103,7 @@ class Opened:
                     f"that of {self.folder.path} is {self.tokenizer.fingerprint[:12]}"
                 )
             return shards
-        template = Template.of(self.folder.path)
+        template = origin.template_of_prompts(self.folder.path)
         corpus = open_corpus(trained.data, trained.heldout, template=template, rule=trained.rule)
         return encode(corpus, self.tokenizer, scratch)
 

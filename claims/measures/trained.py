@@ -114,43 +114,54 @@ def without(design: str, arm: str, whole: str = "") -> Measure:
     return versus(whole or design, arm, f"ablate-{design}")
 
 
-def converted(value: Callable[[dict[str, Any], str], float], unit: str) -> Measure:
-    """Of transformers that became PDR 2 but for attention in one layer of four: a value less that of those that kept
-    none, by seeds. value: of the results of the benchmark and the name of an arm."""
-
-    def measure(results: Results) -> Evidence:
-        found, values = results.get("convert")["results"], dict[str, list[float]]()
-        for keep, shown in ((4, "windows in one of four"), (0, "none")):
-            names = [
-                f"perspective2, 1 in {keep}, 0.1 of the tokens, seed {seed}"
-                for seed in range(len(found["teachers"]))
-            ]
-            if not all(name in found["arms"] and name in found["beside"] for name in names):
-                raise Missing(f"`{command('convert')}`")
-            values[shown] = [value(found, name) for name in names]
-        proviso = (
-            "in transformers of 2 M parameters, converted by 0.4 M tokens of stdlib, with windows of 256"
-        )
-        return difference(values, unit, proviso)
-
-    return measure
+CONVERTED = "in transformers of 2 M parameters, converted by 0.4 M tokens of stdlib, with windows of 256"
 
 
-def ends_at(found: dict[str, Any], arm: str) -> float:
-    """Held-out bits per byte of a conversion at its end."""
-    return float(found["arms"][arm]["rows"][-1]["bits_per_byte"])
+def converted(results: Results, value: Callable[[dict[str, Any], str], float]) -> dict[str, list[float]]:
+    """A value of conversions to PDR 2 that keep attention in one layer of four, and of those that keep none, by seeds.
+    value: of the results of the benchmark and the name of an arm."""
+    found, values = results.get("convert")["results"], dict[str, list[float]]()
+    for keep, shown in ((4, "windows in one of four"), (0, "none")):
+        names = [
+            f"perspective2, 1 in {keep}, 0.1 of the tokens, seed {seed}"
+            for seed in range(len(found["teachers"]))
+        ]
+        if not all(name in found["arms"] and name in found["beside"] for name in names):
+            raise Missing(f"`{command('convert')}`")
+        values[shown] = [value(found, name) for name in names]
+    return values
 
 
-def rises_by(found: dict[str, Any], arm: str) -> float:
-    """By how much its bits per byte are higher from position 4,096 on than from 512 to there, in the same texts for
-    all."""
-    bins = found["beside"][arm]["position"]["converted"]["bins"]
+def kept(results: Results) -> Evidence:
+    """Held-out bits per byte of conversions that keep attention in one layer of four, less those of ones without."""
 
-    def mean(first: float, last: float) -> float:
-        own = [b for b in bins if first <= b["from"] < last]
-        return float(sum(b["bits_per_byte"] * b["tokens"] for b in own) / sum(b["tokens"] for b in own))
+    def end(found: dict[str, Any], arm: str) -> float:
+        return float(found["arms"][arm]["rows"][-1]["bits_per_byte"])
 
-    return mean(4096, math.inf) - mean(512, 4096)
+    return difference(converted(results, end), "bits per byte", CONVERTED)
+
+
+def drifts(results: Results) -> Evidence:
+    """By how much bits per byte are higher from position 4,096 on than from 512 to there, with attention in one layer
+    of four less without. Where they are not higher without it either, there is no drift that it could correct."""
+
+    def rise(found: dict[str, Any], arm: str) -> float:
+        bins = found["beside"][arm]["position"]["converted"]["bins"]
+
+        def mean(first: float, last: float) -> float:
+            own = [b for b in bins if first <= b["from"] < last]
+            return float(sum(b["bits_per_byte"] * b["tokens"] for b in own) / sum(b["tokens"] for b in own))
+
+        return mean(4096, math.inf) - mean(512, 4096)
+
+    values = converted(results, rise)
+    unit = "bits per byte more from position 4,096 on than from 512 to there"
+    found = difference(values, unit, f"{CONVERTED}, the same 4 texts for all seeds")
+    if statistics.fmean(values["none"]) > 0:
+        return found
+    return replace(
+        found, values=(), excuse="the loss does not rise with the position without attention, either"
+    )
 
 
 def at_positions(

@@ -10,7 +10,7 @@ import tyro
 from perspectron.cli.options import Sets, answer, assignments, open_model, say
 from perspectron.cli.progress import Work
 from perspectron.data import Split, encode, open_corpus, with_encoding
-from perspectron.data.template import Template
+from perspectron.data.origin import template_of_prompts
 from perspectron.eval.subject import Subject
 from perspectron.eval.suites import SUITES, Suite
 from perspectron.opening import Opened
@@ -104,7 +104,7 @@ class Eval:
         if self.data is None:
             return opened.shards(scratch).split("heldout")
         source, share = with_encoding(self.data, self.encoding), self.heldout or HELDOUT
-        corpus = open_corpus(source, share, template=Template.of(opened.folder.path))
+        corpus = open_corpus(source, share, template=template_of_prompts(opened.folder.path))
         shards = encode(corpus, opened.tokenizer, scratch)
         for line in corpus.notes():
             say(line)

@@ -33,11 +33,15 @@ def keep(texts: Mapping[str, str], run: Path) -> None:
         write_text(run / FOLDER / name, text)
 
 
+def template_of_prompts(run: Path) -> Template | None:
+    """The chat template by which the prompts of a run's training were made, if it has one."""
+    return Template.of(run, tokens_of(run / FOLDER))
+
+
 def template_in(run: Path) -> Template | None:
-    """The chat template of a run, if it has one: that by which the prompts of its training were made, or the one that
-    it was imported with. ConfigError: it is none."""
-    tokens = tokens_of(run / FOLDER)
-    return Template.of(run, tokens) or Template.of(run / FOLDER, tokens)
+    """The chat template of a run, if it has one: that of its prompts, or the one that it was imported with.
+    ConfigError: it is none."""
+    return template_of_prompts(run) or Template.of(run / FOLDER, tokens_of(run / FOLDER))
 
 
 def carry(run: Path, out: Path) -> None:

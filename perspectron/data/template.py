@@ -93,6 +93,8 @@ class Template:
     def save(self, folder: Path) -> None:
         """Keep it in a folder with a model, or with text that it makes prompts of. StorageError if it cannot be."""
         write_text(folder / FILE, self.text)
+        if self.tool_use is not None:
+            write_text(folder / TOOLS_FILE, self.tool_use.text)
 
     @classmethod
     def of(cls, folder: Path, tokens: Mapping[str, str] | None = None) -> "Template | None":

@@ -353,8 +353,8 @@ class _Recording:
 
     @staticmethod
     def _as_near(found: list[Tensor], wanted: list[Tensor], moved: list[Tensor]) -> bool:
-        """Whether the recording is as near to the modules as these are to themselves from a disturbed state: deep
-        models make much of a last bit."""
+        """Whether the recording differs from the modules by at most four times what these differ from themselves by
+        from a disturbed state: deep models make much of a last bit."""
         return all(
             float((a - b).abs().max()) <= 4 * float((c - b).abs().max())
             for a, b, c in zip(found, wanted, moved, strict=True)

@@ -15,7 +15,7 @@ from perspectron.data import (
     open_shards,
 )
 from perspectron.data.encoding import Tell
-from perspectron.data.origin import FOLDER, carry, template_in
+from perspectron.data.origin import FOLDER, carry, template_in, template_of_prompts
 from perspectron.data.template import FILE, NO_TOKENS, OWN, PLAIN, Template, tokens_of
 from perspectron.train.checkpoint import run_of
 from perspectron.train.config import RunConfig, TrainConfig
@@ -80,7 +80,7 @@ def template_of(run: Path, config: RunConfig) -> Template | None:
     if not config.train.template:
         return None
     if (run / "config.json").is_file() and (run / FILE).is_file():
-        return Template.of(run, tokens_of(run / FOLDER))
+        return template_of_prompts(run)
     return asked_template(config.train)
 
 
@@ -92,8 +92,8 @@ def asked_template(train: TrainConfig) -> Template | None:
     if train.template != OWN:
         return Template.named(train.template, NO_TOKENS if origin is None else tokens_of(origin / FOLDER))
     found = None if origin is None else template_in(origin)
-    came = "init, a run with a template" if origin is None else f"{origin} has no template"
-    require(found is not None, "template", OWN, f'"{PLAIN}", or a file with one in Jinja: {came}')
+    came = "own needs init, a run with one" if origin is None else f"{origin} has none"
+    require(found is not None, "template", OWN, f'"{PLAIN}", or a file with one in Jinja; {came}')
     return found
 
 

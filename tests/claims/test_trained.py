@@ -151,3 +151,38 @@ def test_a_task_that_both_solve_tells_nothing_apart(kept):
     found = Results(kept(recall=recalls({name: recalled(right) for name, right in arms.items()})))
     assert "both solve it (≥ 0.95)" in row(trained.recall("one", "other"), found, 1e-9, inf).judged
     assert row(trained.recall("other", "one"), found, 0, inf).verdict == "holds with a condition"  # as many
+
+
+def conversions(kept, early, late):
+    """Of conversions with attention in one layer of four and in none: loss at the end, and by position."""
+    arms, beside = {}, {}
+    for keep in (4, 0):
+        for seed, noise in enumerate((0.0, 0.01, -0.01)):
+            name = f"perspective2, 1 in {keep}, 0.1 of the tokens, seed {seed}"
+            arms[name] = {
+                "rows": [{"bits_per_byte": 9.0}, {"bits_per_byte": 1.5 + (keep == 0) * 0.1 + noise}]
+            }
+            places = {
+                256: 7.0,
+                512: early[keep],
+                2048: early[keep],
+                4096: late[keep] + noise,
+                8192: late[keep],
+            }
+            found = [{"from": at, "tokens": 100, "bits_per_byte": value} for at, value in places.items()]
+            beside[name] = {"position": {"converted": {"bins": found}}}
+    found = {"teachers": dict.fromkeys("abc"), "arms": arms, "beside": beside}
+    return Results(kept(convert={"results": found}))
+
+
+def test_attention_that_conversions_keep_is_compared_with_none(kept):
+    found = row(trained.kept, conversions(kept, {4: 1.5, 0: 1.5}, {4: 1.5, 0: 1.5}))
+    assert found.verdict == "holds with a condition"
+    assert "1.500, none 1.600 bits per byte; difference -0.100" in found.measured
+
+
+def test_a_drift_is_corrected_only_where_there_is_one(kept):
+    risen = row(trained.drifts, conversions(kept, {4: 1.5, 0: 1.5}, {4: 1.6, 0: 1.9}))
+    assert risen.verdict == "holds with a condition" and "0.100, none 0.400" in risen.measured
+    fallen = row(trained.drifts, conversions(kept, {4: 1.5, 0: 1.5}, {4: 1.3, 0: 1.4}))
+    assert fallen.verdict == "untestable here" and "-0.200, none -0.100" in fallen.measured

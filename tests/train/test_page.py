@@ -313,9 +313,10 @@ def test_a_trainer_and_its_text_are_gone_with_it(runs, tmp_path):
         gc.enable()
 
 
-def test_a_figure_of_numbers_that_are_none_is_drawn_without_ticks():
-    """Files of metrics are edited by hand, too."""
-    for points in ([(-3.0, 1.0), (-2.0, 2.0)], [(1.0, -1e308), (2.0, 1e308)], [(1.0, 0.0), (5e-324, 5e-324)]):
+def test_a_figure_is_drawn_of_whatever_stands_in_a_file_of_metrics():
+    """Such files are edited by hand, too."""
+    for points in ([(-3.0, 1.0), (-2.0, 2.0)], [(1.0, 0.0), (5e-324, 5e-324)], [(0.0, 1.0), (0.0, 1.0)]):
         figure = drawn("loss", "tokens", [Curve("", points)])
-        assert figure is not None and len(figure.y_ticks) <= 6
+        assert "nan" not in figure.lines[0][1] and "inf" not in figure.lines[0][1]
+    assert drawn("loss", "tokens", [Curve("", [(1.0, -1e308), (2.0, 1e308)])]) is None
     assert ticks(0.0, 0.0) == ticks(1.0, 0.0) == ticks(-1e308, 1e308) == []

@@ -14,6 +14,7 @@ from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.cli.serve import Serve
 from perspectron.data import IGNORE, Batch, Loader, Tokenizer, encode, open_corpus, open_shards, windows
+from perspectron.data.origin import template_of_prompts
 from perspectron.data.template import CONFIG, FILE, Template
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
@@ -288,27 +289,22 @@ def test_adapters_that_were_stopped_go_on_bit_for_bit(
 
 
 def test_a_template_of_its_own_is_that_of_the_run_it_begins_with(
-    tuned: Path, run: Path, pairs: Path, tmp_path: Path
+    run: Path, pairs: Path, tmp_path: Path
 ) -> None:
-    said = [
-        "--template",
-        "own",
-        "--data",
-        str(pairs),
-        *QUICK,
-        "--steps",
-        "1",
-        "--out",
-        str(tmp_path / "more"),
-    ]
-    assert main(["train", "--init", str(tuned), *said]) == 0
-    assert Template.of(tmp_path / "more").text == Template.of(tuned).text
-    came, text = tmp_path / "came", "{{ bos_token }}{{ messages[0].content }}"
+    """As an imported model has it, with its tokens and the one for tools; also where it goes on."""
+    text = "{{ bos_token }}{% for m in messages %}{{ m.content }}|{% endfor %}"
+    came, more = tmp_path / "came", tmp_path / "more"
     shutil.copytree(run, came)
     (came / "source").mkdir()
-    (came / "source" / CONFIG).write_text(json.dumps({"chat_template": text, "bos_token": "<s>"}))
-    found = asked_template(TrainConfig(init=str(came), template="own"))
-    assert found.text == text and found.tokens["bos_token"] == "<s>"
+    named = [{"name": "default", "template": text}, {"name": "tool_use", "template": f"{text}tools"}]
+    (came / "source" / CONFIG).write_text(json.dumps({"chat_template": named, "bos_token": "<s>"}))
+    said = ["--template", "own", "--data", str(pairs), *QUICK, "--steps", "2", "--cooldown", "0"]
+    assert main(["train", "--init", str(came), *said, "--out", str(more)]) == 0
+    shutil.rmtree(came)
+    assert main(["train", "--resume", str(more), "--steps", "3"]) == 0
+    for found in (open_model(more).template(), template_of_prompts(more)):
+        assert found.text == text and found.tokens["bos_token"] == "<s>"
+        assert found.tool_use.text == f"{text}tools"
     for init in (str(run), ""):
         with refused(ConfigError, "template", "own", init or "init"):
             asked_template(TrainConfig(init=init, template="own"))

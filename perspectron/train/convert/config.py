@@ -17,8 +17,8 @@ LAYERS, WHOLE, TEXT = "layers", "whole", "text"
 SHARES = {LAYERS: 0.3, WHOLE: 0.5, TEXT: 0.2}
 """Of the tokens or the time. Not searched."""
 RATES = {LAYERS: 2.0, WHOLE: 0.125, TEXT: 0.03}
-"""Of the peak rate with which the target is trained from nothing, of one seed at 2 M parameters and 400,000 tokens: the
-best of 1, 2 and 4 and of 0.06, 0.125 and 0.25, all within 0.1%; and of 0.03 and 0.1 (docs/lab-notes.md)."""
+"""Factors of the rate with which the target is trained from nothing. Best on one seed (2 M parameters, 400,000 tokens)
+of 1, 2 and 4; of 0.06, 0.125 and 0.25, all six within 0.1%; and of 0.03 and 0.1, at the edge (docs/lab-notes.md)."""
 LONGER = 4  # times the window of the other stages: that of the last
 WINDOW = 512  # tokens in a window, of models that do not say how they were trained
 BATCH = 8

@@ -75,7 +75,7 @@ def page_template(package: str, name: str) -> "Template":
 def drawn(
     title: str, x: str, curves: Sequence[Curve], x_text: Callable[[float], str] = short
 ) -> Drawn | None:
-    """A figure of curves over x from 0; None where no curve has a point."""
+    """A figure of curves over x from 0; None where no curve has a point, or they span more than a float holds."""
     curves = [curve for curve in curves if curve.points]
     if not curves:
         return None
@@ -85,6 +85,8 @@ def drawn(
     low, high = min(values), max(values)
     pad = 0.06 * (high - low) or 0.1 * abs(low) or 1.0
     low, high = low - pad, high + pad
+    if not math.isfinite(high - low):
+        return None
 
     def place(at: float, y: float) -> str:
         height = min(max((high - y) / (high - low), -1.0), 2.0)  # what lies outside is cut off
