@@ -22,15 +22,17 @@ import torch
 
 from perspectron import presets
 from perspectron.cli.main import main as command
+from perspectron.data import Shards, Tokenizer
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval import conversion
 from perspectron.eval.subject import Subject
 from perspectron.model.census import active_parameters
+from perspectron.model.model import LanguageModel
 from perspectron.opening import Opened, open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.convert.config import RATES, SHARES, TEXT, UPDATES, WHOLE
+from perspectron.train.convert.config import RATES, SHARES, TEXT, UPDATES, WHOLE, ConvertConfig
 from perspectron.train.convert.run import FILE, MEASURED, config_of
 from perspectron.train.heldout import heldout
 from perspectron.train.loop import Trainer
@@ -187,11 +189,10 @@ def trained(folder: Path, made: Path, tokens: int, seed: int, its: Path | None =
     tokenizer, shards, _ = prepare(out, whole)
     trainer = Trainer(out, whole, tokenizer, shards)
     trainer.fit()
-    found = heldout(
-        trainer.model, shards.split("heldout"), tokenizer, seq_len=asked.seq_len,
-        batch_size=asked.batch_size, limit_tokens=MEASURED, spread=True,
-    )  # fmt: skip
-    return {"bits_per_byte": found.bits_per_byte, "tokens": trainer.progress.tokens}
+    return {
+        "bits_per_byte": measured(trainer.model, shards, tokenizer, asked),
+        "tokens": trainer.progress.tokens,
+    }
 
 
 def beside(made: Path, options: conversion.Options) -> dict[str, Any]:
@@ -314,11 +315,16 @@ def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
 
 
 def on_text(run: Path, converted: Path) -> float:
-    """Held-out bits per byte of the text of a conversion, as the conversion measures them."""
-    asked, opened = config_of(converted), open_model(run)
+    """Held-out bits per byte of the text of a conversion."""
+    opened = open_model(run)
     _, shards, _ = prepare(converted, checkpoint.load_config(converted))
+    return measured(opened.model, shards, opened.tokenizer, config_of(converted))
+
+
+def measured(model: LanguageModel, shards: Shards, tokenizer: Tokenizer, asked: ConvertConfig) -> float:
+    """Held-out bits per byte, as a conversion measures them."""
     found = heldout(
-        opened.model, shards.split("heldout"), opened.tokenizer, seq_len=asked.seq_len,
+        model, shards.split("heldout"), tokenizer, seq_len=asked.seq_len,
         batch_size=asked.batch_size, limit_tokens=MEASURED, spread=True,
     )  # fmt: skip
     return found.bits_per_byte
