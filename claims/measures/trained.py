@@ -142,8 +142,8 @@ def kept(results: Results) -> Evidence:
 
 
 def drifts(results: Results) -> Evidence:
-    """By how much bits per byte are higher from position 4,096 on than from 512 to there, with attention in one layer
-    of four less without. Where they are not higher without it either, there is no drift that it could correct."""
+    """The rise of bits per byte from tokens 512 to 4,095 to those after them, with attention in one layer of four less
+    without. Where they do not rise without it either, there is no drift that it could correct."""
 
     def rise(found: dict[str, Any], arm: str) -> float:
         bins = found["beside"][arm]["position"]["converted"]["bins"]
