@@ -69,7 +69,7 @@ TOPICS = (
     "languages", "bridges", "medicine", "whales", "paper", "friendship", "the heart of a city", "computers", "tea",
     "mountains", "robots", "dancing", "bees", "clocks", "fire",
 )  # fmt: skip
-FRESH, LONGEST_ANSWER, AT_ONCE = 0.2, 100, 16  # of the time, for chats; tokens; chats drawn at once
+FRESH, LONGEST_ANSWER, AT_ONCE = 0.2, 200, 16  # of the time, for chats; tokens; chats drawn at once
 DRAWN = SamplingConfig(temperature=0.7)
 
 
@@ -240,21 +240,26 @@ def trained_here(args: Any, report: common.Report) -> dict[str, Any]:
 
 
 def chats(teacher: Path, out: Path) -> None:
-    """A file of chats: questions that no test asks, and what the teacher answers."""
+    """A file of chats: questions that no test asks, and what the teacher answers. An answer that it does not end within
+    LONGEST_ANSWER tokens is left out, as its cut would be learned as an end."""
     opened = open_model(teacher)
     template = opened.template()
     assert template is not None
     asked = [form.format(topic) for topic in TOPICS for form in FORMS]
     with Path(f"{out}.part").open("w") as file:
         for start in range(0, len(asked), AT_ONCE):
-            rows, answers = Rows(opened.model, opened.tokenizer), dict[int, str]()
+            rows, answers, cut = Rows(opened.model, opened.tokenizer), dict[int, str](), set[int]()
             for question in (some := asked[start : start + AT_ONCE]):
                 ids = template.ids([{"role": "user", "content": question}], opened.tokenizer)
                 answers[rows.add(ids, max_tokens=LONGEST_ANSWER, whole=True, sampling=DRAWN)] = ""
             while rows.active:
                 for piece in rows.step():
                     answers[piece.row] += piece.text
-            for question, text in zip(some, answers.values(), strict=True):
+                    if piece.finished == "length":
+                        cut.add(piece.row)
+            for question, (row, text) in zip(some, answers.items(), strict=True):
+                if row in cut:
+                    continue
                 said = [{"role": "user", "content": question}, {"role": "assistant", "content": text.strip()}]
                 file.write(json.dumps({"messages": said}) + "\n")
     Path(f"{out}.part").rename(out)

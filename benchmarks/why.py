@@ -34,7 +34,8 @@ from perspectron.util import plot
 TESTS = ("tests/model/test_near.py",)
 ARMS = (
     "transformer", "transformer[shift=k]", "transformer[shift=x+network]", "transformer[shift=k+v+network]",
-    "transformer[input_conv=k]", "kda", "kda[shift=k]", "rwkv7",
+    "transformer[input_conv=k]", "transformer[shift=k+v+network,first_values=true]", "kda", "kda[shift=k]", "rwkv7",
+    "perspective2",
 )  # fmt: skip
 LETTERS, LENGTH, ROWS = 64, 64, 64
 RIDGE = 1e-2

@@ -47,7 +47,8 @@ class Scale:
         "--out", "--designs", "--sizes", "--per-parameter", "--data", "--minutes", "--resume",
     )  # fmt: skip
     out: Path | None = None
-    """Output folder; with the same options as before, the study resumes there."""
+    """Output folder; with the same options as before, the study resumes there, and with more --sizes or
+    --per-parameter it grows."""
     resume: Path | None = None
     """Folder of a study to resume; all other options but --minutes and --jobs come from there."""
     designs: str = DESIGNS
@@ -126,8 +127,11 @@ class Scale:
             known: Study = load(Study, read_json(kept, ConfigError), str(kept))
             for name, value in dump(known).items():
                 asked = dump(study)[name]
-                require(asked == value, name, asked, f"{value} as in {kept}, or give a new folder as --out")
-            return known
+                grown = (
+                    name in ("sizes", "per_parameter") and asked[0] == value[0] and set(value) <= set(asked)
+                )
+                same = grown or asked == value
+                require(same, name, asked, f"{value} as in {kept}, or give a new folder as --out")
         scaling.checked(study)
         out.mkdir(parents=True, exist_ok=True)
         write_json(kept, dump(study))

@@ -209,9 +209,22 @@ def test_what_cannot_be_is_refused_before_anything_is_trained(changed, field, te
     assert not list((tmp_path / "out").glob("*/cells"))
 
 
+def test_a_study_grows_by_what_is_larger_and_trains_nothing_again(whole, text, tmp_path):
+    shutil.copytree(whole, tmp_path / "grown")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "grown").glob("*/cells/*/*")}
+    more = [*COMMAND, "--data", str(text), "--out", str(tmp_path / "grown"), "--sizes", "60k,120k,180k"]
+    assert before and main(more) == 0 and main(["scale", "--resume", str(tmp_path / "grown")]) == 0
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    cells = results(tmp_path / "grown")["cells"]
+    assert [c for c in cells if c["size"] < 180_000] == results(whole)["cells"] and len(cells) == 6
+
+
 def test_a_folder_of_another_study_is_not_mixed(whole, text, capsys):
     again = [*COMMAND, "--data", str(text), "--out", str(whole), "--seeds", "3"]
     assert main(again) == ConfigError.exit_code and names(capsys.readouterr().err, "seeds")
+    for sizes in ("30k,60k,120k", "60k,240k"):
+        again[-2:] = "--sizes", sizes
+        assert main(again) == ConfigError.exit_code and names(capsys.readouterr().err, "sizes")
     assert main(["scale", "--resume", str(whole), "--seeds", "5"]) == ConfigError.exit_code
     with refused(ConfigError):
         scaling.Study(("a",), ())
