@@ -100,31 +100,11 @@ def _sum(to: Tape, out: Tensor, a: Any, b: Any, share: float) -> None:
         tape.each(to, "add", out, operand(a, out), b, numbers=(share,))
 
 
-@records("add", "add_")
-def _add(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _sum(to, out, args[0], args[1], kwargs.get("alpha", 1))
-
-
-@records("sub", "sub_")
-def _sub(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _sum(to, out, args[0], args[1], -kwargs.get("alpha", 1))
-
-
 @records("rsub")
 def _rsub(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("alpha", 1) != 1 or len(args) > 2:
         raise Unrecordable("rsub with a share")
     tape.each(to, "add", out, operand(args[1], out), args[0], numbers=(-1,))
-
-
-@records("neg")
-def _neg(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tape.each(to, "add_scalar", out, args[0], numbers=(0, -1))
-
-
-@records("square")
-def _square(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tape.each(to, "mul", out, args[0], args[0])
 
 
 @records("pow")
@@ -136,11 +116,6 @@ def _pow(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         tape.each(to, "mul", out, x, x)
     else:
         tape.each(to, "root" if power > 0 else "inverse_root", out, x)
-
-
-@records("relu", "relu_")
-def _relu(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tape.each(to, "greatest", out, args[0], operand(0, out))
 
 
 @records("clamp", "clamp_")
@@ -165,47 +140,12 @@ def _softplus(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, An
     tape.each(to, "softplus", out, x, numbers=(beta, threshold))
 
 
-@records("lerp", "lerp_")
-def _lerp(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tape.each(to, "lerp", out, args[0], args[1], operand(args[2], out))
-
-
-@records("addcmul", "addcmul_")
-def _addcmul(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tape.each(to, "add_product", out, *args[:3], numbers=(kwargs.get("value", 1),))
-
-
-@records("where")
-def _where(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tape.each(to, "where", out, args[0], *(operand(x, out) for x in args[1:3]))
-
-
-@records("masked_fill")
-def _masked_fill(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tape.each(to, "where", out, args[1], operand(args[2], out), args[0])
-
-
-@records("reshape", "flatten")
-def _reshape(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tape.each(to, "copy", out.view(args[0].shape), args[0])  # where it is no view, it is a contiguous copy
-
-
-@records("copy_")
-def _copy(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tape.each(to, "copy", out, args[1])
-
-
 @records("fill_", "zero_")
 def _fill(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if len(args) > 1 and isinstance(args[1], Tensor):
         tape.each(to, "copy", out, args[1])
     else:
         tape.each(to, "fill", out, numbers=(*args[1:], 0)[:1])
-
-
-@records("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
-def _made(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tape.each(to, "copy", out, out.clone())
 
 
 # ---------------------------------------------------------------- put together
@@ -254,19 +194,9 @@ def _embedding(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
     _picked(to, out.view(-1, weight.shape[1]), weight, index.reshape(-1), 0)
 
 
-@records("index_select")
-def _index_select(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _picked(to, out, args[0], args[2], args[1])
-
-
 def _picked(to: Tape, out: Tensor, x: Tensor, index_N: Tensor, dim: int) -> None:
     places = [-1 if d == dim % out.ndim else 1 for d in range(out.ndim)]
     tape.moved(to, "gather", out, x, index_N.view(places).expand(out.shape), dim % out.ndim)
-
-
-@records("gather")
-def _gather(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tape.moved(to, "gather", out, args[0], args[2], args[1] % out.ndim)
 
 
 @records("scatter_")
@@ -369,12 +299,6 @@ def _linear(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     tape.product(to, out, x, weight.mT, bias)
 
 
-@records("addmm", "baddbmm", "baddbmm_")
-def _added(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    bias, a, b = args[:3]
-    tape.product(to, out, a, b, bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
-
-
 @records("packed_linear")
 def _packed(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, codes, scales, format, _, backend = args
@@ -398,3 +322,28 @@ def _solve(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any])
         raise Unrecordable("a system from the right")
     upper, ones = kwargs["upper"], kwargs.get("unitriangular", False)
     tape.solve(to, out, args[0], args[1], upper=upper, ones=ones)
+
+
+_PLAIN: dict[str, Handler] = {
+    "add add_": lambda to, out, args, more: _sum(to, out, args[0], args[1], more.get("alpha", 1)),
+    "sub sub_": lambda to, out, args, more: _sum(to, out, args[0], args[1], -more.get("alpha", 1)),
+    "neg": lambda to, out, args, more: tape.each(to, "add_scalar", out, args[0], numbers=(0, -1)),
+    "square": lambda to, out, args, more: tape.each(to, "mul", out, args[0], args[0]),
+    "relu relu_": lambda to, out, args, more: tape.each(to, "greatest", out, args[0], operand(0, out)),
+    "lerp lerp_": lambda to, out, args, more: tape.each(to, "lerp", out, *args[:2], operand(args[2], out)),
+    "addcmul addcmul_":
+        lambda to, out, args, more: tape.each(to, "add_product", out, *args[:3], numbers=(more.get("value", 1),)),
+    "where": lambda to, out, args, more: tape.each(to, "where", out, args[0], *(operand(x, out) for x in args[1:3])),
+    "masked_fill": lambda to, out, args, more: tape.each(to, "where", out, args[1], operand(args[2], out), args[0]),
+    "reshape flatten":  # where it is no view, it is a contiguous copy
+        lambda to, out, args, more: tape.each(to, "copy", out.view(args[0].shape), args[0]),
+    "copy_": lambda to, out, args, more: tape.each(to, "copy", out, args[1]),
+    "zeros_like ones_like full_like new_zeros new_ones new_full":
+        lambda to, out, args, more: tape.each(to, "copy", out, out.clone()),
+    "index_select": lambda to, out, args, more: _picked(to, out, args[0], args[2], args[1]),
+    "gather": lambda to, out, args, more: tape.moved(to, "gather", out, args[0], args[2], args[1] % out.ndim),
+    "addmm baddbmm baddbmm_": lambda to, out, args, more: tape.product(
+        to, out, args[1], args[2], args[0], more.get("alpha", 1), more.get("beta", 1)),
+}  # fmt: skip
+for _plain, _handler in _PLAIN.items():
+    records(*_plain.split())(_handler)

@@ -35,6 +35,7 @@ import logging
 from collections.abc import Callable, Sequence
 from ctypes import c_int64
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,9 +186,7 @@ def pdr_scan(
         *(() if borders_NBDR is None else ((borders_NBDR, (-(-T // SEGMENT), B, D, R)),)),
     ):
         _check(tensor, torch.float32, shape)
-    pointers = [x.data_ptr() for x in (q_BTR, k_BTR, v_BTD, gamma_BTD, state_BDR, o_BTD)]
-    pointers.append(0 if borders_NBDR is None else borders_NBDR.data_ptr())
-    _library().pspx_scan(*pointers, B, T, D, R, SEGMENT, threads())
+    call("scan", q_BTR, k_BTR, v_BTD, gamma_BTD, state_BDR, o_BTD, borders_NBDR, B, T, D, R, SEGMENT)
     for written in (state_BDR, o_BTD, borders_NBDR):
         if (
             written is not None and not written.is_inference()
@@ -211,6 +210,12 @@ def peak(threads: int) -> float:
 def padded(K: int) -> int:
     """S: K rounded up to 64."""
     return -(-K // 64) * 64
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a kernel. It gets the addresses of tensors, null for None, and the number of threads last."""
+    given = (x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
+    getattr(_library(), f"pspx_{name}")(*given, threads())
 
 
 @cache

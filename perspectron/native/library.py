@@ -17,57 +17,22 @@ NAME = "lib/_native.so"
 SOURCES = (".cpp", ".h", ".inl")
 BUILD = "python -m perspectron.native"
 
-_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
-    "pspx_digest": ([], ctypes.c_char_p),
-    "pspx_isa": ([], ctypes.c_char_p),
-    "pspx_set_isa": ([ctypes.c_char_p], _INT),
-    "pspx_forked": ([], None),
-    "pspx_poison": ([_INT], None),
-    "pspx_linear": ([_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT, _LONG, _POINTER, _INT], None),
-    "pspx_swiglu": (
-        [_POINTER, _LONG, _POINTER, _LONG, _LONG, *[_POINTER] * 6, _INT, _POINTER, _INT],
-        None,
-    ),
-    "pspx_route": (
-        [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, *[_POINTER] * 3],
-        None,
-    ),
-    "pspx_scan": ([*[_POINTER] * 7, *[_LONG] * 5, _INT], None),
-    "pspx_entropy": ([_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT], None),
-    "pspx_entropy_backward": (
-        [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER, ctypes.c_double, _POINTER, _INT],
-        None,
-    ),
-    "pspx_norm_rows": ([_POINTER, _POINTER, ctypes.c_double, _LONG, _LONG, _POINTER, _POINTER, _INT], None),
-    "pspx_norm_backward": ([*[_POINTER] * 4, *[_LONG] * 3, *[_POINTER] * 2, _INT], None),
-    "pspx_gated": ([_POINTER, _POINTER, _INT, _LONG, _POINTER, _INT], None),
-    "pspx_gated_backward": ([*[_POINTER] * 3, _INT, _LONG, *[_POINTER] * 2, _INT], None),
-    "pspx_gelu": ([_POINTER, _INT, _LONG, _POINTER, _INT], None),
-    "pspx_gelu_backward": ([_POINTER, _POINTER, _INT, _LONG, _POINTER, _INT], None),
-    "pspx_shifted": ([*[_POINTER] * 4, *[_LONG] * 4, _POINTER, _INT], None),
-    "pspx_shifted_backward": ([*[_POINTER] * 4, *[_LONG] * 5, *[_POINTER] * 4, _INT], None),
-    "pspx_decayed": ([_POINTER, _POINTER, _INT, _LONG, _POINTER, _POINTER, _INT], None),
-    "pspx_decayed_backward": ([*[_POINTER] * 4, _INT, _LONG, *[_POINTER] * 2, _INT], None),
-    "pspx_convolve": ([*[_POINTER] * 4, *[_LONG] * 4, _POINTER, _INT], None),
-    "pspx_convolve_backward": ([*[_POINTER] * 5, *[_LONG] * 4, *[_POINTER] * 3, _INT], None),
-    "pspx_scan_backward": ([*[_POINTER] * 6, *[_LONG] * 6, *[_POINTER] * 5, _INT], None),
-    "pspx_memory": ([*[_POINTER] * 6, *[_LONG] * 6, *[_POINTER] * 2, _INT], None),
-    "pspx_memory_backward": ([*[_POINTER] * 8, *[_LONG] * 6, *[_POINTER] * 7, _INT], None),
-    "pspx_attention": (
-        [*[_POINTER] * 3, _INT, _POINTER, *[_LONG] * 6, ctypes.c_double, *[_POINTER] * 2, _INT],
-        None,
-    ),
-    "pspx_attention_after": ([*[_POINTER] * 4, *[_LONG] * 7, ctypes.c_double, _POINTER, _INT], None),
-    "pspx_attention_backward": (
-        [*[_POINTER] * 3, _INT, _POINTER, *[_LONG] * 6, ctypes.c_double, *[_POINTER] * 6, _INT],
-        None,
-    ),
-    "pspx_turn": ([_POINTER, _INT, *[_POINTER] * 2, *[_LONG] * 4, _POINTER, _INT], None),
-    "pspx_tape": ([_POINTER, _LONG, _POINTER, _INT], _LONG),
-    "pspx_read": ([_POINTER, _LONG, _INT], ctypes.c_uint64),
-    "pspx_peak": ([_INT], ctypes.c_double),
-}
+_KINDS = {
+    "p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "d": ctypes.c_double, "s": ctypes.c_char_p,
+    "u": ctypes.c_uint64,
+}  # fmt: skip
+# The type of each function's result, if it has one, and of its arguments.
+_SIGNATURES = {
+    "digest": "s:", "isa": "s:", "set_isa": "i:s", "forked": ":", "poison": ":i", "linear": ":pllppilpi",
+    "swiglu": ":plpllppppppipi", "route": ":pllpplpplppp", "scan": ":pppppppllllli", "entropy": ":pipllppi",
+    "entropy_backward": ":pipllpdpi", "norm_rows": ":ppdllppi", "norm_backward": ":pppplllppi", "gated": ":ppilpi",
+    "gated_backward": ":pppilppi", "gelu": ":pilpi", "gelu_backward": ":ppilpi", "shifted": ":ppppllllpi",
+    "shifted_backward": ":pppplllllppppi", "decayed": ":ppilppi", "decayed_backward": ":ppppilppi",
+    "convolve": ":ppppllllpi", "convolve_backward": ":pppppllllpppi", "scan_backward": ":ppppppllllllpppppi",
+    "memory": ":ppppppllllllppi", "memory_backward": ":ppppppppllllllpppppppi", "attention": ":pppiplllllldppi",
+    "attention_after": ":ppppllllllldpi", "attention_backward": ":pppiplllllldppppppi", "turn": ":pippllllpi",
+    "tape": "l:plpi", "read": "u:pli", "peak": "d:i",
+}  # fmt: skip
 
 
 class Loaded(NamedTuple):
@@ -89,9 +54,9 @@ def load() -> Loaded:
             continue
         try:
             library = ctypes.CDLL(str(path))
-            for name, (arguments, result) in _SIGNATURES.items():
-                function = getattr(library, name)
-                function.argtypes, function.restype = arguments, result
+            for name, kinds in _SIGNATURES.items():
+                function, (result, arguments) = getattr(library, f"pspx_{name}"), kinds.split(":")
+                function.argtypes, function.restype = [_KINDS[x] for x in arguments], _KINDS.get(result)
         except (OSError, AttributeError) as error:
             problem = f"{path} cannot be loaded ({error})"
             continue

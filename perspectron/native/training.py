@@ -10,11 +10,12 @@ queries, G of keys, K width of a head, V of a value's.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from perspectron.native import SEGMENT, _check, _library, threads
+from perspectron.native import SEGMENT, _check, call
 from perspectron.native.panels import addresses
 
 ROWS = 64
@@ -42,16 +43,7 @@ def entropy(logits_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
             if not 0 <= worst < V:
                 raise ValueError(f"target = {worst}, must be < {V}, the vocabulary's size, and ≥ 0, or −100")
     loss_N, total_N2 = (logits_NV.new_empty(shape, dtype=torch.float32) for shape in ((N,), (N, 2)))
-    _library().pspx_entropy(
-        logits_NV.data_ptr(),
-        brief,
-        target_N.data_ptr(),
-        N,
-        V,
-        loss_N.data_ptr(),
-        total_N2.data_ptr(),
-        threads(),
-    )
+    call("entropy", logits_NV, brief, target_N, N, V, loss_N, total_N2)
     return loss_N, total_N2
 
 
@@ -61,15 +53,14 @@ def entropy_backward(logits_NV: Tensor, target_N: Tensor, total_N2: Tensor, g: f
     _check(target_N, torch.int64, (N,))
     _check(total_N2, torch.float32, (N, 2))
     gradient_NV = torch.empty_like(logits_NV)
-    pointers = logits_NV.data_ptr(), brief, target_N.data_ptr(), N, V, total_N2.data_ptr()
-    _library().pspx_entropy_backward(*pointers, g, gradient_NV.data_ptr(), threads())
+    call("entropy_backward", logits_NV, brief, target_N, N, V, total_N2, g, gradient_NV)
     return gradient_NV
 
 
 def _attention(
     q_BTHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, first_BT: Tensor, scale: float
-) -> tuple[list[int], tuple[int | float, ...]]:
-    """The arguments that both directions of attention begin with: pointers and a dtype; sizes and the scale."""
+) -> tuple[Any, ...]:
+    """The arguments that both directions of attention begin with."""
     (B, T, H, K), (G, V) = q_BTHK.shape, v_BTGV.shape[2:]
     if G < 1 or H % G or not scale > 0:
         raise ValueError(f"G = {G}, scale = {scale}: G must be a divisor of H = {H}, and the scale > 0")
@@ -77,8 +68,7 @@ def _attention(
     _check(k_BTGK, q_BTHK.dtype, (B, T, G, K))
     _check(v_BTGV, q_BTHK.dtype, (B, T, G, V))
     _check(first_BT, torch.int32, (B, T))
-    pointers = [q_BTHK.data_ptr(), k_BTGK.data_ptr(), v_BTGV.data_ptr(), brief, first_BT.data_ptr()]
-    return pointers, (B, T, H, G, K, V, scale)
+    return q_BTHK, k_BTGK, v_BTGV, brief, first_BT, B, T, H, G, K, V, scale
 
 
 def attention(
@@ -87,10 +77,10 @@ def attention(
     """(softmax(scale · q kᵀ) v [B,T,H,V], the logarithm of each sum [B,T,H] in float32), where token t sees the keys
     from first[t] to t; H / G heads of queries share one of keys. float32 or bfloat16. `first`, which must be in 0 … t,
     is not checked. Of bfloat16, the weights are rounded to it for their products."""
-    given, sizes = _attention(q_BTHK, k_BTGK, v_BTGV, first_BT, scale)
+    given = _attention(q_BTHK, k_BTGK, v_BTGV, first_BT, scale)
     B, T, H, V = *q_BTHK.shape[:3], v_BTGV.shape[3]
     o_BTHV, lse_BTH = q_BTHK.new_empty(B, T, H, V), q_BTHK.new_empty(B, T, H, dtype=torch.float32)
-    _library().pspx_attention(*given, *sizes, o_BTHV.data_ptr(), lse_BTH.data_ptr(), threads())
+    call("attention", *given, o_BTHV, lse_BTH)
     return o_BTHV, lse_BTH
 
 
@@ -107,8 +97,7 @@ def attention_after(q_BTHK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, first_BT: Te
     _check(v_BGSV, torch.float32, (B, G, S, V))
     _check(first_BT, torch.int32, (B, T))
     o_BTHV = q_BTHK.new_empty(B, T, H, V)
-    pointers = [x.data_ptr() for x in (q_BTHK, k_BGSK, v_BGSV, first_BT)]
-    _library().pspx_attention_after(*pointers, S - T, B, T, H, G, K, V, scale, o_BTHV.data_ptr(), threads())
+    call("attention_after", q_BTHK, k_BGSK, v_BGSV, first_BT, S - T, B, T, H, G, K, V, scale, o_BTHV)
     return o_BTHV
 
 
@@ -117,13 +106,12 @@ def attention_backward(
     do_BTHV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, from `attention`'s results and the gradient of o."""
-    given, sizes = _attention(q_BTHK, k_BTGK, v_BTGV, first_BT, scale)
+    given = _attention(q_BTHK, k_BTGK, v_BTGV, first_BT, scale)
     for output in (o_BTHV, do_BTHV):
         _check(output, q_BTHK.dtype, (*q_BTHK.shape[:3], v_BTGV.shape[3]))
     _check(lse_BTH, torch.float32, tuple(q_BTHK.shape[:3]))
     dq, dk, dv = (torch.empty_like(x) for x in (q_BTHK, k_BTGK, v_BTGV))
-    pointers = [x.data_ptr() for x in (o_BTHV, lse_BTH, do_BTHV, dq, dk, dv)]
-    _library().pspx_attention_backward(*given, *sizes, *pointers, threads())
+    call("attention_backward", *given, o_BTHV, lse_BTH, do_BTHV, dq, dk, dv)
     return dq, dk, dv
 
 
@@ -137,8 +125,7 @@ def turned(x_NHK: Tensor, cosine_NF: Tensor, sine_NF: Tensor) -> Tensor:
     for angle in (cosine_NF, sine_NF):
         _check(angle, torch.float32, (N, K // 2))
     y_NHK = x_NHK.new_empty(N, H, K)
-    pointers = x_NHK.data_ptr(), brief, cosine_NF.data_ptr(), sine_NF.data_ptr()
-    _library().pspx_turn(*pointers, N, H, K, stride, y_NHK.data_ptr(), threads())
+    call("turn", x_NHK, brief, cosine_NF, sine_NF, N, H, K, stride, y_NHK)
     return y_NHK
 
 
@@ -148,8 +135,7 @@ def norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     _check(x_ND, torch.float32)
     _check(weight_D, torch.float32, (D,))
     y_ND, r_N = torch.empty_like(x_ND), x_ND.new_empty(N)
-    pointers = x_ND.data_ptr(), weight_D.data_ptr(), eps, N, D
-    _library().pspx_norm_rows(*pointers, y_ND.data_ptr(), r_N.data_ptr(), threads())
+    call("norm_rows", x_ND, weight_D, eps, N, D, y_ND, r_N)
     return y_ND, r_N
 
 
@@ -159,8 +145,7 @@ def norm_backward(x_ND: Tensor, weight_D: Tensor, r_N: Tensor, dy_ND: Tensor) ->
     for tensor, shape in ((x_ND, (N, D)), (dy_ND, (N, D)), (weight_D, (D,)), (r_N, (N,))):
         _check(tensor, torch.float32, shape)
     dx_ND, parts = torch.empty_like(x_ND), x_ND.new_zeros(-(-N // ROWS), D)
-    pointers = [x.data_ptr() for x in (x_ND, weight_D, r_N, dy_ND)]
-    _library().pspx_norm_backward(*pointers, N, D, ROWS, dx_ND.data_ptr(), parts.data_ptr(), threads())
+    call("norm_backward", x_ND, weight_D, r_N, dy_ND, N, D, ROWS, dx_ND, parts)
     return dx_ND, parts.sum(0)
 
 
@@ -169,7 +154,7 @@ def gated(a: Tensor, b: Tensor) -> Tensor:
     brief = _brief(a)
     _check(b, a.dtype, a.shape)
     y = torch.empty_like(a)
-    _library().pspx_gated(a.data_ptr(), b.data_ptr(), brief, a.numel(), y.data_ptr(), threads())
+    call("gated", a, b, brief, a.numel(), y)
     return y
 
 
@@ -179,15 +164,14 @@ def gated_backward(a: Tensor, b: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     _check(b, a.dtype, a.shape)
     _check(dy, a.dtype, a.shape)
     da, db = torch.empty_like(a), torch.empty_like(b)
-    pointers = a.data_ptr(), b.data_ptr(), dy.data_ptr(), brief, a.numel()
-    _library().pspx_gated_backward(*pointers, da.data_ptr(), db.data_ptr(), threads())
+    call("gated_backward", a, b, dy, brief, a.numel(), da, db)
     return da, db
 
 
 def gelu(x: Tensor) -> Tensor:
     """GELU by tanh, rounded once; float32 or bfloat16."""
     brief, y = _brief(x), torch.empty_like(x)
-    _library().pspx_gelu(x.data_ptr(), brief, x.numel(), y.data_ptr(), threads())
+    call("gelu", x, brief, x.numel(), y)
     return y
 
 
@@ -196,13 +180,11 @@ def gelu_backward(x: Tensor, dy: Tensor) -> Tensor:
     brief = _brief(x)
     _check(dy, x.dtype, x.shape)
     dx = torch.empty_like(x)
-    _library().pspx_gelu_backward(x.data_ptr(), dy.data_ptr(), brief, x.numel(), dx.data_ptr(), threads())
+    call("gelu_backward", x, dy, brief, x.numel(), dx)
     return dx
 
 
-def _shifted(
-    x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | None
-) -> tuple[list[int | None], tuple[int, int, int, int]]:
+def _shifted(x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | None) -> tuple[Any, ...]:
     (B, T, D), N = x_BTD.shape, len(mix_ND)
     for tensor, shape in ((x_BTD, (B, T, D)), (last_BD, (B, D)), (mix_ND, (N, D))):
         _check(tensor, torch.float32, shape)
@@ -210,16 +192,15 @@ def _shifted(
         raise ValueError(f"T = {T}, must be ≥ 1")
     if reset_BT is not None:
         _check(reset_BT, torch.bool, (B, T))
-    reset = None if reset_BT is None else reset_BT.data_ptr()
-    return [x_BTD.data_ptr(), last_BD.data_ptr(), mix_ND.data_ptr(), reset], (B, T, D, N)
+    return x_BTD, last_BD, mix_ND, reset_BT, B, T, D, N
 
 
 def shifted(x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | None) -> tuple[Tensor, ...]:
     """x + (before − x) · mix of each of the N mixes, N tensors [B,T,D]. before: the token before in x, `last` before
     the first, zeros where a document begins."""
-    given, sizes = _shifted(x_BTD, last_BD, mix_ND, reset_BT)
+    given = _shifted(x_BTD, last_BD, mix_ND, reset_BT)
     y = tuple(torch.empty_like(x_BTD) for _ in mix_ND)
-    _library().pspx_shifted(*given, *sizes, addresses(y), threads())
+    call("shifted", *given, addresses(y))
     return y
 
 
@@ -227,15 +208,14 @@ def shifted_backward(
     x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | None, dy: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, last and the mixes, from those of the N results."""
-    given, sizes = _shifted(x_BTD, last_BD, mix_ND, reset_BT)
+    given = _shifted(x_BTD, last_BD, mix_ND, reset_BT)
     if len(dy) != len(mix_ND):
         raise ValueError(f"{len(dy)} gradients, must be one for each of {len(mix_ND)} mixes")
     for gradient in dy:
         _check(gradient, torch.float32, tuple(x_BTD.shape))
     dx_BTD, dlast_BD = torch.empty_like(x_BTD), torch.zeros_like(last_BD)
     parts = x_BTD.new_zeros(-(-x_BTD.shape[0] * x_BTD.shape[1] // ROWS), *mix_ND.shape)
-    into = dx_BTD.data_ptr(), dlast_BD.data_ptr(), parts.data_ptr()
-    _library().pspx_shifted_backward(*given, *sizes, ROWS, addresses(dy), *into, threads())
+    call("shifted_backward", *given, ROWS, addresses(dy), dx_BTD, dlast_BD, parts)
     return dx_BTD, dlast_BD, parts.sum(0)
 
 
@@ -244,8 +224,7 @@ def decayed(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     brief = _brief(p)
     _check(v, p.dtype, p.shape)
     gamma, y = (torch.empty_like(p, dtype=torch.float32) for _ in range(2))
-    pointers = p.data_ptr(), v.data_ptr(), brief, p.numel()
-    _library().pspx_decayed(*pointers, gamma.data_ptr(), y.data_ptr(), threads())
+    call("decayed", p, v, brief, p.numel(), gamma, y)
     return gamma, y
 
 
@@ -256,14 +235,13 @@ def decayed_backward(p: Tensor, v: Tensor, dgamma: Tensor, dy: Tensor) -> tuple[
     for gradient in (dgamma, dy):
         _check(gradient, torch.float32, p.shape)
     dp, dv = torch.empty_like(p), torch.empty_like(v)
-    pointers = [x.data_ptr() for x in (p, v, dgamma, dy)]
-    _library().pspx_decayed_backward(*pointers, brief, p.numel(), dp.data_ptr(), dv.data_ptr(), threads())
+    call("decayed_backward", p, v, dgamma, dy, brief, p.numel(), dp, dv)
     return dp, dv
 
 
 def _taps(
     u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None
-) -> tuple[list[int | None], tuple[int, int, int, int]]:
+) -> tuple[int, int, int, int]:
     (B, S, C), W = u_BSC.shape, len(weight_WC)
     T = S - W + 1
     if T < 1:
@@ -273,15 +251,14 @@ def _taps(
         shapes.append((sees_BTW, (B, T, W)))
     for tensor, shape in shapes:
         _check(tensor, torch.float32, shape)
-    sees = None if sees_BTW is None else sees_BTW.data_ptr()
-    return [u_BSC.data_ptr(), weight_WC.data_ptr(), bias_C.data_ptr(), sees], (B, T, W, C)
+    return B, T, W, C
 
 
 def convolve(u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None) -> Tensor:
     """silu(bias + Σ_j weight_j u_{t+j}) [B,T,C]; sees: 0 where a token may not see the tap, else 1."""
-    pointers, (B, T, W, C) = _taps(u_BSC, weight_WC, bias_C, sees_BTW)
+    B, T, W, C = _taps(u_BSC, weight_WC, bias_C, sees_BTW)
     y_BTC = u_BSC.new_empty(B, T, C)
-    _library().pspx_convolve(*pointers, B, T, W, C, y_BTC.data_ptr(), threads())
+    call("convolve", u_BSC, weight_WC, bias_C, sees_BTW, B, T, W, C, y_BTC)
     return y_BTC
 
 
@@ -289,12 +266,12 @@ def convolve_backward(
     u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None, dy_BTC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of u, weight and bias."""
-    pointers, (B, T, W, C) = _taps(u_BSC, weight_WC, bias_C, sees_BTW)
+    B, T, W, C = _taps(u_BSC, weight_WC, bias_C, sees_BTW)
     _check(dy_BTC, torch.float32, (B, T, C))
     du_BSC = torch.zeros_like(u_BSC)
     dweight_BWC, dbias_BC = u_BSC.new_zeros(B, W, C), u_BSC.new_zeros(B, C)
-    into = [x.data_ptr() for x in (du_BSC, dweight_BWC, dbias_BC)]
-    _library().pspx_convolve_backward(*pointers, dy_BTC.data_ptr(), B, T, W, C, *into, threads())
+    given = u_BSC, weight_WC, bias_C, sees_BTW, dy_BTC
+    call("convolve_backward", *given, B, T, W, C, du_BSC, dweight_BWC, dbias_BC)
     return du_BSC, dweight_BWC.sum(0), dbias_BC.sum(0)
 
 
@@ -316,17 +293,16 @@ def scan_backward(
         _check(tensor, torch.float32, shape)
     dq, dk = (q_BTR.new_zeros(-(-D // SLAB), B, T, R) for _ in range(2))
     dv_BTD, dgamma_BTD, dstate_BDR = torch.empty_like(v_BTD), torch.empty_like(v_BTD), dstate_BDR.clone()
-    given = [x.data_ptr() for x in (q_BTR, k_BTR, v_BTD, gamma_BTD, borders_NBDR, do_BTD)]
-    into = [x.data_ptr() for x in (dq, dk, dv_BTD, dgamma_BTD, dstate_BDR)]
-    _library().pspx_scan_backward(*given, B, T, D, R, SLAB, SEGMENT, *into, threads())
+    given = q_BTR, k_BTR, v_BTD, gamma_BTD, borders_NBDR, do_BTD
+    call("scan_backward", *given, B, T, D, R, SLAB, SEGMENT, dq, dk, dv_BTD, dgamma_BTD, dstate_BDR)
     return dq.sum(0), dk.sum(0), dv_BTD, dgamma_BTD, dstate_BDR
 
 
 def _memory(
     q_MTK: Tensor, k_MTK: Tensor, v_NTV: Tensor, e_NTK: Tensor | None, b_NTK: Tensor | None, alpha_NTA: Tensor,
     state_NKV: Tensor,
-) -> tuple[list[int | None], tuple[int, ...]]:  # fmt: skip
-    """The pointers to what a memory reads, and its sizes N, T, K, V, A, N / M."""
+) -> tuple[int, ...]:  # fmt: skip
+    """The sizes N, T, K, V, A, N / M of a memory."""
     (M, T, K), (N, _, V), A = q_MTK.shape, v_NTV.shape, alpha_NTA.shape[2]
     if A not in (1, K):
         raise ValueError(f"alpha has {A} entries for a token, must be 1 or K = {K}")
@@ -341,8 +317,7 @@ def _memory(
     ]
     for tensor, shape in shapes:
         _check(tensor, torch.float32, shape)
-    given = (q_MTK, k_MTK, v_NTV, e_NTK, b_NTK, alpha_NTA)
-    return [None if x is None else x.data_ptr() for x in given], (N, T, K, V, A, N // M)
+    return N, T, K, V, A, N // M
 
 
 def memory(
@@ -351,9 +326,9 @@ def memory(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """u = v − Sᵀ e; S = diag(α) S + k uᵀ; o = Sᵀ q, for each token of N memories: (o, the last state). With b:
     u = −Sᵀ e; S = diag(α) S + b uᵀ + k vᵀ. Without e: u = v. N / M memories in a row share their q and k."""
-    pointers, sizes = _memory(q_MTK, k_MTK, v_NTV, e_NTK, b_NTK, alpha_NTA, state_NKV)
+    sizes = _memory(q_MTK, k_MTK, v_NTV, e_NTK, b_NTK, alpha_NTA, state_NKV)
     state_NKV, o_NTV = state_NKV.clone(), torch.empty_like(v_NTV)
-    _library().pspx_memory(*pointers, *sizes, state_NKV.data_ptr(), o_NTV.data_ptr(), threads())
+    call("memory", q_MTK, k_MTK, v_NTV, e_NTK, b_NTK, alpha_NTA, *sizes, state_NKV, o_NTV)
     return o_NTV, state_NKV
 
 
@@ -362,18 +337,15 @@ def memory_backward(
     state_NKV: Tensor, do_NTV: Tensor, dstate_NKV: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of the inputs of `memory`, from those of its outputs and of the last state."""
-    pointers, sizes = _memory(q_MTK, k_MTK, v_NTV, e_NTK, b_NTK, alpha_NTA, state_NKV)
-    N, T, K, V, A, share = sizes
+    given = q_MTK, k_MTK, v_NTV, e_NTK, b_NTK, alpha_NTA, state_NKV
+    sizes = N, T, K, V, A, share = _memory(*given)
     _check(do_NTV, torch.float32, (N, T, V))
     _check(dstate_NKV, torch.float32, (N, K, V))
     slabs = -(-V // 64)
     widths = (K, K, K if e_NTK is not None else 0, K if b_NTK is not None else 0, A)
     parts = [v_NTV.new_zeros(slabs, N, T, width) if width else None for width in widths]
     dv, dstate = torch.empty_like(v_NTV), dstate_NKV.clone()
-    into = [None if x is None else x.data_ptr() for x in (*parts, dv, dstate)]
-    _library().pspx_memory_backward(
-        *pointers, state_NKV.data_ptr(), do_NTV.data_ptr(), *sizes, *into, threads()
-    )
+    call("memory_backward", *given, do_NTV, *sizes, *parts, dv, dstate)
     summed = [x if x is None else x[0] if slabs == 1 else x.sum(0) for x in parts]
     if share > 1:
         summed[:2] = [x if x is None else x.view(N // share, share, T, K).sum(1) for x in summed[:2]]
