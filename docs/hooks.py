@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[1]
 ELSEWHERE = {
     "README.md": "index.md",
     "results/README.md": "results.md",
+    "results/measurements.md": "measurements.md",
+    "results/superseded.md": "superseded.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
@@ -22,7 +24,7 @@ ELSEWHERE = {
 """Files of the repository, and what they become in the site."""
 LISTED = "results-files.md"
 """The page that lists the files of results/, which stand in the site as they are."""
-AFTER = ("reference/", "lab-notes", "changelog", "results", "claims")
+AFTER = ("reference/", "lab-notes", "changelog", "results", "measurements", "superseded", "claims")
 """Pages that a search shows after the guides."""
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 LABEL = re.compile(r"^(```\w+) \w+$", re.MULTILINE)

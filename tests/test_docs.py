@@ -50,7 +50,7 @@ SMALL = {
 
 
 def pages() -> list[Path]:
-    return sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "results" / "README.md"])
+    return sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "results").glob("*.md")])
 
 
 def blocks(page: Path) -> list[tuple[str, str, str]]:
