@@ -159,15 +159,23 @@ def needs(package: str, extra: str) -> None:
 
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
-    """Table for a terminal: the first column to the left, the others, numbers, to the right, and none of them cut."""
+    """Table for a terminal: the first column to the left, the others, numbers, to the right. Where it is too wide, cells
+    are broken between words, and only names within them."""
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=Text(escaped(title)), title_justify="left")
+    made, cells = (
+        Table(title=Text(escaped(title)), title_justify="left"),
+        [[*map(escaped, row)] for row in rows],
+    )
     for index, name in enumerate(head):
-        made.add_column(Text(escaped(name)), justify="right" if index else "left", no_wrap=True)
-    for row in rows:
-        made.add_row(*(Text(escaped(cell)) for cell in row))  # a Text has no markup
+        words = [word for row in cells if index for word in row[index].split()]
+        made.add_column(
+            Text(escaped(name)), justify="right" if index else "left", overflow="fold",
+            min_width=max(map(len, words), default=0),
+        )  # fmt: skip
+    for row in cells:
+        made.add_row(*map(Text, row))  # a Text has no markup
     return made
 
 

@@ -230,3 +230,19 @@ def test_a_model_commands_no_terminal(monkeypatch):
     assert spoken(text) == text  # to a file as it is
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert spoken(text) == "a\\x1b[2J\tb\\r\n\u200dc\\x9b"
+
+
+def test_a_long_name_in_a_table_leaves_its_numbers_whole():
+    from rich.console import Console
+
+    from perspectron.cli.options import table
+
+    name = "Transformer[optimizer=muon, qk_norm=head, relu2, zero_outputs, first_values]"
+    rows = [[name, "1.2345", "2.3456 (2.1–2.6)", "3.4567"], ["KDA", "4", "5", "6"]]
+    console = Console(width=60, record=True)
+    console.print(table("loss", ["", "in windows", "memory carried", "state"], rows))
+    shown = console.export_text()
+    assert all(
+        number in shown for number in ("1.2345", "2.3456", "(2.1–2.6)", "3.4567", "KDA", "relu2", "windows")
+    )
+    assert max(map(len, shown.splitlines())) <= 60
