@@ -9,8 +9,10 @@ froze the choices.
 """
 
 import math
+import multiprocessing
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +93,21 @@ def made_up() -> tuple[dict[str, list[Opened]], list[str], str]:
     return made, texts, "The sea was grey. " * 100
 
 
-def asked(runs: Sequence[str]) -> tuple[dict[str, list[Opened]], int]:
-    """Models of NAME=RUN at their last step, by name, and the tokens of a window, which they share."""
-    opened, windows = defaultdict[str, list[Opened]](list), set[int]()
+def asked(runs: Sequence[str]) -> tuple[list[tuple[str, Path]], int]:
+    """The last steps of NAME=RUN, and the tokens of a window, which they share."""
+    found, windows = list[tuple[str, Path]](), set[int]()
     for name, _, run in (text.partition("=") for text in runs):
         train = checkpoint.load_config(Path(run)).train
-        opened[name].append(open_model(checkpoint.path_of(Path(run), train.steps)))
+        found.append((name, checkpoint.path_of(Path(run), train.steps)))
         windows.add(train.seq_len)
     if len(windows) != 1:
         raise SystemExit(f"seq_len: {sorted(windows)}, must be one and the same of all runs")
-    return opened, windows.pop()
+    return found, windows.pop()
+
+
+def read(run: Path, texts: Sequence[str], window: int) -> dict[str, Any]:
+    """`scored` of a run, in a process of its own."""
+    return scored(open_model(run), texts, window)
 
 
 def line(name: str, row: dict[str, Any]) -> list[str]:
@@ -120,6 +127,9 @@ def line(name: str, row: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = common.parser(__doc__, threads=2, repeats=1)
     parser.add_argument("runs", nargs="*", help="NAME=RUN, read at its last step")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs that are read at the same time (%(default)s)"
+    )
     args = parser.parse_args()
     if not args.quick:
         if not args.json or Path(args.json).exists():
@@ -128,16 +138,25 @@ def main() -> None:
             raise SystemExit(f"commit: {commit()}, must be without: choices are frozen before the reading")
     torch.set_num_threads(args.threads)
     shapes = f"clean split, sha256 {listed()[1].sha256}"
+    runs = defaultdict[str, list[dict[str, Any]]](list)
     if args.quick:
         opened, texts, before = made_up()
         window = 16
     else:
-        opened, window = asked(args.runs)
+        last, window = asked(args.runs)
         texts = [path.read_text(encoding="utf-8") for _, path in clean()]
         before = "".join(path.read_text(encoding="utf-8") for name, path in documents() if not is_clean(name))
     report = common.Report(args, TESTS, dtype="as trained", shapes=shapes)
     sizes = [len(text.encode()) for text in texts]
-    runs = {name: [scored(one, texts, window) for one in seeds] for name, seeds in opened.items()}
+    if args.quick:
+        for name, seeds in opened.items():
+            runs[name] = [scored(one, texts, window) for one in seeds]
+    else:
+        own = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(args.jobs, own, torch.set_num_threads, (args.threads,)) as pool:
+            reading = [(name, pool.submit(read, run, texts, window)) for name, run in last]
+            for name, result in reading:
+                runs[name].append(result.result())
     rows = compared(runs, sizes)
     packed = perplexity.compressors("".join(texts).encode(), before.encode()[-perplexity.PRIMED :])
     against = ["against the first, seeds", "documents"]
