@@ -99,6 +99,7 @@ def asked(runs: Sequence[str]) -> tuple[list[tuple[str, Path]], int]:
     for name, _, run in (text.partition("=") for text in runs):
         train = checkpoint.load_config(Path(run)).train
         found.append((name, checkpoint.path_of(Path(run), train.steps)))
+        open_model(found[-1][1])  # what cannot be read is told before the split is
         windows.add(train.seq_len)
     if len(windows) != 1:
         raise SystemExit(f"seq_len: {sorted(windows)}, must be one and the same of all runs")

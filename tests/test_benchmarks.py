@@ -305,7 +305,7 @@ def test_a_model_that_chats_is_converted_and_learns_chats_that_ended(tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())["results"]
     assert len(found["answers"]) == 20 and found["chats"]["bits_per_byte"] > 0
     assert {"position", "recall", "cost"} <= found["beside"].keys()
-    chats = (tmp_path / "runs" / "chats.jsonl").read_text().splitlines()
+    chats = next((tmp_path / "runs").glob("small-chats-*.jsonl")).read_text().splitlines()
     assert 0 < len(chats) < 36 * 8  # those that the teacher did not end are left out
 
 

@@ -159,8 +159,8 @@ def needs(package: str, extra: str) -> None:
 
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
-    """Table for a terminal: the first column to the left, the others, numbers, to the right. Where it is too wide, cells
-    are broken between words, and only names within them."""
+    """Table for a terminal: the first column to the left, the others, numbers, to the right. Where it is too wide,
+    cells are broken between words, and only names within them."""
     from rich.table import Table
     from rich.text import Text
 
@@ -169,10 +169,11 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> "Ta
         [[*map(escaped, row)] for row in rows],
     )
     for index, name in enumerate(head):
-        words = [word for row in cells if index for word in row[index].split()]
+        words = [word for cell in (name, *(row[index] for row in cells)) for word in cell.split()]
+        longest = max(map(len, words), default=0)
         made.add_column(
             Text(escaped(name)), justify="right" if index else "left", overflow="fold",
-            min_width=max(map(len, words), default=0),
+            min_width=longest if index else min(longest, 16),
         )  # fmt: skip
     for row in cells:
         made.add_row(*map(Text, row))  # a Text has no markup

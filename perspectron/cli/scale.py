@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar, Literal
@@ -29,6 +29,7 @@ from perspectron.util.errors import ConfigError
 from perspectron.util.files import locked, read_json, write_json
 from perspectron.util.numbers import fixed, short
 
+GROWING = ("sizes", "per_parameter")
 DESIGNS = "transformer,perspective2,rwkv7,gdn,ssd,gla"
 
 
@@ -126,12 +127,14 @@ class Scale:
         if kept.is_file():
             known: Study = load(Study, read_json(kept, ConfigError), str(kept))
             for name, value in dump(known).items():
-                asked = dump(study)[name]
-                grown = (
-                    name in ("sizes", "per_parameter") and asked[0] == value[0] and set(value) <= set(asked)
-                )
-                same = grown or asked == value
-                require(same, name, asked, f"{value} as in {kept}, or give a new folder as --out")
+                asked, more = dump(study)[name], ""
+                if name in GROWING and (name != "sizes" or asked[0] == value[0]):
+                    study = replace(study, **{name: max(getattr(known, name), getattr(study, name), key=len)})
+                    asked, value = sorted({*asked, *value}), dump(study)[name]
+                    more = ", all of them or more"
+                bound = f"{value} as in {kept}{more}, or give a new folder as --out"
+                require(asked == value, name, asked, bound)
+            return study
         scaling.checked(study)
         out.mkdir(parents=True, exist_ok=True)
         write_json(kept, dump(study))
@@ -150,6 +153,7 @@ class Scale:
         with locked(out), Work("encoding the text and planning"):
             scaling.text_of(out, study)
             plans = {at: self._plan(out, study, at) for at in study.points}
+            write_json(out / STUDY, dump(study))  # one that grows is kept once it can be trained
         if len(study.points) == 1:
             console.print("one size has no line; give --sizes or --per-parameter two or more for that")
         console.print(_estimate(study, plans, self.jobs))

@@ -212,8 +212,10 @@ def test_what_cannot_be_is_refused_before_anything_is_trained(changed, field, te
 def test_a_study_grows_by_what_is_larger_and_trains_nothing_again(whole, text, tmp_path):
     shutil.copytree(whole, tmp_path / "grown")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "grown").glob("*/cells/*/*")}
-    more = [*COMMAND, "--data", str(text), "--out", str(tmp_path / "grown"), "--sizes", "60k,120k,180k"]
-    assert before and main(more) == 0 and main(["scale", "--resume", str(tmp_path / "grown")]) == 0
+    again = [*COMMAND, "--data", str(text), "--out", str(tmp_path / "grown")]
+    assert main([*again, "--sizes", "60k,120k,50M"]) == ConfigError.exit_code  # the text is too short for it
+    assert before and main([*again, "--sizes", "60k,120k,180k"]) == 0
+    assert main(["scale", "--resume", str(tmp_path / "grown")]) == 0 == main(again)
     assert before == {path: path.stat().st_mtime_ns for path in before}
     cells = results(tmp_path / "grown")["cells"]
     assert [c for c in cells if c["size"] < 180_000] == results(whole)["cells"] and len(cells) == 6
