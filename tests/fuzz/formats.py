@@ -27,7 +27,8 @@ from perspectron import opening, presets
 from perspectron.cli.main import main
 from perspectron.compare.report import figures
 from perspectron.compare.results import write_page
-from perspectron.data import Loader, Tokenizer, encode, open_corpus, open_shards, template
+from perspectron.data import Tokenizer, encode, open_corpus, open_shards, template
+from perspectron.data.loader import Loader
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
