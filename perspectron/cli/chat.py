@@ -12,7 +12,17 @@ import tyro
 
 from perspectron.cli import kept
 from perspectron.cli.kept import Kept, Said, said_in
-from perspectron.cli.options import drafts_of, open_model, say, spoken
+from perspectron.cli.options import (
+    Cache,
+    Device,
+    Draft,
+    DraftTokens,
+    OpenedFrom,
+    drafts_of,
+    open_model,
+    say,
+    spoken,
+)
 from perspectron.cli.progress import Work
 from perspectron.cli.typed import FENCE, Messages, unheard
 from perspectron.data import Tokenizer
@@ -58,8 +68,7 @@ class Chat:
     FIRST: ClassVar[tuple[str, ...]] = (
         "--max-tokens", "--temperature", "--top-p", "--seed", "--stop", "--keep", "--load-state",
     )  # fmt: skip
-    run: tyro.conf.Positional[Path]
-    """Folder of a run, of one of its checkpoints, or of an artifact."""
+    run: OpenedFrom
     max_tokens: int = 100
     """Maximum number of tokens in an answer."""
     sampling: Asked = field(default_factory=Asked)
@@ -70,15 +79,10 @@ class Chat:
     over a pipe)."""
     load_state: Path | None = None
     """Continue this saved conversation, or begin with this trained memory; the talk is then not kept."""
-    draft: str | None = None
-    """Read tokens ahead that may follow, where that pays: "ngram" takes those that followed the last ones before, a
-    folder of a smaller model with the same tokenizer those that it draws. The text is the same."""
-    draft_tokens: int | None = None
-    """With --draft: tokens of a draft, at most (default: 15)."""
-    device: str = "auto"
-    """ "auto" is CUDA where there is one."""
-    cache: str | None = None
-    """Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."""
+    draft: Draft = None
+    draft_tokens: DraftTokens = None
+    device: Device = "auto"
+    cache: Cache = None
 
     def __call__(self) -> int:
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")

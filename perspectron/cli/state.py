@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import tyro
 
 from perspectron import opening
-from perspectron.cli.options import answer, open_model, say, table
+from perspectron.cli.options import Device, Json, answer, open_model, say, table
 from perspectron.cli.progress import Work
 from perspectron.decode import apart, merge, past
 from perspectron.decode.history import History, exhausted, history
@@ -27,7 +27,6 @@ SHOWN = 40  # characters of a text in a table
 Run = Annotated[
     Path | None, tyro.conf.arg(help="Folder of the model (default: the folder that the file is in).")
 ]
-Device = Annotated[str, tyro.conf.arg(help='"auto" is CUDA where there is one.')]
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,7 @@ class Log:
     """File of a memory, as `state read`, `chat` and servers write it."""
     run: Path | None = None
     """Folder of the model, to show the text."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         told = history(self.file)
@@ -122,8 +120,7 @@ class Diff:
     on: str = ""
     """A probe text, read after each."""
     device: Device = "auto"
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         opened_ = _model(self.run, self.a, self.device)
@@ -176,8 +173,7 @@ class Bisect:
     max_tokens: int = 16
     """Tokens of an answer."""
     device: Device = "auto"
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         session = _begun(_model(self.run, self.file, self.device)).loaded(self.file)
@@ -264,8 +260,7 @@ class Merge:
     on: str = ""
     """A probe text on which it is judged (default: what the model would say after both texts)."""
     device: Device = "auto"
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         begun = _begun(_model(self.run, self.a, self.device))

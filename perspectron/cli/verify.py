@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import tyro
 
-from perspectron.cli.options import answer, open_model, say, table
+from perspectron.cli.options import Json, answer, open_model, say, table
 from perspectron.cli.progress import Work
 from perspectron.util.config import require
 
@@ -86,8 +86,7 @@ class Verify:
     memory."""
     here: bool = False
     """Skip the other instruction sets, each of which needs a process."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         require(
