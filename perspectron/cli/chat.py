@@ -99,16 +99,14 @@ class Chat:
             say(f"{opened.model.config.name}; /help lists the commands")
         if line:
             say(line)
+        writable = terminal and self.run.is_dir() and os.access(self.run, os.W_OK)
         if self.load_state is not None:
             talk.load(str(self.load_state))
-        elif path := self.keep or (self._kept_in_run() if terminal else None):
+        elif path := self.keep or (self.run / kept.FILE if writable else None):
             talk.kept = Kept(path)
         with contextlib.nullcontext() if talk.kept is None else talk.kept.alone():
             talk.go_on()
             return self._answers(talk, terminal)
-
-    def _kept_in_run(self) -> Path | None:
-        return self.run / kept.FILE if self.run.is_dir() and os.access(self.run, os.W_OK) else None
 
     def _answers(self, talk: "Talk", terminal: bool) -> int:
         lines = Messages(terminal)
@@ -298,7 +296,8 @@ class Talk:
         now = self.now
         if self.template is None:
             session = now.session.fork()
-            begins = not session.tokens or not message or self._ends_a_line()
+            last = self.tokenizer.decode(session.tokens[-1:])
+            begins = not session.tokens or not message or last.endswith("\n")
             session.append(message if begins else f"\n{message}")
             return Point(session, gone=now.gone)
         if not message:
@@ -356,9 +355,6 @@ class Talk:
             f"{size:,} bytes of memory; {drawn:,} tokens drawn; {len(self.points)} points kept",
             file=sys.stderr,
         )
-
-    def _ends_a_line(self) -> bool:
-        return self.tokenizer.decode(self.now.session.tokens[-1:]).endswith("\n")
 
 
 def _path(file: str, command: str) -> Path:

@@ -93,7 +93,7 @@ class Log:
                 e.what,
                 "" if e.when is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(e.when)),
                 e.digest[:12],
-                e.parent[:12] or _short(text),
+                e.parent[:12] or (text and repr(text if len(text) <= SHOWN else text[: SHOWN - 1] + "…")),
             )
             for e, text in zip(told.entries, texts, strict=True)
         ]
@@ -302,7 +302,3 @@ def _title(path: Path, told: History) -> str:
     known = "" if told.whole else ", after what is remembered but not known"
     counts = f"{told.tokens:,} tokens, {told.drawn:,} drawn{known}"
     return f"{path}: {counts}; model {told.model[:12]}, digest {told.digest[:12]}"
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= SHOWN else text[: SHOWN - 1] + "…") if text else ""
