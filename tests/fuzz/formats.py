@@ -58,6 +58,7 @@ from perspectron.util.files import write_json
 from tests.compare.report.conftest import made_up
 from tests.data.templates import CONVERSATIONS, TEMPLATES, WEATHER
 from tests.fuzz.mutate import header_of, with_header
+from tests.states import sealed
 
 SIZES = {
     "d_model": 16,
@@ -113,7 +114,7 @@ def reseal_state(path: Path) -> None:
         end = max(entry["data_offsets"][1] for name, entry in fields.items() if name != "__metadata__")
         tensors = load(with_header(fields, rest[:end]))
         before = {} if parts else {"end": "0" * 32}
-        fields["__metadata__"] = before | appended.sealed(fields["__metadata__"], tensors)
+        fields["__metadata__"] = before | sealed(fields["__metadata__"], tensors)
         parts.append(with_header(fields, rest[:end]))
         data = rest[end:]
     whole = b"".join(parts)
