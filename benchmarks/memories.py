@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 from perspectron import presets
 from perspectron.cli.main import main as command
-from perspectron.data import Batch, Tokenizer
+from perspectron.data import Tokenizer
+from perspectron.data.loader import Batch
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session

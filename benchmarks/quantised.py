@@ -18,7 +18,8 @@ import common
 import torch
 
 from perspectron import presets
-from perspectron.data import Loader, Shards, Tokenizer
+from perspectron.data import Shards, Tokenizer
+from perspectron.data.loader import Loader
 from perspectron.model.model import LanguageModel
 from perspectron.quant.convert import Report, convert
 from perspectron.stream.artifact import save_artifact

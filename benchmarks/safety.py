@@ -16,7 +16,7 @@ import torch
 from facts import QUICK, SIZES, STEPS, TRAIN, classed, prepared, trained
 from torch import Tensor
 
-from perspectron.data import IGNORE, windows
+from perspectron.data.loader import IGNORE, windows
 from perspectron.designs.perspective.projection import Faces, faces, project
 from perspectron.designs.perspective.safety import Polytope, fit, of_tokens, states
 from perspectron.opening import Opened

@@ -21,8 +21,9 @@ from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
+from perspectron.model import appended
 from perspectron.model.model import LanguageModel, build
-from perspectron.model.state import LMState, read_state, write_state
+from perspectron.model.state import LMState, packed, read_state
 from perspectron.serve.engine import Engine, Event, Full, Job
 from perspectron.util.machine import Peak
 
@@ -72,7 +73,7 @@ def restored_state(name: str, folder: Path, repeats: int) -> dict[str, Any]:
     """Seconds to read a file of a state of this preset, without its weights: warm, and after the file was dropped from
     the page cache."""
     shapes, path, found = Shapes(name), folder / "whole", dict[str, Any]()
-    write_state(path, shapes.init_state(1, device="cpu"), shapes, extra={})
+    appended.write(path, packed(path, shapes.init_state(1, device="cpu"), shapes, {}), path)
     size = path.stat().st_size
     for kind in ("warm", "cold"):
         seconds = []

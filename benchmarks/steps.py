@@ -81,8 +81,8 @@ def ways(model: LanguageModel, rows: int, tokens: int) -> dict[str, Callable[[],
 
         def watched(places: Array[c_int64]) -> None:
             marks = list[float]()
-            for count in (0, 0, tape._checks):
-                tape._native(tape._tape.ctypes.data, count, places, 1)
+            for count in (0, 0, tape.checks):
+                tape._native(tape.instructions.ctypes.data, count, places, 1)
                 marks.append(time.perf_counter())
             seconds.append(marks[2] - 2 * marks[1] + marks[0])
             run(places)

@@ -9,7 +9,7 @@ import tyro
 
 from perspectron.cli.compare import finish
 from perspectron.cli.console import progress
-from perspectron.cli.options import answer, count
+from perspectron.cli.options import Jobs, answer, count
 from perspectron.cli.progress import Work
 from perspectron.compare.ablations import Ablation, ablate, ablations_of
 from perspectron.compare.plan import Models, Settings, plan, threads_for
@@ -52,8 +52,7 @@ class Ablate:
     """Number of trainings of each arm."""
     suites: str = ""
     """Suites to run besides the held-out loss, separated by commas: position, calibration, robustness."""
-    jobs: int = 1
-    """Number of trainings at the same time."""
+    jobs: Jobs = 1
 
     def __call__(self) -> int:
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")

@@ -12,7 +12,17 @@ import tyro
 
 from perspectron.cli import kept
 from perspectron.cli.kept import Kept, Said, said_in
-from perspectron.cli.options import drafts_of, open_model, say, spoken
+from perspectron.cli.options import (
+    Cache,
+    Device,
+    Draft,
+    DraftTokens,
+    OpenedFrom,
+    drafts_of,
+    open_model,
+    say,
+    spoken,
+)
 from perspectron.cli.progress import Work
 from perspectron.cli.typed import FENCE, Messages, unheard
 from perspectron.data import Tokenizer
@@ -58,8 +68,7 @@ class Chat:
     FIRST: ClassVar[tuple[str, ...]] = (
         "--max-tokens", "--temperature", "--top-p", "--seed", "--stop", "--keep", "--load-state",
     )  # fmt: skip
-    run: tyro.conf.Positional[Path]
-    """Folder of a run, of one of its checkpoints, or of an artifact."""
+    run: OpenedFrom
     max_tokens: int = 100
     """Maximum number of tokens in an answer."""
     sampling: Asked = field(default_factory=Asked)
@@ -70,15 +79,10 @@ class Chat:
     over a pipe)."""
     load_state: Path | None = None
     """Continue this saved conversation, or begin with this trained memory; the talk is then not kept."""
-    draft: str | None = None
-    """Read tokens ahead that may follow, where that pays: "ngram" takes those that followed the last ones before, a
-    folder of a smaller model with the same tokenizer those that it draws. The text is the same."""
-    draft_tokens: int | None = None
-    """With --draft: tokens of a draft, at most (default: 15)."""
-    device: str = "auto"
-    """ "auto" is CUDA where there is one."""
-    cache: str | None = None
-    """Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."""
+    draft: Draft = None
+    draft_tokens: DraftTokens = None
+    device: Device = "auto"
+    cache: Cache = None
 
     def __call__(self) -> int:
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
@@ -95,16 +99,14 @@ class Chat:
             say(f"{opened.model.config.name}; /help lists the commands")
         if line:
             say(line)
+        writable = terminal and self.run.is_dir() and os.access(self.run, os.W_OK)
         if self.load_state is not None:
             talk.load(str(self.load_state))
-        elif path := self.keep or (self._kept_in_run() if terminal else None):
+        elif path := self.keep or (self.run / kept.FILE if writable else None):
             talk.kept = Kept(path)
         with contextlib.nullcontext() if talk.kept is None else talk.kept.alone():
             talk.go_on()
             return self._answers(talk, terminal)
-
-    def _kept_in_run(self) -> Path | None:
-        return self.run / kept.FILE if self.run.is_dir() and os.access(self.run, os.W_OK) else None
 
     def _answers(self, talk: "Talk", terminal: bool) -> int:
         lines = Messages(terminal)
@@ -294,7 +296,8 @@ class Talk:
         now = self.now
         if self.template is None:
             session = now.session.fork()
-            begins = not session.tokens or not message or self._ends_a_line()
+            last = self.tokenizer.decode(session.tokens[-1:])
+            begins = not session.tokens or not message or last.endswith("\n")
             session.append(message if begins else f"\n{message}")
             return Point(session, gone=now.gone)
         if not message:
@@ -352,9 +355,6 @@ class Talk:
             f"{size:,} bytes of memory; {drawn:,} tokens drawn; {len(self.points)} points kept",
             file=sys.stderr,
         )
-
-    def _ends_a_line(self) -> bool:
-        return self.tokenizer.decode(self.now.session.tokens[-1:]).endswith("\n")
 
 
 def _path(file: str, command: str) -> Path:

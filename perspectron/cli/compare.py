@@ -17,7 +17,7 @@ from rich.progress import (
 from rich.table import Table
 
 from perspectron.cli.console import Console, progress
-from perspectron.cli.options import count, say, table
+from perspectron.cli.options import BatchSize, Device, Encoding, Jobs, SeqLen, count, say, table
 from perspectron.cli.progress import Work
 from perspectron.compare import measure, pool, results, run
 from perspectron.compare.plan import (
@@ -90,8 +90,7 @@ class Compare:
     data: str = Settings.data
     """ "stdlib", "sources" or "prose" (of the packages installed), "books", a text file, a folder, a table such as
     .jsonl, or a folder written by `tokenize`."""
-    encoding: str = ""
-    """Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
+    encoding: Encoding = ""
     heldout: float = Settings.heldout
     """Share of the text that is held out and read once, at the end."""
     dev: float = Settings.dev
@@ -103,10 +102,8 @@ class Compare:
     """With --match state: bytes of state; 0 takes the first design's."""
     vocab_size: int = Settings.vocab_size
     """Size of the vocabulary; 0 derives it from the parameters."""
-    seq_len: int = Settings.seq_len
-    """Tokens in a window."""
-    batch_size: int = Settings.batch_size
-    """Windows in a batch."""
+    seq_len: SeqLen = Settings.seq_len
+    batch_size: BatchSize = Settings.batch_size
     rates: tuple[float, ...] = Settings.rates
     """Peak learning rates to try for each design, extended if the best is at an end; a single one is used without a
     trial."""
@@ -116,15 +113,13 @@ class Compare:
     """Share of the tokens for each trial."""
     dtype: Literal["auto", "float32", "bfloat16"] = Settings.dtype
     """Autocast for all designs; "auto" takes bfloat16 if it is measured to be faster."""
-    device: str = Settings.device
-    """ "auto" is CUDA where there is one."""
+    device: Device = Settings.device
     suites: str = ",".join(BESIDE_LOSS)
     """Suites to measure trained models with, besides their loss."""
     recall: Literal["quick", "full", "long"] = Settings.recall
     """Recall tasks: "quick" is two with one seed, "full" all with three seeds, which takes much longer, "long" many
     pairs and facts that are combined, with one."""
-    jobs: int = 1
-    """Number of trainings at the same time."""
+    jobs: Jobs = 1
 
     def __call__(self) -> int:
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")

@@ -11,7 +11,7 @@ import tyro
 
 from perspectron.cli.console import progress
 from perspectron.cli.fit import fit_with_a_bar, nothing_left
-from perspectron.cli.options import answer, count, table
+from perspectron.cli.options import Device, answer, count, table
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer, absolute, open_shards
 from perspectron.opening import describe
@@ -65,8 +65,7 @@ class Convert:
     """Seed of new weights and of the order of the text."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Autocast, as `train` has it."""
-    device: str = "auto"
-    """ "auto" is CUDA where there is one."""
+    device: Device = "auto"
     json: bool = False
     """Print JSON lines."""
 

@@ -5,9 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import tyro
-
-from perspectron.cli.options import Sets, answer, assignments, open_model, say
+from perspectron.cli.options import (
+    Cache,
+    Device,
+    Json,
+    OpenedFrom,
+    Sets,
+    answer,
+    assignments,
+    open_model,
+    say,
+)
 from perspectron.cli.progress import Work
 from perspectron.data import Split, encode, open_corpus, with_encoding
 from perspectron.data.origin import template_of_prompts
@@ -35,8 +43,7 @@ class Eval:
     """
 
     FIRST: ClassVar[tuple[str, ...]] = ("--suite", "--set", "--data", "--tokens", "--json")
-    run: tyro.conf.Positional[Path]
-    """Folder of a run, of one of its checkpoints, or of an artifact."""
+    run: OpenedFrom
     suite: str = "perplexity"
     """perplexity, position, calibration, robustness, cost, recall, conversation, conversion (of a run
     that `convert` made), perspectives or depth."""
@@ -52,14 +59,11 @@ class Eval:
     """Tokens in a window, and of the ring that attention has with memory carried (default: as in training)."""
     tokens: int | None = None
     """Number of tokens to measure, from the start; 0 is all (default: all, or fewer in the other suites)."""
-    cache: str | None = None
-    """Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."""
-    device: str = "auto"
-    """ "auto" is CUDA where there is one."""
+    cache: Cache = None
+    device: Device = "auto"
     seed: int | None = None
     """Seed of a suite's random numbers (default: 0)."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         suite = SUITES[one_of(self.suite, SUITES, "suite")]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from perspectron.cli.options import answer, needs, open_model, say
+from perspectron.cli.options import Json, answer, needs, open_model, say
 from perspectron.cli.progress import Work
 from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError
@@ -33,8 +33,7 @@ class Export:
     """New file for ONNX runtimes (PDR, GLA, Mamba-2 and attention, without experts)."""
     context: int = 1024
     """With --onnx: number of tokens that full attention looks back on."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         one = (self.hf is None) != (self.onnx is None)

@@ -12,7 +12,20 @@ import tyro
 from rich.table import Table
 
 from perspectron import native
-from perspectron.cli.options import answer, drafts_of, open_model, perspectives_of, say, spoken, table
+from perspectron.cli.options import (
+    Cache,
+    Device,
+    Draft,
+    DraftTokens,
+    OpenedFrom,
+    answer,
+    drafts_of,
+    open_model,
+    perspectives_of,
+    say,
+    spoken,
+    table,
+)
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
 from perspectron.decode.conversation import Conversation
@@ -52,8 +65,7 @@ class Generate:
     FIRST: ClassVar[tuple[str, ...]] = (
         "--max-tokens", "--temperature", "--top-p", "--seed", "--stop", "--save-state", "--load-state", "--json",
     )  # fmt: skip
-    run: tyro.conf.Positional[Path]
-    """Folder of a run, of one of its checkpoints, or of an artifact."""
+    run: OpenedFrom
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
     """Texts to continue, in one batch, each with its own random stream; "-" reads standard input; without a prompt a
     new text starts. A terminal shows a prompt that was typed before its text; a pipe has the text alone."""
@@ -78,10 +90,8 @@ class Generate:
     --adapter FILE` continues as if nothing had stopped."""
     warm: bool = False
     """First load the experts that this machine has used most; the artifact's usage.json counts them."""
-    device: str = "auto"
-    """ "auto" is CUDA where there is one."""
-    cache: str | None = None
-    """Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."""
+    device: Device = "auto"
+    cache: Cache = None
     verify: bool = False
     """Check every file of an artifact first."""
     perspectives: bool = False
@@ -93,11 +103,8 @@ class Generate:
     """Safe set that `perspective safety fit` wrote for this model."""
     action: str = "project"
     """With --safety: project states into the set, flag tokens, stop, or mask the tokens that the set names."""
-    draft: str | None = None
-    """Read tokens ahead that may follow, where that pays: "ngram" takes those that followed the last ones before, a
-    folder of a smaller model with the same tokenizer those that it draws. The text is the same."""
-    draft_tokens: int | None = None
-    """With --draft: tokens of a draft, at most (default: 15)."""
+    draft: Draft = None
+    draft_tokens: DraftTokens = None
     bench: bool = False
     """Measure the cost of a token instead, next to the time to read its bytes from memory (on the CPU, one prompt,
     greedy)."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from perspectron.cli.options import answer
+from perspectron.cli.options import Json, answer
 from perspectron.cli.progress import Work
 from perspectron.util.config import meant_beside, require
 
@@ -34,8 +34,7 @@ class Import:
     trained."""
     cache: Literal["full", "bfloat16"] = "full"
     """Keys and values of the state in float32, or rounded to bfloat16, of half the size."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         require(not self.out.exists(), "out", str(self.out), "a new folder")

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 import tyro
 from rich.table import Table
 
-from perspectron.cli.options import Sets, answer, describe, table
+from perspectron.cli.options import Json, Sets, answer, describe, table
 from perspectron.model.census import Census, census
 
 
@@ -22,8 +22,7 @@ class Inspect:
     """A preset, or the folder of a run or an artifact."""
     set: Sets = ()
     """Sizes of the preset to replace, as KEY=VALUE."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         config = describe(self.model, self.set).model

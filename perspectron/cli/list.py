@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perspectron.cli import catalogue
+from perspectron.cli.options import Json
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,7 @@ class List:
     Example: perspectron list
     """
 
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         kept = catalogue.read()

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
+from tyro.conf import Positional, UseAppendAction, arg
 
 from perspectron.cli.progress import Work
 from perspectron.util.config import assignment, meant_beside, require
@@ -28,8 +28,26 @@ NGRAM = "ngram"
 POWERS = "KMGT"
 WIDEST = 1000  # characters of a table
 LARGEST = 2**62
-Sets = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
+Sets = UseAppendAction[tuple[tuple[str, ...], ...]]
 """The values of every `--set KEY=VALUE …`; the option may be given several times."""
+
+# Options that several commands have.
+CACHE = "Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."
+DRAFT = """Read tokens ahead that may follow, where that pays: "ngram" takes those that followed the last ones before, \
+a folder of a smaller model with the same tokenizer those that it draws. The text is the same."""
+ENCODING = "Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."
+OPENED = "Folder of a run, of one of its checkpoints, or of an artifact."
+BatchSize = Annotated[int, arg(help="Windows in a batch.")]
+Cache = Annotated[str | None, arg(help=CACHE)]
+Device = Annotated[str, arg(help='"auto" is CUDA where there is one.')]
+Draft = Annotated[str | None, arg(help=DRAFT)]
+DraftTokens = Annotated[int | None, arg(help="With --draft: tokens of a draft, at most (default: 15).")]
+Encoding = Annotated[str, arg(help=ENCODING)]
+Jobs = Annotated[int, arg(help="Number of trainings at the same time.")]
+Json = Annotated[bool, arg(help="Print one JSON object.")]
+OpenedFrom = Annotated[Positional[Path], arg(help=OPENED)]
+SeqLen = Annotated[int, arg(help="Tokens in a window.")]
+
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([KMGT])(i?))?B?", re.ASCII | re.IGNORECASE)
 _COMMAND = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 BOUND = "a size like 24G, 512M or 1.5GiB"

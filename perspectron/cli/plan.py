@@ -8,7 +8,7 @@ import torch
 import tyro
 from rich.table import Table
 
-from perspectron.cli.options import Sets, answer, describe, rate, size, table
+from perspectron.cli.options import Json, Sets, answer, describe, rate, size, table
 from perspectron.cli.plan_training import plan_training
 from perspectron.opening import Folder
 from perspectron.stream import speed
@@ -62,8 +62,7 @@ class Plan:
     """File written by `perspectron perspective trace`; its cache misses become one of the cases."""
     set: Sets = ()
     """Sizes of the preset to replace, as KEY=VALUE."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
     train: bool = False
     """Predict a training instead of decoding: memory of each GPU."""
     gpus: int = 1

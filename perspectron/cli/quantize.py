@@ -9,7 +9,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from perspectron.cli.options import answer, table
+from perspectron.cli.options import Json, answer, table
 from perspectron.cli.progress import Work
 from perspectron.data import Shards, Split, Tokenizer, encode, open_corpus, origin
 from perspectron.data.template import Template
@@ -49,8 +49,7 @@ class Quantize:
     and what was trained from one 4bit32)."""
     tokens: int = 0
     """Number of held-out tokens to measure the loss on; 0 is all."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         require(self.windows is None or self.windows >= 1, "windows", self.windows, "≥ 1")

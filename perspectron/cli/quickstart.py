@@ -11,7 +11,7 @@ import perspectron
 from perspectron import presets
 from perspectron.cli.console import Console
 from perspectron.cli.fit import fit
-from perspectron.cli.options import table
+from perspectron.cli.options import Encoding, table
 from perspectron.cli.tokenize import Tokenize
 from perspectron.data import absolute, open_shards
 from perspectron.decode.conversation import Conversation
@@ -50,8 +50,7 @@ class Quickstart:
     """Output folder."""
     data: str = "stdlib"
     """The text: "stdlib", or what `perspectron train --data` takes."""
-    encoding: str = ""
-    """Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
+    encoding: Encoding = ""
     steps: int = 600
     """Number of updates for each model, of 8 × 128 tokens each."""
     model: Path | None = None

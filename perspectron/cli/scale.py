@@ -14,7 +14,7 @@ from rich.table import Table
 
 from perspectron.cli.compare import finish
 from perspectron.cli.console import Console, progress
-from perspectron.cli.options import count, table
+from perspectron.cli.options import BatchSize, Device, Jobs, SeqLen, count, table
 from perspectron.cli.progress import Work
 from perspectron.compare import pool, run, scaling
 from perspectron.compare.plan import Plan, models_of_designs, plan, threads_for
@@ -70,21 +70,17 @@ class Scale:
     """Share of the text on which rates are chosen."""
     vocab_size: int = Study.vocab_size
     """Size of the vocabulary of all sizes; 0 is what suits the smallest."""
-    seq_len: int = Study.seq_len
-    """Tokens in a window."""
-    batch_size: int = Study.batch_size
-    """Windows in a batch."""
+    seq_len: SeqLen = Study.seq_len
+    batch_size: BatchSize = Study.batch_size
     rates: tuple[float, ...] = Study.rates
     """Peak learning rates that each design tries at the smallest size, over a whole training (default: the rate of the
     design). From size to size the rate falls by the cube root of the parameters."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Autocast for all designs."""
-    device: str = Study.device
-    """ "auto" is CUDA where there is one."""
+    device: Device = Study.device
     minutes: float | None = None
     """Stop after so many minutes, having saved everything."""
-    jobs: int = 1
-    """Number of trainings at the same time."""
+    jobs: Jobs = 1
 
     def __call__(self) -> int:
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from perspectron.cli.compare import train
 from perspectron.cli.console import progress
-from perspectron.cli.options import count
+from perspectron.cli.options import BatchSize, Device, Encoding, Jobs, SeqLen, count
 from perspectron.cli.progress import Work
 from perspectron.compare import pool, search
 from perspectron.compare.plan import Settings, plan, threads_for
@@ -47,24 +47,19 @@ class Search:
     """Active parameters of each candidate, within 2%."""
     data: str = Settings.data
     """Text, as in `compare`."""
-    encoding: str = ""
-    """Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
+    encoding: Encoding = ""
     heldout: float = Settings.heldout
     """Share of the text that is held out and not read."""
     dev: float = Settings.dev
     """Share of the text that is used to choose candidates and not for training."""
-    seq_len: int = Settings.seq_len
-    """Tokens in a window."""
-    batch_size: int = Settings.batch_size
-    """Windows in a batch."""
+    seq_len: SeqLen = Settings.seq_len
+    batch_size: BatchSize = Settings.batch_size
     dtype: Literal["auto", "float32", "bfloat16"] = Settings.dtype
     """Autocast for all candidates; "auto" takes bfloat16 if it is measured to be faster."""
-    device: str = Settings.device
-    """ "auto" is CUDA where there is one."""
+    device: Device = Settings.device
     seed: int = 0
     """Seed for drawing from a space larger than --candidates."""
-    jobs: int = 1
-    """Number of trainings at the same time."""
+    jobs: Jobs = 1
 
     def __call__(self) -> int:
         for name in ("candidates", "jobs"):

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from perspectron.cli.options import answer, say, table
+from perspectron.cli.options import Json, answer, say, table
 from perspectron.cli.progress import Work
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ class Selftest:
 
     device: str = "auto"
     """The device: cpu, cuda, cuda:1; "auto" is CUDA where there is one."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         from perspectron.ops import selftest

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 import tyro
 
-from perspectron.cli.options import drafts_of, needs, open_model, perspectives_of, say, size
+from perspectron.cli.options import (
+    Cache,
+    Draft,
+    DraftTokens,
+    drafts_of,
+    needs,
+    open_model,
+    perspectives_of,
+    say,
+    size,
+)
 from perspectron.ops.experts import FEW
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
@@ -81,13 +91,9 @@ class Serve:
     each token. Prompt prefixes are not shared."""
     calibration: Path | None = None
     """File that `perspective views` wrote for the model (default: fixed thresholds)."""
-    draft: str | None = None
-    """Read tokens ahead that may follow, where that pays: "ngram" takes those that followed the last ones before, a
-    folder of a smaller model with the same tokenizer those that it draws. The text is the same."""
-    draft_tokens: int | None = None
-    """With --draft: tokens of a draft, at most (default: 15)."""
-    cache: str | None = None
-    """Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."""
+    draft: Draft = None
+    draft_tokens: DraftTokens = None
+    cache: Cache = None
 
     def __call__(self) -> int:
         self._check()

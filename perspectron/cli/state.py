@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import tyro
 
 from perspectron import opening
-from perspectron.cli.options import answer, open_model, say, table
+from perspectron.cli.options import Device, Json, answer, open_model, say, table
 from perspectron.cli.progress import Work
 from perspectron.decode import apart, merge, past
 from perspectron.decode.history import History, exhausted, history
@@ -27,7 +27,6 @@ SHOWN = 40  # characters of a text in a table
 Run = Annotated[
     Path | None, tyro.conf.arg(help="Folder of the model (default: the folder that the file is in).")
 ]
-Device = Annotated[str, tyro.conf.arg(help='"auto" is CUDA where there is one.')]
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,7 @@ class Log:
     """File of a memory, as `state read`, `chat` and servers write it."""
     run: Path | None = None
     """Folder of the model, to show the text."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         told = history(self.file)
@@ -95,7 +93,7 @@ class Log:
                 e.what,
                 "" if e.when is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(e.when)),
                 e.digest[:12],
-                e.parent[:12] or _short(text),
+                e.parent[:12] or (text and repr(text if len(text) <= SHOWN else text[: SHOWN - 1] + "…")),
             )
             for e, text in zip(told.entries, texts, strict=True)
         ]
@@ -122,8 +120,7 @@ class Diff:
     on: str = ""
     """A probe text, read after each."""
     device: Device = "auto"
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         opened_ = _model(self.run, self.a, self.device)
@@ -176,8 +173,7 @@ class Bisect:
     max_tokens: int = 16
     """Tokens of an answer."""
     device: Device = "auto"
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         session = _begun(_model(self.run, self.file, self.device)).loaded(self.file)
@@ -264,8 +260,7 @@ class Merge:
     on: str = ""
     """A probe text on which it is judged (default: what the model would say after both texts)."""
     device: Device = "auto"
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         begun = _begun(_model(self.run, self.a, self.device))
@@ -307,7 +302,3 @@ def _title(path: Path, told: History) -> str:
     known = "" if told.whole else ", after what is remembered but not known"
     counts = f"{told.tokens:,} tokens, {told.drawn:,} drawn{known}"
     return f"{path}: {counts}; model {told.model[:12]}, digest {told.digest[:12]}"
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= SHOWN else text[: SHOWN - 1] + "…") if text else ""

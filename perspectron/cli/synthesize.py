@@ -8,7 +8,7 @@ from typing import Literal
 import tyro
 
 from perspectron import presets
-from perspectron.cli.options import Sets, answer, assignments
+from perspectron.cli.options import Encoding, Json, Sets, answer, assignments
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer, open_corpus, with_encoding
 from perspectron.stream.synthetic import synthesize
@@ -36,12 +36,10 @@ class Synthesize:
     """Sizes of the preset to replace, as KEY=VALUE."""
     data: str = "stdlib"
     """Corpus from which the tokenizer learns."""
-    encoding: str = ""
-    """Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
+    encoding: Encoding = ""
     seed: int = 0
     """Seed of the weights."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         known = [name for name, preset in presets.PRESETS.items() if preset.design == "perspective"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from perspectron.cli.options import answer
+from perspectron.cli.options import Encoding, Json, answer
 from perspectron.cli.progress import Work
 from perspectron.data import encode, made_in, open_corpus, with_encoding
 from perspectron.util.config import require
@@ -30,14 +30,12 @@ class Tokenize:
     """Maximum size of the vocabulary."""
     tokenizer: str = "bpe"
     """ "bpe" is learned from the text; "bytes", "characters", or a tokenizer.json to use."""
-    encoding: str = ""
-    """Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
+    encoding: Encoding = ""
     heldout: float = 0.05
     """Share of the text that is never trained on."""
     dev: float = 0.0
     """Share of the text for the dev split, taken from the training text."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")

@@ -13,7 +13,7 @@ import tyro
 
 from perspectron import presets
 from perspectron.cli.fit import CLOSING, fit
-from perspectron.cli.options import Sets, assignments, count, differences, needs
+from perspectron.cli.options import Encoding, Sets, assignments, count, differences, needs
 from perspectron.cli.progress import Work
 from perspectron.cli.tune import tune
 from perspectron.data import (
@@ -91,8 +91,7 @@ class Train:
     """Train on this many tokens, such as 20M, instead of --steps."""
     epochs: float | None = None
     """Train on this many passes over the text, instead of --steps."""
-    encoding: str = ""
-    """Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
+    encoding: Encoding = ""
     preset: str = ""
     """Model to train; `perspectron list` shows the choices (default: perspective2 at a size that fits the time or the
     tokens; with --init, the model of that run)."""

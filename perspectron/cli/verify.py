@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import tyro
 
-from perspectron.cli.options import answer, open_model, say, table
+from perspectron.cli.options import Json, answer, open_model, say, table
 from perspectron.cli.progress import Work
 from perspectron.util.config import require
 
@@ -86,8 +86,7 @@ class Verify:
     memory."""
     here: bool = False
     """Skip the other instruction sets, each of which needs a process."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         require(
@@ -157,7 +156,8 @@ class Verify:
             for together in (False, True):
                 digest = verify.digest(streamed.model, streamed.tokenizer, together=together)
                 ways.append(verify.Way(together, f"experts in {self.cache}", digest, True))
-        broken = [way for way in ways if way.promised and way.digest != _alone(ways, way.together).digest]
+        alone = {way.together: way.digest for way in reversed(ways)}  # it comes first of its kind
+        broken = [way for way in ways if way.promised and way.digest != alone[way.together]]
         fields = {"run": str(self.run), "bits": verify.bits(), "ways": [asdict(way) for way in ways]}
         lines = [line for together in (False, True) for line in _lines(ways, together)]
         answer(self.json, fields | {"holds": not broken}, *lines)
@@ -215,11 +215,6 @@ def _differences(rows: "list[Row]") -> list[str]:
             if one["wanted"]["text"] != one["found"]["text"]:
                 lines += [f"  wanted {one['wanted']['text']!r}", f"  found  {one['found']['text']!r}"]
     return lines
-
-
-def _alone(ways: "list[Way]", together: bool) -> "Way":
-    """The text with no other beside it."""
-    return next(way for way in ways if way.together == together)
 
 
 def _lines(ways: "list[Way]", together: bool) -> list[str]:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 
 from perspectron import presets
-from perspectron.data import Loader, Shards, Tokenizer, encode, made_in, open_corpus, open_shards
+from perspectron.data import Shards, Tokenizer, encode, made_in, open_corpus, open_shards
+from perspectron.data.loader import Loader
 from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.eval.timing import Setting, seconds_per_step
 from perspectron.model.census import census, state_bytes

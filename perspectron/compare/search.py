@@ -77,14 +77,11 @@ def candidates(design: str, space: Space, most: int, seed: int) -> list[Candidat
 
 def _named(design: str, sizes: Mapping[str, Any]) -> str:
     """The variant's name: "DESIGN[KEY=VALUE,…]"."""
-    items = ",".join(f"{key}={_toml(value)}" for key, value in sizes.items())
+    typed = {key: str(value).lower() if isinstance(value, bool) else value for key, value in sizes.items()}
+    items = ",".join(f"{key}={value}" for key, value in typed.items())
     if not items:
         return design
     return f"{design.removesuffix(']')},{items}]" if design.endswith("]") else f"{design}[{items}]"
-
-
-def _toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def settle(out: Path, space: Space, rungs: list[int], keep: int, seed: int) -> None:

@@ -90,7 +90,7 @@ def documents() -> Pieces:
         raise DataError("books: no home folder, need one to keep their plain text in")
     every, folder = listed()[0], place / "books"
     texts = {book: folder / book.sha256[:16] for book in every}
-    lacking = [book for book in every if _digest(texts[book]) != book.sha256]
+    lacking = [book for book in every if digest_of(sorted(texts[book].glob("*.txt"))) != book.sha256]
     files = _installed(lacking)
     with locked(folder, patience=600.0):
         for book in lacking:
@@ -126,10 +126,6 @@ def pieces(text: str) -> Iterator[str]:
         yield text[start : end + 1]
         start = end + 1
     yield text[start:]
-
-
-def _digest(folder: Path) -> str:
-    return digest_of(sorted(folder.glob("*.txt")))
 
 
 def _installed(books: list[Book]) -> dict[Book, Path]:

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 import torch
@@ -119,7 +118,9 @@ class Loader:
             _Source(first, source.tokens, seq_len, seed)
             for first, source in zip(firsts, split.sources, strict=False)
         ]
-        self._shares = _nested([source.weight for source in split.sources])
+        weights = [source.weight for source in split.sources]
+        # Each weight as a share of those that are left from it on.
+        self._shares = [weight / sum(weights[i:]) for i, weight in enumerate(weights)]
         self.sources = _digest(split.sources) if len(split.sources) > 1 else 0
         self.windows = sum(source.windows for source in self._sources)
 
@@ -171,11 +172,6 @@ class Loader:
         if not 0 <= state["cursor"] <= self.windows:
             raise DataError(f"loader state: cursor {state['cursor']} is not between 0 and {self.windows}")
         self.epoch, self.cursor = state["epoch"], state["cursor"]
-
-
-def _nested(weights: list[Fraction]) -> list[Fraction]:
-    """Each weight as a share of those that are left from it on."""
-    return [weight / sum(weights[i:]) for i, weight in enumerate(weights)]
 
 
 def _digest(sources: Sequence[Source]) -> int:

@@ -1,6 +1,5 @@
 """Manifests of encoded text: what they say, checked, and the files that they vouch for."""
 
-import os
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +14,8 @@ from perspectron.data.corpus import SPLITS, SplitName
 from perspectron.data.mixture import MOST_SOURCES, weight_of
 from perspectron.data.tokenizer import MOST_TOKENS
 from perspectron.util.errors import DataError
-from perspectron.util.files import open_file, opened, read_json, safe_join, sha256, write_json
+from perspectron.util.files import Record as File
+from perspectron.util.files import opened, read_json, safe_join, write_json
 from perspectron.util.schema import checked
 
 MANIFEST = "manifest.json"
@@ -134,13 +134,16 @@ def dump(path: Path, manifest: Manifest | Mixed) -> None:
 def check_shard(
     folder: Path, split: SplitName, index: int, record: Record, head: Manifest, verify: bool
 ) -> None:
-    dtype = np.dtype(head.dtype)
+    dtype, positions = np.dtype(head.dtype), record.documents * POSITION.itemsize
     ids_file, starts_file = file_of(folder, split, index, "bin"), file_of(folder, split, index, "starts")
-    _check_file(ids_file, record.tokens * dtype.itemsize, record.sha256 if verify else None)
-    _check_file(starts_file, record.documents * POSITION.itemsize, record.starts_sha256 if verify else None)
+    files = [
+        (ids_file, File(record.tokens * dtype.itemsize, record.sha256)),
+        (starts_file, File(positions, record.starts_sha256)),
+    ]
     if head.completions:
-        size = record.documents * POSITION.itemsize
-        _check_file(file_of(folder, split, index, "learned"), size, record.learned_sha256 if verify else None)
+        files.append((file_of(folder, split, index, "learned"), File(positions, record.learned_sha256)))
+    for path, file in files:
+        file.check(folder, path.name, DataError, contents=verify)
     if not verify:
         return
     ids = read(ids_file, dtype)
@@ -152,17 +155,3 @@ def check_shard(
         raise DataError(
             f"{starts_file}: not the positions of documents in {ids_file.name}, one after another"
         )
-
-
-def _check_file(path: Path, size: int, digest: str | None) -> None:
-    try:
-        with open_file(path) as file:
-            actual_size = os.fstat(file.fileno()).st_size
-        if actual_size != size:
-            raise DataError(f"{path}: {actual_size} bytes, expected {size}")
-        if digest is not None and (actual := sha256(path)) != digest:
-            raise DataError(f"{path}: SHA-256 is {actual}, expected {digest}")
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file, expected {size} bytes") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None

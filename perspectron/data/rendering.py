@@ -46,7 +46,8 @@ def environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     made.filters["tojson"] = _json
-    made.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    made.globals["raise_exception"] = _refuse
+    made.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return made
 
 
@@ -60,10 +61,6 @@ def _json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-
-
-def _now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def _refuse(message: object) -> NoReturn:

@@ -39,7 +39,7 @@ class Part:
     @property
     def share(self) -> float:
         """The hash of its name, in [0, 1), by which it goes to a split."""
-        return share_of(_key(self.name))
+        return share_of(self.name.encode("utf-8", "surrogateescape"))
 
     @property
     def kind(self) -> str:
@@ -222,10 +222,6 @@ def _portion(
             taken += [pair[1]] if text.begin < at else []
             wanted = 0
     return taken, left
-
-
-def _key(name: str) -> bytes:
-    return name.encode("utf-8", "surrogateescape")
 
 
 def _cut(part: Part, shares: Shares) -> dict[SplitName, list[Part]]:

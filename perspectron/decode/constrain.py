@@ -138,11 +138,6 @@ class Constraint(Hook):
         return Matcher(inner, self.tokenizer.vocab_size, _end(self.tokenizer))
 
 
-def json_object(tokenizer: Vocabulary) -> Constraint:
-    """Any JSON object. ConfigError: the library is not installed."""
-    return json_schema({"type": "object"}, tokenizer)
-
-
 def json_schema(schema: dict[str, Any], tokenizer: Vocabulary) -> Constraint:
     """JSON texts that a schema (draft 2020-12, as far as KEYWORDS go) takes; properties come in its order.
 

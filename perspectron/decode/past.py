@@ -7,9 +7,10 @@ left, as `Session.reading` does: the server's engine runs those between the step
 import contextlib
 import math
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple
 
 from perspectron.decode.apart import ids_of
 from perspectron.decode.history import exhausted
@@ -23,48 +24,29 @@ AROUND = 12
 """Tokens of a text that are shown before and after one."""
 PROBABILITY = re.compile(r"p\((.+)\)\s*>\s*(\S+)", re.DOTALL)
 
-
-class Until(Protocol):
-    """A condition on what comes after a question."""
-
-    def asked(self, session: Session, tokens: int) -> Generator[int, None, tuple[bool, str]]:
-        """Whether it holds after a text, which is used up, and the answer, of at most so many tokens."""
-        ...
+Answer = Generator[int, None, tuple[bool, str]]
+"""It ends with whether a condition holds, and the answer."""
 
 
-@dataclass(frozen=True)
-class Contains:
-    """The most likely answer has a text in it."""
+class Until(NamedTuple):
+    """A condition on what comes after a question. named: as it was asked for. asked: asks after a text, which is used
+    up, for at most so many tokens."""
 
-    text: str
-
-    def asked(self, session: Session, tokens: int) -> Generator[int, None, tuple[bool, str]]:
-        said = yield from session.saying(tokens, sampling=SamplingConfig(temperature=0.0))
-        return self.text in said, said
+    named: str
+    asked: Callable[[Session, int], Answer]
 
 
-@dataclass(frozen=True)
-class Matches:
-    """A regular expression is found in the most likely answer."""
-
-    pattern: re.Pattern[str]
-
-    def asked(self, session: Session, tokens: int) -> Generator[int, None, tuple[bool, str]]:
-        said = yield from session.saying(tokens, sampling=SamplingConfig(temperature=0.0))
-        return self.pattern.search(said) is not None, said
+def _said(found: Callable[[str], object], session: Session, tokens: int) -> Answer:
+    """Whether something is found in the most likely answer."""
+    said = yield from session.saying(tokens, sampling=SamplingConfig(temperature=0.0))
+    return bool(found(said)), said
 
 
-@dataclass(frozen=True)
-class Likely:
-    """The probability that a text comes next is above `above`."""
-
-    text: str
-    above: float
-
-    def asked(self, session: Session, tokens: int) -> Generator[int, None, tuple[bool, str]]:
-        found = yield from session.likely(session.tokenizer.encode(self.text), 1)
-        p = math.exp(sum(logprob for logprob, _ in found))
-        return p > self.above, f"p = {p:.6g}"
+def _likely(text: str, above: float, session: Session, _: int) -> Answer:
+    """Whether the probability that a text comes next is above `above`."""
+    found = yield from session.likely(session.tokenizer.encode(text), 1)
+    p = math.exp(sum(logprob for logprob, _ in found))
+    return p > above, f"p = {p:.6g}"
 
 
 def until_of(text: str, *, expressions: bool = True) -> Until:
@@ -77,16 +59,16 @@ def until_of(text: str, *, expressions: bool = True) -> Until:
         with contextlib.suppress(ValueError):
             above = float(match[2])
         require(0 <= above < 1, "until", text, "a probability ≥ 0 and < 1")
-        return Likely(match[1], above)
+        return Until(text, partial(_likely, match[1], above))
     if len(text) > 2 and text[0] == text[-1] == "/":
         require(expressions, "until", text, "a text or p(TEXT) > 0.5: this server runs no expressions")
         try:
-            return Matches(re.compile(text[1:-1], re.DOTALL))
+            return Until(text, partial(_said, re.compile(text[1:-1], re.DOTALL).search))
         except re.error as error:
             raise ConfigError(
                 f"until = {text!r}, must be a regular expression between / and / ({error})"
             ) from None
-    return Contains(text)
+    return Until(text, partial(_said, lambda said: text in said))
 
 
 @dataclass(frozen=True)
@@ -115,17 +97,17 @@ def bisect(session: Session, ask: str | Sequence[int], until: Until | str, *, ma
 
 
 def bisecting(
-    session: Session, ask: str | Sequence[int], until: Until | str, *, max_tokens: int = 16, named: str = ""
+    session: Session, ask: str | Sequence[int], until: Until | str, *, max_tokens: int = 16
 ) -> Generator[int, None, Found]:
-    """`bisect`, with pauses. named: the condition as it was asked for."""
-    named, until = named or str(until), until_of(until) if isinstance(until, str) else until
+    """`bisect`, with pauses."""
+    until = until_of(until) if isinstance(until, str) else until
     tokens, readings, question = session.tokens, 0, ids_of(session, ask, "ask")
     require(len(question) > 0, "ask", ask, "a question")
     require(max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
     low, high = 0 if session.whole else 1, len(tokens)
     require(high > low, "tokens of the text", high, f"> {low}: there is no past to look into")
 
-    def answered(token: int) -> Generator[int, None, tuple[bool, str]]:
+    def answered(token: int) -> Answer:
         nonlocal readings
         readings += 1
         then = yield from session.back_to(token)
@@ -137,7 +119,7 @@ def bisecting(
     if begun or not holds:
         why = "always holds" if begun and holds else "held at the start alone" if begun else "never holds"
         ends = f"after {low} tokens the answer is {before[:80]!r}, after {high:,} {after[:80]!r}"
-        raise ConfigError(f"until = {named!r}, {why}: {ends}")
+        raise ConfigError(f"until = {until.named!r}, {why}: {ends}")
     while high - low > 1:
         middle = (low + high) // 2
         holds, said = yield from answered(middle)

@@ -488,12 +488,9 @@ class Asked:
             found = server.chat(chat, tokens, slot=slot)
             self._count(found)
             if right is None:
-                right = server.chat(chat, tokens, fresh=True, slot=self._aside())
+                aside = server.slots - 1 if server.slots else None  # its text is not needed
+                right = server.chat(chat, tokens, fresh=True, slot=aside)
             self.compare(right, found, way)
-
-    def _aside(self) -> int | None:
-        """A slot whose text is not needed."""
-        return None if self.server.slots == 0 else self.server.slots - 1
 
     def _messages(self, text: str) -> list[dict[str, str]]:
         system = {"role": "system", "content": "You answer in one sentence."}

@@ -319,27 +319,6 @@ def _take(digest: Any, tensors: Mapping[str, Tensor]) -> None:
         digest.update(_bytes(tensor).data)
 
 
-def sealed(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The metadata of a file of one part that holds these tensors, with digests that fit them and no `end`."""
-    own = {name: text for name, text in header.items() if name not in (END, "whole", "digest")}
-    names, grown = _names(own), tuple[Grown, ...]()
-    if names and all(name in tensors and tensors[name].ndim == 4 for name in names):
-        slots = min(tensors[name].shape[2] for name in names)
-        grown = (Grown(tuple(names), lambda start, stop: [tensors[n][:, :, start:stop] for n in names]),)
-        made = Contents({}, {}, grown, slots)
-        own["grown"] = json.dumps(made.kinds())
-        own["pages"] = "".join(made.pages(page_ends(0, slots)))
-    return _sealed(own, {name: x for name, x in tensors.items() if not grown or name not in names})
-
-
-def _names(header: Mapping[str, str]) -> list[str]:
-    try:
-        value = parse_json(header.get("grown", "{}"), room=JSON_ROOM)
-    except ValueError:
-        return []
-    return list(value) if isinstance(value, dict) else []
-
-
 def _digest(header: Mapping[str, str]) -> str:
     text = json.dumps({name: header[name] for name in header if name not in (END, "digest")}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -320,12 +320,6 @@ def save_state(
             appended.write(temporary, contents, Path(path))
 
 
-def write_state(path: Path, state: LMState, model: Stateful, *, extra: dict[str, Any] | None = None) -> None:
-    """`save_state` to a new file, but neither atomic by itself nor waiting for the disk. OSError when it cannot be
-    written."""
-    appended.write(path, packed(path, state, model, extra), path)
-
-
 def packed(
     path: Path | str,
     state: LMState,

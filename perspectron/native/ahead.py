@@ -75,7 +75,7 @@ class Template:
         self._grown = set(self._rings)
         self._checks = tape.checks
         self._bytes = [0, *(x.nbytes for x in bases)]
-        self._made = tape.instructions
+        self._made = tape.instructions.copy()
         self._ends = set(ends)
         spans = sorted({(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tape.kept})
         self._spans = [(start, size) for start, size in spans if size]
@@ -110,7 +110,6 @@ class Template:
         written = {*span[:, 0].tolist(), *span[code == SCAN, 5].tolist()} - {-1}
         kind = np.where(absent, NONE, np.where(np.isin(span, [*written]), OWN, STAYS))
         kind = np.where(base > 0, np.where(base <= GIVEN, EACH, ROW), kind)
-        self._absent = absent
         self._state_kinds(made, base, span, starts, sizes, kind)
         self._span, self._place_in = span, np.where(base > 0, offset, offset - starts[span])
         self._base, self._kind, self._size = base, kind, sizes

@@ -100,7 +100,8 @@ class Tape:
     (`stretch`)."""
 
     def __init__(self, bases: Sequence[Tensor], rings: Sequence[Tensor] = ()) -> None:
-        self._rings = {1 + i: x.shape[2:] for i, x in enumerate(bases) if any(x is ring for ring in rings)}
+        self.rings = {1 + i: x.shape[2:] for i, x in enumerate(bases) if any(x is ring for ring in rings)}
+        """Slots and widths of growing caches, by the numbers of their bases."""
         self.bases = {memory(x): (1 + i, x.data_ptr()) for i, x in enumerate(bases)}
         self.kept, self.used = list[Tensor](), set[int]()
         self.quantised: tuple[object, ...] = ()
@@ -112,10 +113,12 @@ class Tape:
         self._read = set[int]()  # memory that calls read
         # The address of the first instruction, how many there are, and what is called after them.
         self._parts = list[tuple[int, int, Callable[[], object] | None]]()
-        self._tape = np.zeros(0, INSTRUCTION)
+        self.instructions: NDArray[np.void] = np.zeros(0, INSTRUCTION)
+        self.checks = 0
+        """The number of its first instructions, which compare what constants were made of."""
 
     def __len__(self) -> int:
-        return len(self._made) or len(self._tape)
+        return len(self._made) or len(self.instructions)
 
     def write(self, code: str, axes: Axes, operands: Sequence[Tensor], numbers: Sequence[float] = ()) -> None:
         """Add an instruction; the axes have an operand's strides for each of the tensors."""
@@ -178,14 +181,14 @@ class Tape:
         for copy, span in zip(copies[:count], spans[:count], strict=True):
             self.write("same", Axes.of(span.shape, (1,), (1,)), (copy, span))
         self._rest = spans[count:], copies[count:]
-        self._checks = count
+        self.checks = count
         self._made += made
-        self.rounded = [(at + self._checks, x, y) for at, x, y in self.rounded]
+        self.rounded = [(at + self.checks, x, y) for at, x, y in self.rounded]
         self.kept = [x for x in self.kept if memory(x) in self.used and memory(x) not in self.bases]
-        self._tape, self._made = np.stack(self._made) if self._made else self._tape, []
-        calls = [*((end + self._checks, call) for end, call in self.calls), (len(self._tape), None)]
+        self.instructions, self._made = np.stack(self._made) if self._made else self.instructions, []
+        calls = [*((end + self.checks, call) for end, call in self.calls), (len(self.instructions), None)]
         starts = [0, *(end for end, _ in calls[:-1])]
-        first, apart = self._tape.ctypes.data, INSTRUCTION.itemsize
+        first, apart = self.instructions.ctypes.data, INSTRUCTION.itemsize
         self._native = _library().pspx_tape
         self._parts = [
             (first + start * apart, end - start, call)
@@ -201,41 +204,23 @@ class Tape:
     ) -> "Tape":
         """A tape of these instructions, of which the first ones are checks. rings: by the numbers of their bases."""
         made = Tape(())
-        made._tape, made._checks, made._rings = (
-            instructions,
-            checks,
-            {n: torch.Size(x) for n, x in rings.items()},
-        )
+        made.instructions, made.checks = instructions, checks
+        made.rings = {n: torch.Size(x) for n, x in rings.items()}
         made.kept, made._rest = list(kept), ([], ())
         made._native = _library().pspx_tape
         made._parts = [(instructions.ctypes.data, len(instructions), None)]
         return made
 
-    @property
-    def checks(self) -> int:
-        """The number of its first instructions, which compare what constants were made of."""
-        return self._checks
-
-    @property
-    def instructions(self) -> NDArray[np.void]:
-        """A copy of them, where they are done and not packed yet."""
-        return self._tape.copy()
-
-    @property
-    def rings(self) -> dict[int, torch.Size]:
-        """Slots and widths of growing caches, by the numbers of their bases."""
-        return self._rings
-
     def stretch(self, slots: int) -> None:
         """Let the rings have so many slots. Unrecordable, of a tape that has not been run: an instruction takes them
         all together."""
-        at, numbers = self._tape["at"], self._tape["number"]
+        at, numbers = self.instructions["at"], self.instructions["number"]
         moves = [CODES.index(name) for name in ("gather", "scatter")]
-        for base, (S, K) in self._rings.items():
+        for base, (S, K) in self.rings.items():
             if slots == S:
                 continue
             for index, operand in np.argwhere(at["base"] == base):
-                made, code = at[index, operand], self._tape["code"][index]
+                made, code = at[index, operand], self.instructions["code"][index]
                 if code != CODES.index("attend") and (code not in moves or numbers[index, 0] != S):
                     raise Unrecordable(f"{CODES[code]} of all slots of a cache")
                 numbers[index, 0 if code in moves else 1] = slots
@@ -243,7 +228,7 @@ class Tape:
                 for field, row in (("stride", S * K), ("offset", S * K * width)):
                     heads, rest = np.divmod(made[field], row)
                     at[field][index, operand] = heads * (row // S * slots) + rest
-            self._rings[base] = torch.Size((slots, K))
+            self.rings[base] = torch.Size((slots, K))
 
     def pack(self) -> None:
         """Let results that are not wanted at the same time have the same memory, so that it stays in the processor's
@@ -251,17 +236,17 @@ class Tape:
         kept = {memory(x): x.untyped_storage() for x in self.kept if memory(x) not in self._read}
         spans = sorted((x.data_ptr(), x.nbytes()) for x in kept.values() if x.nbytes())
         starts = np.array([start for start, _ in spans], np.int64)
-        at, code = self._tape["at"], self._tape["code"]
+        at, code = self.instructions["at"], self.instructions["code"]
         own = np.searchsorted(starts, at["offset"], "right") - 1
         inside = at["offset"] - starts[own] < np.array([size for _, size in spans])[own]
         own = np.where((at["base"] == 0) & (own >= 0) & inside, own, -1)
         # A product without a third part names its result there.
-        own[(code == CODES.index("product")) & (self._tape["number"][:, 1] == 0), 3] = -1
+        own[(code == CODES.index("product")) & (self.instructions["number"][:, 1] == 0), 3] = -1
         first, last = dict[int, int](), dict[int, int]()
         for time, operands in enumerate(own.tolist()):
             for span in operands:
                 if span >= 0:
-                    written = time >= self._checks and span == operands[0] and span not in operands[1:]
+                    written = time >= self.checks and span == operands[0] and span not in operands[1:]
                     first.setdefault(span, time if written else -1)
                     last[span] = time
         moved, live, room = dict[int, int](), list[tuple[int, int, int]](), 0  # (start, end, last use)
@@ -303,7 +288,7 @@ class Tape:
         """`run` of the instructions from `start` up to `end`, and of the calls between them; one at the end waits."""
         apart = INSTRUCTION.itemsize
         for address, count, call in self._parts:
-            first = (address - self._tape.ctypes.data) // apart
+            first = (address - self.instructions.ctypes.data) // apart
             here, there = max(start, first), min(end, first + count)
             if here < there and (
                 failed := self._native(address + (here - first) * apart, there - here, places, threads())
@@ -313,8 +298,8 @@ class Tape:
                 call()
 
     def _fail(self, first: int, failed: int) -> None:
-        at = (first - self._tape.ctypes.data) // INSTRUCTION.itemsize + failed - 1
-        if at < self._checks:
+        at = (first - self.instructions.ctypes.data) // INSTRUCTION.itemsize + failed - 1
+        if at < self.checks:
             raise Stale("what a recording was made of has changed")
         raise RuntimeError(f"a recorded step met an index that is not there (instruction {at})")
 

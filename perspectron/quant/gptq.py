@@ -69,21 +69,17 @@ class _Grid:
         return pack_tiles(codes_NK[rows], unit_N, *numbers, self.format)
 
 
-def gptq(weight_NK: Tensor, hessian: Hessian, format: str, *, damping: float = 0.05) -> Packed:
-    """The packed matrix whose products are nearest to W's on what `hessian` saw.
+def together(
+    weights: Sequence[Tensor], hessian: Hessian, format: str, *, damping: float = 0.05
+) -> list[Packed]:
+    """The packed matrices whose products are nearest to those of `weights` on what `hessian` saw. They read the same:
+    their rows are one matrix's.
 
     damping: added to the diagonal, as a share of its mean; the default was chosen on held-out text of one model.
     A column that never read anything is rounded to the nearest. Columns come in blocks, so that what lies ahead is
     corrected once for a block; blocks are groups, which get their scales and offsets when their turn comes.
     DataError: a weight or what was read is not finite, or there is too little of it to factor H with any damping.
     """
-    return together([weight_NK], hessian, format, damping=damping)[0]
-
-
-def together(
-    weights: Sequence[Tensor], hessian: Hessian, format: str, *, damping: float = 0.05
-) -> list[Packed]:
-    """`gptq` of matrices that read the same: their rows are one matrix's."""
     one_of(format, FORMATS, "format")
     require(damping > 0, "damping", damping, "> 0")
     weight_NK = torch.cat([weight.detach() for weight in weights]).float()

@@ -12,7 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from perspectron.data import Batch, Loader, Shards, Tokenizer
+from perspectron.data import Shards, Tokenizer
+from perspectron.data.loader import Batch, Loader
 from perspectron.experts import ternary
 from perspectron.experts.router import RoutedConfig
 from perspectron.experts.stats import matrices, means

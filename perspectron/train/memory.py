@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from perspectron.data import Batch, Shards, Tokenizer
+from perspectron.data import Shards, Tokenizer
+from perspectron.data.loader import Batch
 from perspectron.model import tuned
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardOf
 
-from perspectron.data import Loader
+from perspectron.data.loader import Loader
 from perspectron.experts.spread import Spread
 from perspectron.experts.stats import experts_of, matrices
 from perspectron.model.block import Block

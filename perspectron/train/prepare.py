@@ -3,18 +3,9 @@
 import math
 from pathlib import Path
 
-from perspectron.data import (
-    Corpus,
-    Loader,
-    Shards,
-    Tokenizer,
-    encode,
-    is_encoded,
-    made_in,
-    open_corpus,
-    open_shards,
-)
+from perspectron.data import Corpus, Shards, Tokenizer, encode, is_encoded, made_in, open_corpus, open_shards
 from perspectron.data.encoding import Tell
+from perspectron.data.loader import Loader
 from perspectron.data.origin import FOLDER, carry, template_in, template_of_prompts
 from perspectron.data.template import FILE, NO_TOKENS, OWN, PLAIN, Template, tokens_of
 from perspectron.train.checkpoint import run_of

@@ -47,13 +47,12 @@ Point = tuple[float, float]
 @dataclass(frozen=True)
 class Line:
     """Points joined by a line. style: number of its colour, dash and mark. spans: (low, high) at each point, drawn as a
-    band, or at a single point as a bar. thin: drawn faintly, as the raw values behind a smoothed line."""
+    band, or at a single point as a bar."""
 
     name: str
     points: Sequence[Point]
     style: int = 0
     spans: Sequence[tuple[float, float]] = ()
-    thin: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,6 @@ class Dots(NamedTuple):
     x: str
     dots: Sequence[Dot]
     marks: Mapping[str, float] = MappingProxyType({})
-    log_x: bool = False
-    x_text: Callable[[float], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -257,11 +254,7 @@ def _style_of(number: int) -> tuple[str, Any, str]:
 
 
 def _dots(axes: Any, plot: Dots) -> None:
-    from matplotlib.ticker import FuncFormatter
-
     axes.set(title=plot.title, xlabel=plot.x)
-    if plot.log_x:
-        axes.set_xscale("log")
     rows = range(len(plot.dots))[::-1]
     for row, dot in zip(rows, plot.dots, strict=True):
         colour, _, mark = _style_of(dot.style)
@@ -286,10 +279,6 @@ def _dots(axes: Any, plot: Dots) -> None:
     axes.tick_params(axis="y", labelcolor=PALETTE["ink"][0])
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
-    if plot.x_text:
-        axes.xaxis.set_major_formatter(
-            FuncFormatter(lambda value, _: plot.x_text(float(value)) if plot.x_text else "")
-        )
 
 
 def _line(axes: Any, line: Line) -> None:
@@ -301,11 +290,9 @@ def _line(axes: Any, line: Line) -> None:
             axes.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
         else:
             axes.vlines(xs, low, high, color=colour, linewidth=1.4, alpha=0.8)
-    width, alpha = (0.8, 0.45) if line.thin else (1.8, 1)
-    mark = mark if len(xs) <= MARKED and not line.thin else ""
-    dash = "" if len(xs) == 1 else "-" if line.thin else dash
+    mark, dash = mark if len(xs) <= MARKED else "", "" if len(xs) == 1 else dash
     axes.plot(
-        xs, ys, color=colour, linestyle=dash, linewidth=width, alpha=alpha, marker=mark, markersize=5,
+        xs, ys, color=colour, linestyle=dash, linewidth=1.8, marker=mark, markersize=5,
         markeredgecolor=PALETTE["ground"][0], markeredgewidth=0.6, label=_in_lines(line.name), gid=_SAID + line.name,
     )  # fmt: skip
 

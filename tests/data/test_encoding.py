@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perspectron.data import Loader, Shards, Tokenizer, encode, made_in, open_corpus, open_shards
+from perspectron.data import Shards, Tokenizer, encode, made_in, open_corpus, open_shards
 from perspectron.data import encoding as encoding_module
+from perspectron.data.loader import Loader
 from perspectron.data.vocabulary import BYTES, characters, made
 from perspectron.util.errors import DataError
 from tests.data.conftest import sentence

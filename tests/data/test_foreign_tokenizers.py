@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from perspectron.data import Tokenizer, encode, open_corpus, open_shards, windows
+from perspectron.data import Tokenizer, encode, open_corpus, open_shards
+from perspectron.data.loader import windows
 from perspectron.data.specials import FILE, OURS, Specials
 from perspectron.data.template import Template
 from perspectron.decode.row import TextStream

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from perspectron.data import IGNORE, Batch, Loader, Shards, Tokenizer, windows
+from perspectron.data import Shards, Tokenizer
+from perspectron.data.loader import IGNORE, Batch, Loader, windows
 from perspectron.data.shuffle import shuffle
 from perspectron.util.errors import DataError
 from tests.refusals import refused

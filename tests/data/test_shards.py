@@ -308,7 +308,7 @@ def test_a_file_that_is_cut_off_or_missing_is_named(copy: Path, file: str) -> No
 def test_a_file_with_a_flipped_bit_is_named_with_its_digest(copy: Path, file: str) -> None:
     digest = sha256(copy / file)
     flip(copy / file)
-    with refused(DataError, copy / file, digest):
+    with refused(DataError, copy / file, digest[:12]):
         open_shards(copy)
 
 
@@ -317,7 +317,7 @@ def test_a_shard_of_another_encoding_is_refused(copy: Path) -> None:
     digest = sha256(first)
     data = second.read_bytes() * 2
     first.write_bytes(data[: first.stat().st_size])
-    with refused(DataError, first, digest):
+    with refused(DataError, first, digest[:12]):
         open_shards(copy)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from perspectron.data import Tokenizer
 from perspectron.decode import constrain
-from perspectron.decode.constrain import Constraint, json_object, json_schema
+from perspectron.decode.constrain import Constraint, json_schema
 from perspectron.decode.generate import generate
 from perspectron.decode.row import Piece
 from perspectron.decode.rows import Rows
@@ -120,7 +120,7 @@ def test_logprobs_are_the_models_own_before_the_mask(perspective, tokenizer, con
 
 
 def test_any_object_parses_when_it_ends(perspective, tokenizer) -> None:
-    settings = {"max_tokens": 300, "hooks": [json_object(tokenizer)], "sampling": HOT}
+    settings = {"max_tokens": 300, "hooks": [json_schema({"type": "object"}, tokenizer)], "sampling": HOT}
     found = generate(perspective, tokenizer, ["x"] * 12, **settings)
     for said, finished in zip(found.texts, found.finished, strict=True):
         assert said.startswith("{") and finished in ("stop", "length")
@@ -273,7 +273,7 @@ def test_a_hostile_schema_is_refused_in_a_process_of_its_own(tokenizer, name, mo
 def test_without_the_library_one_line_says_how_to_install_it(tokenizer, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with refused(ConfigError, "llguidance", "perspectron[constrain]"):
-        json_object(tokenizer)
+        json_schema({"type": "object"}, tokenizer)
 
 
 def test_settings_that_do_not_go_together_are_refused(perspective, tokenizer, constraint) -> None:
@@ -290,7 +290,7 @@ def test_settings_that_do_not_go_together_are_refused(perspective, tokenizer, co
             rows.add("x", max_tokens=9, **settings)
     again = Tokenizer.train(["another one"], 257)
     with refused(ConfigError, "constraint"):
-        rows.add("x", max_tokens=9, hooks=[json_object(again)])
+        rows.add("x", max_tokens=9, hooks=[json_schema({"type": "object"}, again)])
     assert rows.active == []
 
 

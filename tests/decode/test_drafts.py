@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 
 from perspectron import native
 from perspectron.data import Tokenizer
-from perspectron.decode.constrain import json_object
+from perspectron.decode.constrain import json_schema
 from perspectron.decode.drafts import Draft, Drafter, DraftModel, NGrams, Pace
 from perspectron.decode.generate import generate
 from perspectron.decode.processors import Hook
@@ -159,7 +159,7 @@ def test_a_grammar_stops_and_penalties_hold(tokenizer: Tokenizer, always) -> Non
     model, told = small("transformer"), []
     for drafts in (None, NGrams(6)):
         rows = Rows(model, tokenizer, drafts=drafts)
-        grammar = json_object(tokenizer)
+        grammar = json_schema({"type": "object"}, tokenizer)
         penal = SamplingConfig(temperature=1.0, repetition_penalty=1.4, repetition_window=8)
         rows.add("the cat", max_tokens=40, hooks=[grammar], sampling=SETTINGS[1])
         rows.add("the cat sat the cat sat", max_tokens=40, stop=["at"], min_tokens=9, sampling=GREEDY)

@@ -11,7 +11,6 @@ from perspectron.decode.reading import whole
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
-from perspectron.model import appended
 from perspectron.model.block import of_mixer
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState, load_state, save_state
@@ -23,6 +22,7 @@ from tests.decode.test_steps import go_on, near, recorded, tokens
 from tests.decode.test_store import CHUNK
 from tests.decode.test_store import small as initialised
 from tests.refusals import refused
+from tests.states import sealed
 
 
 def small(design: str) -> LanguageModel:
@@ -231,7 +231,7 @@ def changed(path, change) -> None:
     """The file with other tensors or metadata, sealed again."""
     header, tensors = load_tensors(path, StateError, "a state")
     change(header, tensors)
-    save_tensors(path, tensors, appended.sealed(header, tensors))
+    save_tensors(path, tensors, sealed(header, tensors))
 
 
 def test_a_file_of_a_stranger_is_refused_by_name(tokenizer, tmp_path) -> None:

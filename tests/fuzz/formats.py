@@ -27,7 +27,8 @@ from perspectron import opening, presets
 from perspectron.cli.main import main
 from perspectron.compare.report import figures
 from perspectron.compare.results import write_page
-from perspectron.data import Loader, Tokenizer, encode, open_corpus, open_shards, template
+from perspectron.data import Tokenizer, encode, open_corpus, open_shards, template
+from perspectron.data.loader import Loader
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
@@ -57,6 +58,7 @@ from perspectron.util.files import write_json
 from tests.compare.report.conftest import made_up
 from tests.data.templates import CONVERSATIONS, TEMPLATES, WEATHER
 from tests.fuzz.mutate import header_of, with_header
+from tests.states import sealed
 
 SIZES = {
     "d_model": 16,
@@ -112,7 +114,7 @@ def reseal_state(path: Path) -> None:
         end = max(entry["data_offsets"][1] for name, entry in fields.items() if name != "__metadata__")
         tensors = load(with_header(fields, rest[:end]))
         before = {} if parts else {"end": "0" * 32}
-        fields["__metadata__"] = before | appended.sealed(fields["__metadata__"], tensors)
+        fields["__metadata__"] = before | sealed(fields["__metadata__"], tensors)
         parts.append(with_header(fields, rest[:end]))
         data = rest[end:]
     whole = b"".join(parts)

@@ -28,7 +28,6 @@ import perspectron
 from perspectron.data import Tokenizer
 from perspectron.decode.session import Session
 from perspectron.interop import foreign
-from perspectron.model.appended import sealed
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import mixers
@@ -40,6 +39,7 @@ from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.util.errors import PerspectronError
 from perspectron.util.files import MAX_JSON
 from tests.fuzz.mutate import header_of, with_header
+from tests.states import sealed
 from tests.waiting import PATIENCE
 
 ROOM = 64 << 20

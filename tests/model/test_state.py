@@ -23,7 +23,6 @@ import perspectron.model.state as state_module
 from perspectron import presets
 from perspectron.designs.transformer.attention import AttentionConfig
 from perspectron.model import narrow
-from perspectron.model.appended import sealed
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import mixers
@@ -31,6 +30,7 @@ from perspectron.util.errors import StateError, StorageError
 from perspectron.util.files import MAX_JSON
 from tests.long import some
 from tests.refusals import refused
+from tests.states import sealed
 
 CONFIG = ModelConfig(
     "every mixer", 11, 16, tuple(BlockConfig(entry.small, SwiGLUConfig(8)) for entry in mixers().values())

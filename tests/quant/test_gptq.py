@@ -5,13 +5,18 @@ import torch
 from torch import Tensor
 
 from perspectron.ops import tiles
-from perspectron.ops.packing import GROUP, LAYOUTS, check, dequantise, parameters, unpack
+from perspectron.ops.packing import GROUP, LAYOUTS, Packed, check, dequantise, parameters, unpack
 from perspectron.quant.formats import decode, encode, grid, quantise, tile_grid, units
-from perspectron.quant.gptq import FORMATS, Hessian, gptq
+from perspectron.quant.gptq import FORMATS, Hessian, together
 from perspectron.util.errors import ConfigError, DataError
 from tests.refusals import refused
 
 every_format = pytest.mark.parametrize("format", FORMATS)
+
+
+def gptq(weight, hessian, format, **settings) -> Packed:
+    """One matrix alone."""
+    return together([weight], hessian, format, **settings)[0]
 
 
 def error(weight, whole, x) -> float:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
-from perspectron.decode.constrain import Matcher, json_object
+from perspectron.decode.constrain import Matcher, json_schema
 from perspectron.decode.drafts import NGrams, Pace
 from perspectron.decode.generate import generate
 from perspectron.decode.row import Piece, Row
@@ -288,7 +288,7 @@ def test_the_queue_takes_all_of_a_request_or_none(engine) -> None:
 
 def test_others_step_between_the_grammars_that_are_compiled(engine, monkeypatch) -> None:
     """Of which one may take a second: sixteen at once would hold everybody up for so long."""
-    constraint, log, step = json_object(engine.tokenizer), list[str](), Rows.step
+    constraint, log, step = json_schema({"type": "object"}, engine.tokenizer), list[str](), Rows.step
     begin = constraint.begin
 
     def begun(row: Row) -> Matcher:

@@ -8,7 +8,7 @@ import torch
 
 import perspectron
 from perspectron import presets
-from perspectron.data import IGNORE, Batch
+from perspectron.data.loader import IGNORE, Batch
 from perspectron.train import config
 
 SMALL = {"vocab_size": 300, "d_model": 32, "hidden": 32}

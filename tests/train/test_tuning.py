@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.cli.serve import Serve
-from perspectron.data import IGNORE, Batch, Loader, Tokenizer, encode, open_corpus, open_shards, windows
+from perspectron.data import Tokenizer, encode, open_corpus, open_shards
+from perspectron.data.loader import IGNORE, Batch, Loader, windows
 from perspectron.data.origin import template_of_prompts
 from perspectron.data.template import CONFIG, FILE, Template
 from perspectron.decode.generate import generate

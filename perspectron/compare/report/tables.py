@@ -177,12 +177,9 @@ def varied_of(settings: Sequence[Setting]) -> tuple[str, list[str]]:
     keys = list(dict.fromkeys(key for setting in settings for key, _ in setting))
     differ = [key for key in keys if len({str(dict(setting).get(key)) for setting in settings}) > 1]
     varied = differ or keys[:1]
-    names = ["/".join(_value(dict(setting).get(key)) for key in varied) for setting in settings]
+    values = [[dict(setting).get(key) for key in varied] for setting in settings]
+    names = ["/".join(one if isinstance(one, str) else context(one) for one in row) for row in values]
     return " / ".join(key.replace("_", " ") for key in varied) or "setting", names
-
-
-def _value(value: Any) -> str:
-    return str(value) if isinstance(value, str) else context(value)
 
 
 def costs(rows: Sequence[Row], noun: str) -> Table:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tyro
 
-from perspectron.cli.options import answer, open_model
+from perspectron.cli.options import Json, answer, open_model
 from perspectron.cli.progress import Work
 from perspectron.compare.report.page import Section, rendered
 from perspectron.designs.adr.demo import shown
@@ -49,8 +49,7 @@ class GeometryOf:
     options: Options = field(default_factory=Options)
     out: Path | None = None
     """Folder for page and numbers (default: the run's)."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         opened = open_model(self.run)

@@ -6,7 +6,7 @@ from pathlib import Path
 import tyro
 from rich.table import Table
 
-from perspectron.cli.options import answer, table
+from perspectron.cli.options import Json, answer, table
 from perspectron.cli.progress import Work
 from perspectron.designs.lens.prune import prune, route_gates
 from perspectron.opening import describe, open_model
@@ -37,8 +37,7 @@ class PruneAttention:
     """Context length at which the cache is measured."""
     tokens: int = 0
     """Number of held-out tokens to measure the loss on; 0 is all."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         require(self.context >= 1, "context", self.context, "≥ 1")

@@ -177,7 +177,7 @@ class App:
         until = until_of(body.until, expressions=False)
         ask = await served.ids(body.ask)
         session = await self._loaded(served, id)
-        steps = bisecting(session, ask, until, max_tokens=body.max_tokens, named=body.until)
+        steps = bisecting(session, ask, until, max_tokens=body.max_tokens)
         found = await _result(request, served.engine.run(_later(steps)))
         return JSONResponse({"id": id, "object": "state.bisect", **asdict(found)})
 

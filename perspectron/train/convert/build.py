@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from perspectron import presets
-from perspectron.data import Batch
+from perspectron.data.loader import Batch
 from perspectron.model.block import Block
 from perspectron.model.config import ModelConfig, Shift
 from perspectron.model.masks import Inputs

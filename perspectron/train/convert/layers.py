@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from perspectron.data import Batch
+from perspectron.data.loader import Batch
 from perspectron.model.model import LanguageModel
 from perspectron.model.parts import Shared
 from perspectron.train.convert.build import attention_in, blocks_of, noting

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from perspectron.data import Batch, Shards, Tokenizer, origin
+from perspectron.data import Shards, Tokenizer, origin
+from perspectron.data.loader import Batch
 from perspectron.model.census import active_parameters
 from perspectron.model.model import LanguageModel
 from perspectron.train import checkpoint

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 import tyro
 
-from perspectron.cli.options import answer, open_model, table
+from perspectron.cli.options import Json, answer, open_model, table
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
 from perspectron.data.specials import Specials
@@ -61,8 +61,7 @@ class Adapt:
     """Move the positions of experts towards the text instead of learning an adapter; needs --merge."""
     tokens: int = 0
     """Number of tokens to read; 0 is all."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")

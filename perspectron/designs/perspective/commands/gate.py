@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import tyro
 
-from perspectron.cli.options import answer, table
+from perspectron.cli.options import Json, answer, table
 from perspectron.cli.progress import Work
 from perspectron.designs.perspective.recipe import ROWS
 from perspectron.designs.perspective.stats import loads, mean, use
@@ -61,8 +61,7 @@ class Gate:
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders of runs: perspective and gla with as many parameters and tokens, and runs with experts."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         require(len(self.runs) >= 1, "runs", list(self.runs), "one or more folders of runs")

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import tyro
 from rich.table import Table
 from torch import Tensor
 
-from perspectron.cli.options import answer, table
+from perspectron.cli.options import Device, Json, OpenedFrom, answer, table
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
 from perspectron.data.reading import examined
@@ -54,8 +53,7 @@ class ShowRoutes:
     By kind: perspectron perspective routes runs/routed --text letter=letters.txt verse=other.txt --out routes/
     """
 
-    run: tyro.conf.Positional[Path]
-    """Folder of a run, of one of its checkpoints, or of an artifact."""
+    run: OpenedFrom
     text: tuple[str, ...]
     """Text files; KIND=FILE names the kind of text, which is otherwise the file's name."""
     out: Path | None = None
@@ -64,10 +62,8 @@ class ShowRoutes:
     """Number of tokens to read from each file; 0 is all."""
     path: int = 24
     """Number of tokens of each kind whose path is drawn."""
-    device: str = "auto"
-    """ "auto" is CUDA where there is one."""
-    json: bool = False
-    """Print one JSON object."""
+    device: Device = "auto"
+    json: Json = False
 
     def __call__(self) -> int:
         require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from perspectron.cli.options import answer, open_model
+from perspectron.cli.options import Json, OpenedFrom, answer, open_model
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
 from perspectron.designs.perspective.projection import project
@@ -31,8 +31,7 @@ class SafetyOf:
 
     action: tyro.conf.Positional[Literal["fit", "test"]]
     """ "fit" writes the file; "test" prints the share of each text that is outside."""
-    run: tyro.conf.Positional[Path]
-    """Folder of a run, of one of its checkpoints, or of an artifact."""
+    run: OpenedFrom
     file: tyro.conf.Positional[Path]
     """File of the safe set."""
     allowed: Path
@@ -45,8 +44,7 @@ class SafetyOf:
     """Share of allowed text that may lie outside (fit only)."""
     seed: int = 0
     """Seed of the clusters and of the split of the allowed text (fit only)."""
-    json: bool = False
-    """Print one JSON object."""
+    json: Json = False
 
     def __call__(self) -> int:
         require(len(self.blocked) > 0, "blocked", "none", "one file or more")

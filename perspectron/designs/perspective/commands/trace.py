@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from rich.table import Table
 
-from perspectron.cli.options import answer, rate, table
+from perspectron.cli.options import Device, Json, OpenedFrom, answer, rate, table
 from perspectron.cli.progress import Work
 from perspectron.designs.perspective.commands.routes import read_tokens
 from perspectron.designs.perspective.suites.routes import Routes, of_document
@@ -32,8 +31,7 @@ class TraceRoutes:
     Then: perspectron plan runs/routed --ram 1G --trace runs/routed/trace.json
     """
 
-    run: tyro.conf.Positional[Path]
-    """Folder of a run, of one of its checkpoints, or of an artifact."""
+    run: OpenedFrom
     text: Path
     """Text file, read as one document."""
     out: Path | None = None
@@ -42,10 +40,8 @@ class TraceRoutes:
     """Number of tokens to read; 0 is all."""
     disk: str | None = None
     """Read rate of experts, such as 3G/s, to estimate tokens/s."""
-    device: str = "auto"
-    """ "auto" is CUDA where there is one."""
-    json: bool = False
-    """Print one JSON object."""
+    device: Device = "auto"
+    json: Json = False
 
     def __call__(self) -> int:
         require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")

@@ -7,7 +7,7 @@ from typing import Any
 
 import tyro
 
-from perspectron.cli.options import answer, open_model
+from perspectron.cli.options import Device, Json, answer, open_model
 from perspectron.cli.progress import Work
 from perspectron.designs.perspective.suites.views import calibrate
 from perspectron.designs.perspective.views import PerspectivesConfig, save_calibration
@@ -41,10 +41,8 @@ class PerspectivesOf:
     the views, too (default: no probe). With --trigger 0 it alone does."""
     from_layer: int = 0
     """First layer in which the views differ."""
-    device: str = "auto"
-    """ "auto" is CUDA where there is one."""
-    json: bool = False
-    """Print one JSON object."""
+    device: Device = "auto"
+    json: Json = False
 
     def __call__(self) -> int:
         require(self.tokens >= 2, "tokens", self.tokens, "≥ 2")
