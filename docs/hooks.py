@@ -54,7 +54,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 def listed(results: list[Path]) -> str:
     """The page that lists files of results/, with the command that wrote each."""
-    about = "What each says is in [results](results.md). The commands are as they were given at that commit."
+    about = (
+        "What they say is in [results](results.md), [other measurements](measurements.md) and "
+        "[superseded](superseded.md). The commands are as they were given at that commit."
+    )
     lines = ["# The files of the results", "", about, ""]
     for path in results:
         known = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else {}
