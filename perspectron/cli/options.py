@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -186,9 +187,8 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> "Ta
         Table(title=Text(escaped(title)), title_justify="left"),
         [[*map(escaped, row)] for row in rows],
     )
-    for index, name in enumerate(head):
-        words = [word for cell in (name, *(row[index] for row in cells)) for word in cell.split()]
-        longest = max(map(len, words), default=0)
+    for index, (name, *column) in enumerate(zip_longest(head, *cells, fillvalue="")):
+        longest = max((len(word) for cell in (name, *column) for word in cell.split()), default=0)
         made.add_column(
             Text(escaped(name)), justify="right" if index else "left", overflow="fold",
             min_width=longest if index else min(longest, 16),
