@@ -214,7 +214,7 @@ def padded(K: int) -> int:
 
 def call(name: str, *arguments: Any) -> None:
     """Call a kernel. It gets the addresses of tensors, null for None, and the number of threads last."""
-    given = (x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
+    given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     getattr(_library(), f"pspx_{name}")(*given, threads())
 
 

@@ -1,7 +1,7 @@
 """What test_resume starts as another process: `driver.py RUN DATA CONFIG KILLS`.
 
 Trains RUN to its end in forked children. The first KILLS of them are killed with SIGKILL: in turn in their start, in
-the midst of a step, and while they write a checkpoint. Prints a JSON summary.
+the midst of a step, and while they write a checkpoint, early in each at first and late at last. Prints a JSON summary.
 """
 
 import json
@@ -53,7 +53,8 @@ def main(run: Path, data: Path, config: RunConfig, kills: int) -> None:
     for number in range(kills):
         kind = KINDS[number % len(KINDS)] if alive else "step"
         turn = draw.randint(1, 3) if kind == "step" else 1
-        status = train(run, data, config, (kind, turn, draw.randint(1, calls[kind])))
+        share = (number // len(KINDS) + draw.random()) / -(-kills // len(KINDS))
+        status = train(run, data, config, (kind, turn, 1 + int(share * calls[kind])))
         if not os.WIFSIGNALED(status):
             raise SystemExit(f"kill {number}: the child ended by itself, status {status}")
         inside += any(checkpoints.glob(".*.tmp"))
