@@ -183,10 +183,8 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> "Ta
     from rich.table import Table
     from rich.text import Text
 
-    made, cells = (
-        Table(title=Text(escaped(title)), title_justify="left"),
-        [[*map(escaped, row)] for row in rows],
-    )
+    made = Table(title=Text(escaped(title)), title_justify="left")
+    cells = [[*map(escaped, row)] for row in rows]
     for index, (name, *column) in enumerate(zip_longest(head, *cells, fillvalue="")):
         longest = max((len(word) for cell in (name, *column) for word in cell.split()), default=0)
         made.add_column(

@@ -124,12 +124,11 @@ class Scale:
             known: Study = load(Study, read_json(kept, ConfigError), str(kept))
             for name, value in dump(known).items():
                 asked, more = dump(study)[name], ""
+                same = asked == value
                 if name in GROWING and (name != "sizes" or asked[0] == value[0]):
+                    same, more = {*asked} <= {*value} or {*asked} >= {*value}, ", or more of them"
                     study = replace(study, **{name: max(getattr(known, name), getattr(study, name), key=len)})
-                    asked, value = sorted({*asked, *value}), dump(study)[name]
-                    more = ", all of them or more"
-                bound = f"{value} as in {kept}{more}, or give a new folder as --out"
-                require(asked == value, name, asked, bound)
+                require(same, name, asked, f"{value} as in {kept}{more}, or give a new folder as --out")
             return study
         scaling.checked(study)
         out.mkdir(parents=True, exist_ok=True)
