@@ -60,6 +60,7 @@ def _bits(loss: Heldout) -> float:
 
 def compared(runs: dict[str, list[dict[str, Any]]], sizes: Sequence[int]) -> dict[str, Any]:
     """Bits per byte of each design and seed, and how much less the reference, the first, has; above zero is worse.
+    The bits of each seed and document are kept, so that other pairs are compared without another reading.
     DataError for too few documents for an interval."""
     if len(sizes) < LEAST:
         raise DataError(f"clean: documents = {len(sizes)}, must be ≥ {LEAST} for an interval")
@@ -70,7 +71,10 @@ def compared(runs: dict[str, list[dict[str, Any]]], sizes: Sequence[int]) -> dic
             bits_SN, theirs_SN = (np.array([one[score] for one in runs[who]]) for who in (name, reference))
             if not bits_SN.size:
                 continue
-            rows[name][score] = {"seeds": (bits_SN.sum(1) / whole).tolist()}
+            rows[name][score] = {
+                "seeds": (bits_SN.sum(1) / whole).tolist(),
+                "bits": bits_SN.round(2).tolist(),
+            }
             if name == reference or not theirs_SN.size:
                 continue
             if len(bits_SN) == len(theirs_SN):
@@ -165,7 +169,13 @@ def main() -> None:
         ["", "windows", *against, "streaming", *against, "state"], [line(*item) for item in rows.items()]
     )
     report.table(["", "bits per byte"], [[name, f"{bits:.4f}"] for name, bits in packed.items()])
-    about = {"window": window, "documents": len(texts), "bytes": sum(sizes), "compressors": packed}
+    about = {
+        "window": window,
+        "documents": len(texts),
+        "bytes": sum(sizes),
+        "sizes": sizes,
+        "compressors": packed,
+    }
     report.finish(about | {"designs": rows})
 
 
