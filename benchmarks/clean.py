@@ -45,7 +45,9 @@ def scored(opened: Opened, texts: Sequence[str], window: int) -> dict[str, Any]:
         found |= {"state_bytes": None, "why": str(error)}
     dtype, tokenizer, model = opened.folder.dtype, opened.tokenizer, opened.model
     for text in texts:
-        ((ids, _),) = tokenizer.encode_items([(text, text)], "int64")
+        ((ids, _),) = tokenizer.encode_items([("", text)], "int64")
+        if tokenizer.decode(ids) != text:
+            raise DataError(f"clean: the tokens of {text[:40]!r} are not that text")
         split = Split("heldout", [np.asarray(ids)], np.zeros(1, np.int64), len(text.encode()))
         found["windows"].append(_bits(heldout(model, split, tokenizer, seq_len=window, dtype=dtype)))
         if found["state_bytes"] is not None:
