@@ -158,17 +158,34 @@ def checked(study: Study) -> None:
 
 
 def transferred(out: Path, study: Study, at: Point) -> dict[str, float]:
-    """The rate of each design at a point: the best at the smallest size with as many tokens for a parameter, or the
+    """The rate of each design at a point: the `lowest` at the smallest size with as many tokens for a parameter, or the
     design's own, by N^FALL. Empty where they are to be tried."""
     first = study.sizes[0]
     if not study.rates:
         return {name: rate(name.partition("[")[0].rstrip("+"), at.size) for name in study.designs}
     if at.size == first and len(study.rates) > 1:
         return {}
-    chosen = dict.fromkeys(study.designs, (study.rates[0], WARMUP))
+    best = dict.fromkeys(study.designs, study.rates[0])
     if len(study.rates) > 1:
-        chosen = read_json(folder_of(out, Point(first, at.ratio)) / "rates.json", ConfigError)["chosen"]
-    return {name: float(f"{chosen[name][0] * (at.size / first) ** FALL:.3g}") for name in study.designs}
+        tried = read_json(folder_of(out, Point(first, at.ratio)) / "rates.json", ConfigError)["tried"]
+        best = {name: lowest(tried[name]) for name in study.designs}
+    return {name: float(f"{best[name] * (at.size / first) ** FALL:.3g}") for name in study.designs}
+
+
+def lowest(tried: Sequence[dict[str, Any]]) -> float:
+    """The rate where a parabola over log rates through the best of those tried and the next on each side is lowest; the
+    best itself where it is the first or the last that gave a loss; the lowest rate where none did."""
+    losses = sorted(
+        (line["lr"], line["bits_per_byte"]) for line in tried if line["bits_per_byte"] is not None
+    )
+    if not losses:
+        return float(min(line["lr"] for line in tried))
+    at = min(range(len(losses)), key=lambda i: losses[i][1])
+    if at in (0, len(losses) - 1):
+        return float(losses[at][0])
+    rates, bits = zip(*losses[at - 1 : at + 2], strict=True)
+    square, slope, _ = np.polyfit(np.log(rates) - math.log(rates[1]), bits, 2)
+    return float(rates[1] * math.exp(-slope / (2 * square)))
 
 
 def collected(out: Path, study: Study) -> dict[str, Any]:
@@ -328,9 +345,9 @@ def html(found: dict[str, Any]) -> str:
         ("text", study["data"]), ("seeds", str(study["seeds"])),
         ("trainings that finished", grouped(len(found["cells"]))), ("hours they took", f"{spent / 3600:.1f}"),
     ]  # fmt: skip
-    rates = "each design has the rate known for it, which falls by the cube root of the parameters and has a ceiling"
+    rates = f"each design has the rate known for it, which falls by N^{FALL} and has a ceiling"
     if study["rates"]:
-        rates = "rates go from the smallest size to others by the cube root of the parameters"
+        rates = f"rates are the best at the smallest size, from there by N^{FALL}"
     sections = [part for score in SCORES for part in _section(found, score)]
     sections.append(
         Section("conditions", "Conditions", f"All sizes have one vocabulary; {rates}.", facts=facts)
@@ -339,29 +356,49 @@ def html(found: dict[str, Any]) -> str:
     return rendered(heading, sentence(found), sections)
 
 
-def _section(found: dict[str, Any], score: str) -> list[Section]:
-    """Figure and tables of a score; none where nothing has it."""
-    study, how = found["study"], SCORES[score]
+def charts(found: dict[str, Any], score: str) -> list[plot.Chart]:
+    """Loss by active parameters, a chart for each number of tokens for a parameter; none without a loss."""
+    study = found["study"]
     style = figures.styles(list(study["designs"]), REFERENCE)
     known = {(cell["design"], cell["size"]): float(cell["parameters"]) for cell in found["cells"]}
-    charts, tables = list[plot.Chart](), list[Table]()
+    drawn = list[plot.Chart]()
     for ratio in study["per_parameter"]:
-        at = {size: losses_at(found, Point(size, ratio), score) for size in study["sizes"]}
-        curves, rows = list[plot.Line](), list[list[Cell]]()
-        for name in found["laws"][score]:
-            there = {size: list(each[name].values()) for size, each in at.items() if name in each}
-            if there:
-                points = [(known[name, size], statistics.fmean(each)) for size, each in there.items()]
-                spans = [interval(each) or (each[0], each[0]) for each in there.values()]
-                curves.append(plot.Line(presets.title(name), points, style[name], spans))
-                rows.append([Cell(presets.title(name)), *(estimate(there.get(size, [])) for size in at)])
+        curves = []
+        for name, there in _by_size(found, ratio, score).items():
+            points = [(known[name, size], statistics.fmean(each)) for size, each in there.items()]
+            spans = [interval(each) or (each[0], each[0]) for each in there.values()]
+            curves.append(plot.Line(presets.title(name), points, style[name], spans))
         if curves:
-            title = f"{how}, {ratio:g} tokens for a parameter"
-            axes = ("active parameters", "bits per byte")
-            charts.append(plot.Chart(title, *axes, curves, log_x=True, log_y=True, x_text=short))
-            caption = f"Bits per byte {title}, by active parameters, with {LEVEL:.0%} intervals over seeds."
+            axes = (_titled(ratio, score), "active parameters", "bits per byte")
+            drawn.append(plot.Chart(*axes, curves, log_x=True, log_y=True, x_text=short))
+    return drawn
+
+
+def _titled(ratio: float, score: str) -> str:
+    return f"{SCORES[score]}, {ratio:g} tokens for a parameter"
+
+
+def _by_size(found: dict[str, Any], ratio: float, score: str) -> dict[str, dict[int, list[float]]]:
+    """Losses of each design that has some, by size, for so many tokens for a parameter."""
+    at = {size: losses_at(found, Point(size, ratio), score) for size in found["study"]["sizes"]}
+    by = {name: {size: list(each[name].values()) for size, each in at.items() if name in each}
+          for name in found["laws"][score]}  # fmt: skip
+    return {name: there for name, there in by.items() if there}
+
+
+def _section(found: dict[str, Any], score: str) -> list[Section]:
+    """Figure and tables of a score; none where nothing has it."""
+    study, tables = found["study"], list[Table]()
+    for ratio in study["per_parameter"]:
+        rows = [
+            [Cell(presets.title(name)), *(estimate(there.get(size, [])) for size in study["sizes"])]
+            for name, there in _by_size(found, ratio, score).items()
+        ]
+        if rows:
+            of = f"Bits per byte {_titled(ratio, score)}"
+            caption = f"{of}, by active parameters, with {LEVEL:.0%} intervals over seeds."
             tables.append(Table(caption, ["design", *map(short, study["sizes"])], rows))
-    if not charts:
+    if not tables:
         return []
     laws = [(name, law) for name, law in found["laws"][score].items() if "A" in law]
     if laws:
@@ -373,8 +410,8 @@ def _section(found: dict[str, Any], score: str) -> list[Section]:
         ]  # fmt: skip
         tables.append(Table(caption, ["design", "α", "β", "A", "off"], rows))
     slug = score.partition("_")[0]
-    drawn = [plot.draw([chart], slug=f"{slug}{i}-") for i, chart in enumerate(charts)]
-    return [Section(slug, f"Loss, {how}", sentence(found, score), drawn, tables)]
+    drawn = [plot.draw([chart], slug=f"{slug}{i}-") for i, chart in enumerate(charts(found, score))]
+    return [Section(slug, f"Loss, {SCORES[score]}", sentence(found, score), drawn, tables)]
 
 
 def _exponent(found: dict[str, Any] | None) -> Cell:

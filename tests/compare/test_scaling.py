@@ -16,7 +16,7 @@ from perspectron.cli.main import main
 from perspectron.compare import pool, scaling
 from perspectron.compare.report.summary import WINDOWS
 from perspectron.compare.scaling import Point, Study
-from perspectron.presets.rates import rate
+from perspectron.presets.rates import FALL, rate
 from perspectron.util.config import dump
 from perspectron.util.errors import ConfigError
 from tests.refusals import names, refused
@@ -162,19 +162,38 @@ def test_who_is_level_with_the_best_is_named():
     assert "KDA" in said and "Mamba-2" not in said
 
 
-def test_rates_fall_by_the_cube_root_of_the_parameters(tmp_path):
+def test_rates_fall_with_the_parameters(tmp_path):
     study, small, large = Study(("transformer", "ssd"), (100_000, 800_000), rates=(8e-3,)), *POINTS
     assert scaling.transferred(tmp_path, study, small) == {"transformer": 8e-3, "ssd": 8e-3}
-    assert scaling.transferred(tmp_path, study, large) == {"transformer": 4e-3, "ssd": 4e-3}
+    share = 8.0**FALL
+    assert scaling.transferred(tmp_path, study, large) == pytest.approx(
+        {"transformer": 8e-3 * share, "ssd": 8e-3 * share}, rel=2e-3
+    )
     tried = dataclasses.replace(study, rates=(8e-3, 1.6e-2))
     assert scaling.transferred(tmp_path, tried, small) == {}
     folder = scaling.folder_of(tmp_path, small)
     folder.mkdir()
-    chosen = {"transformer": [1.6e-2, 0.2], "ssd": [8e-3, 0.2]}
-    (folder / "rates.json").write_text(json.dumps({"chosen": chosen, "tried": {}}))
-    assert scaling.transferred(tmp_path, tried, large) == {"transformer": 8e-3, "ssd": 4e-3}
+    losses = {"transformer": {8e-3: 1.5, 1.6e-2: 1.4}, "ssd": {4e-3: 1.6, 8e-3: 1.5, 1.6e-2: 1.6}}
+    lines = {name: trials(each) for name, each in losses.items()}
+    (folder / "rates.json").write_text(json.dumps({"chosen": {}, "tried": lines}))
+    assert scaling.transferred(tmp_path, tried, large) == pytest.approx(
+        {"transformer": 1.6e-2 * share, "ssd": 8e-3 * share}, rel=2e-3
+    )
     plain = scaling.transferred(tmp_path, dataclasses.replace(study, rates=()), large)
     assert plain == {name: rate(name, 800_000) for name in study.designs}
+
+
+def trials(losses: dict[float, float | None]) -> list[dict[str, float | None]]:
+    return [{"lr": lr, "warmup": 0.2, "bits_per_byte": bits} for lr, bits in losses.items()]
+
+
+def test_the_best_rate_lies_between_those_tried():
+    best = 1.1e-2
+    parabola = {lr: 1.5 + 0.2 * math.log(lr / best) ** 2 for lr in (3.2e-2, 4e-3, 8e-3, 1.6e-2)}
+    assert scaling.lowest(trials(parabola)) == pytest.approx(best)
+    assert scaling.lowest(trials(parabola | {1.6e-2: None})) == pytest.approx(best)
+    assert scaling.lowest(trials({4e-3: 1.5, 8e-3: 1.4})) == 8e-3  # no one knows what comes after it
+    assert scaling.lowest(trials({8e-3: None, 4e-3: None})) == 4e-3
 
 
 def test_a_seed_that_lacks_a_size_has_no_law_and_no_interval_comes_of_one():
