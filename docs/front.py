@@ -1,26 +1,29 @@
-"""The README's table and picture, from the committed results: python docs/front.py
+"""README's table and pictures, from the committed results: python docs/front.py
 
-It rewrites the tables of README.md and results/README.md and draws docs/images/front.svg. A test compares them with
-what it would write.
+It rewrites the tables of README.md and results/README.md and draws docs/images/front.svg and scaling.svg. A test
+compares them with what it would write.
 """
 
 import json
 import math
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from perspectron.compare import scaling  # noqa: E402
 from perspectron.compare.report.figures import REFERENCE  # noqa: E402
 from perspectron.compare.report.summary import Row, ranked  # noqa: E402
 from perspectron.presets import title, variant  # noqa: E402
+from perspectron.util import plot  # noqa: E402
 from perspectron.util.numbers import fixed, signed, size  # noqa: E402
 from perspectron.util.stats import interval  # noqa: E402
 
 RESULTS = ROOT / "results"
-PICTURE = ROOT / "docs" / "images" / "front.svg"
+PICTURE, LINES = (ROOT / "docs" / "images" / name for name in ("front.svg", "scaling.svg"))
 SHORT, LONG = "1024", "262144"
 TITLE = "A transformer slows down as its text grows"
 DRAWN = {"transformer": "second", "ssd": "ink", "perspective2": "accent"}
@@ -42,10 +45,9 @@ STYLE = """
   }
 """
 WINDOW = 256  # tokens of a window of the reference runs
-RIVALS = 5  # baselines in README.md's table, the best ones, beside the transformer
 README_HEAD = (
-    "| design | bits per byte (95%) | training, tokens/s | state, 256 tokens | state, 256k | ms per token, 256k "
-    "|"
+    "| 1 M parameters, 2 M tokens of books, 3 seeds | windows | against the first | memory carried | "
+    "against the first | state |"
 )
 RESULTS_HEAD = (
     "| 2 M parameters, 3 M tokens of `stdlib`, 3 seeds | bits per byte (95%) | against the transformer | "
@@ -54,46 +56,37 @@ RESULTS_HEAD = (
 
 
 class Measured(NamedTuple):
-    """The committed results: designs of the reference runs, best first; speeds of training; decoding by context."""
+    """The committed results: designs of the reference runs, best first, and the reading of the clean split."""
 
     rows: list[Row]
-    speeds: dict[str, Any]
-    contexts: dict[str, Any]
-
-    @property
-    def timed(self) -> list[Row]:
-        """Those whose speeds were measured by the same machine in turns."""
-        return [row for row in self.rows if row.name in self.speeds and row.name in self.contexts]
-
-    @property
-    def front(self) -> list[Row]:
-        """Of these, our designs, the transformer and the best of the other baselines."""
-        rivals = [row for row in self.timed if not _ours(row) and row.name != REFERENCE][:RIVALS]
-        return [row for row in self.timed if _ours(row) or row.name == REFERENCE or row in rivals]
+    clean: dict[str, Any]
 
 
 def read() -> Measured:
-    """The results. A reference design that has not been timed is said to stand on the page of results alone."""
-    rows = ranked(_json("reference/results.json"))
-    measured = Measured(rows, _json("updates.json")["results"], _json("contexts.json")["results"])
-    if untimed := [row.name for row in rows if row not in measured.timed]:
-        print(
-            f"not in README.md, as benchmarks/updates.py or contexts.py has not timed them: {', '.join(untimed)}"
-        )
-    return measured
+    """The results."""
+    return Measured(ranked(_json("reference/results.json")), _json("clean.json")["results"]["designs"])
 
 
 def readme_table(measured: Measured) -> str:
-    """The table of README.md: our designs in bold, the transformer and the best of the other baselines."""
+    """The table of README.md and of results/README.md: bits per byte of the clean split by both scores."""
     lines = [README_HEAD, "|---|---|---|---|---|---|"]
-    for row in measured.front:
-        speed = round(measured.speeds[row.name]["tokens_per_second"]["median"], -2)
-        decoded = measured.contexts[row.name][LONG]
-        taken, state = _milliseconds(decoded["decode_seconds"]), size(decoded["state_bytes"])
-        lines.append(
-            f"| {_name(row)} | {_loss(row)} | {speed:,.0f} | {size(_streaming(row))} | {state} | {taken} |"
-        )
+    for name, row in measured.clean.items():
+        cells = [_called(name)]
+        for score in ("windows", "streaming"):
+            loss, pair = row[score]["seeds"], row[score].get("by_seed")
+            against = (
+                f"{signed(pair['mean'])} ({signed(pair['low'])} to {signed(pair['high'])})" if pair else ""
+            )
+            cells += [f"{fixed(fmean(loss))}", against]
+        lines.append("| " + " | ".join([*cells, size(row["state_bytes"])]) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _called(name: str) -> str:
+    """A row's name as typed, with its design's title, in bold for ours."""
+    design, comma, rest = name.partition(",")
+    words = title(design) + comma + rest
+    return f"**{words}**" if _ours(design) else words
 
 
 def results_table(measured: Measured) -> str:
@@ -151,6 +144,11 @@ def picture(lengths: dict[str, Any]) -> str:
     return "\n".join([*head, *parts, "</svg>\n"])
 
 
+def lines_of(study: dict[str, Any]) -> str:
+    """The charts of a scaling study, by both scores."""
+    return plot.draw([chart for score in scaling.SCORES for chart in scaling.charts(study, score)])
+
+
 def _text(x: float, y: float, words: str, kind: str) -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{words}</text>'
 
@@ -169,9 +167,10 @@ def rewritten(text: str, table: str) -> str:
 def pages(measured: Measured) -> dict[Path, str]:
     """Every file that this script writes, with its text."""
     readme, results = ROOT / "README.md", RESULTS / "README.md"
+    clean, whole = readme_table(measured), results.read_text(encoding="utf-8")
     return {
-        readme: rewritten(readme.read_text(encoding="utf-8"), readme_table(measured)),
-        results: rewritten(results.read_text(encoding="utf-8"), results_table(measured)),
+        readme: rewritten(readme.read_text(encoding="utf-8"), clean),
+        results: rewritten(rewritten(whole, results_table(measured)), clean),
         PICTURE: picture(_json("lengths.json")),
     }
 
@@ -190,25 +189,18 @@ def _streaming(row: Row) -> float | None:
     return float(known[SHORT] - token * (int(SHORT) - WINDOW))
 
 
-def _ours(row: Row) -> bool:
-    source = variant(row.name)[0].source
+def _ours(design: str) -> bool:
+    source = variant(design)[0].source
     return source.startswith("docs/designs/") and "baselines.md" not in source
 
 
 def _name(row: Row) -> str:
-    return f"**{row.title}**" if _ours(row) else row.title
+    return f"**{row.title}**" if _ours(row.name) else row.title
 
 
 def _loss(row: Row) -> str:
     span = interval(list(row.losses.values()))
     return fixed(row.mean) + (f" ({fixed(span[0])}–{fixed(span[1])})" if span else "")
-
-
-def _milliseconds(taken: Any) -> str:
-    if taken is None:
-        return "–"
-    value = taken["median"] * 1e3
-    return f"{value:.1f}" if value < 10 else f"{value:.0f}"
 
 
 if __name__ == "__main__":
