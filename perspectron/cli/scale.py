@@ -74,7 +74,7 @@ class Scale:
     batch_size: BatchSize = Study.batch_size
     rates: tuple[float, ...] = Study.rates
     """Peak learning rates that each design tries at the smallest size, over a whole training (default: the rate of the
-    design). From size to size the rate falls by N^-0.44, N being the parameters."""
+    design). From size to size the rate falls by N^-0.4, N being the parameters."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Autocast for all designs."""
     device: Device = Study.device
