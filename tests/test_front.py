@@ -144,3 +144,26 @@ def test_packing_counts_in_16_MB(records):
     lossy, quick = entry(records, "lossy", bits_per_byte=1.25, packed_loss=0.2), entry(records, "quick")
     found = holders(records, lossy, quick)
     assert found["10 minutes"] == "lossy" and found["16 MB"] == "quick"
+
+
+# ---------------------------------------------------------------- rates
+
+
+def test_the_exponent_of_rates_is_what_the_searches_say():
+    from perspectron.presets.rates import FALL
+
+    rates = script("rates")
+    recipes = list(rates.read().values())
+    (mean,), ((low, high),) = rates.exponents(recipes), rates.interval(recipes)
+    assert low < FALL < high and abs(mean - FALL) < 0.02
+    said = f"N^−{-mean:.2f} (−{-low:.2f} to −{-high:.2f}, over recipes)"
+    assert said in (ROOT / "docs" / "designs" / "baselines.md").read_text(encoding="utf-8")
+
+
+def test_exponents_are_found_again():
+    rates = script("rates")
+    recipes = [
+        [rates.Best(n, d, factor * n**-0.4 * d**-0.1) for n, d in ((1e5, 1e6), (1e6, 1e6), (1e6, 5e6))]
+        for factor in (1.0, 3.0)
+    ]
+    assert rates.exponents(recipes, by_tokens=True) == pytest.approx([-0.4, -0.1])

@@ -21,8 +21,8 @@ RATES: dict[str, dict[int, float]] = {
 Put measured points here."""
 OTHERS = {2_000_000: 4e-3}  # of designs that are not in RATES; GPT-2, ADR and Lens were found to need it
 FALL = -0.4
-"""Exponent of the parameters beyond the sizes searched, from 27 searches by six recipes at 75,000 to 2 M parameters: −0.39, −0.44
-to −0.33 (`python docs/rates.py`, docs/designs/baselines.md#rates-and-sizes). Beyond 2 M not checked."""
+"""Exponent of the parameters beyond the sizes searched, from 27 searches by six recipes at 75,000 to 2 M parameters:
+−0.39, −0.44 to −0.33 (`python docs/rates.py`, docs/designs/baselines.md#rates-and-sizes). Beyond 2 M not checked."""
 SEARCHED = 3_000_000  # tokens of the trainings for which RATES are right
 LONGER = -0.32
 """Exponent of the tokens beyond SEARCHED, with batches of one size: not measured here, but remembered of larger models
