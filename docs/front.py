@@ -1,7 +1,7 @@
-"""README's table and pictures, from the committed results: python docs/front.py
+"""The README's table and picture, from the committed results: python docs/front.py
 
-It rewrites the tables of README.md and results/README.md and draws docs/images/front.svg and scaling.svg. A test
-compares them with what it would write.
+It rewrites the tables of README.md and results/README.md and draws docs/images/front.svg. A test compares them with
+what it would write.
 """
 
 import json
@@ -14,16 +14,14 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from perspectron.compare import scaling  # noqa: E402
 from perspectron.compare.report.figures import REFERENCE  # noqa: E402
 from perspectron.compare.report.summary import Row, ranked  # noqa: E402
 from perspectron.presets import title, variant  # noqa: E402
-from perspectron.util import plot  # noqa: E402
 from perspectron.util.numbers import fixed, signed, size  # noqa: E402
 from perspectron.util.stats import interval  # noqa: E402
 
 RESULTS = ROOT / "results"
-PICTURE, LINES = (ROOT / "docs" / "images" / name for name in ("front.svg", "scaling.svg"))
+PICTURE = ROOT / "docs" / "images" / "front.svg"
 SHORT, LONG = "1024", "262144"
 TITLE = "A transformer slows down as its text grows"
 DRAWN = {"transformer": "second", "ssd": "ink", "perspective2": "accent"}
@@ -142,11 +140,6 @@ def picture(lengths: dict[str, Any]) -> str:
         f"<style>{STYLE}</style>",
     ]
     return "\n".join([*head, *parts, "</svg>\n"])
-
-
-def lines_of(study: dict[str, Any]) -> str:
-    """The charts of a scaling study, by both scores."""
-    return plot.draw([chart for score in scaling.SCORES for chart in scaling.charts(study, score)])
 
 
 def _text(x: float, y: float, words: str, kind: str) -> str:
