@@ -18,7 +18,7 @@ DRAWS = 2000
 
 
 class Best(NamedTuple):
-    """The best rate of a recipe; 0 where it is the first or the last tried."""
+    """The best rate of a recipe at a size, with so many tokens."""
 
     parameters: int
     tokens: int
@@ -26,7 +26,8 @@ class Best(NamedTuple):
 
 
 def read() -> dict[str, list[Best]]:
-    """Those of each recipe that was searched at two points or more, in the order of the file."""
+    """Those of each recipe that was searched at two points or more; a best rate that is the first or the last tried is
+    left out, as a better one may lie beyond."""
     found = defaultdict[str, list[Best]](list)
     for search in json.loads(SEARCHES.read_text(encoding="utf-8"))["searches"]:
         for name, losses in search["tried"].items():
