@@ -18,6 +18,7 @@ from perspectron.cli.options import BatchSize, Device, Jobs, SeqLen, count, tabl
 from perspectron.cli.progress import Work
 from perspectron.compare import pool, run, scaling
 from perspectron.compare.plan import Plan, models_of_designs, plan, threads_for
+from perspectron.compare.report.scaling import write
 from perspectron.compare.report.summary import WINDOWS
 from perspectron.compare.run import Rate
 from perspectron.compare.scaling import STUDY, Point, Study
@@ -94,7 +95,7 @@ class Scale:
                 code = self._all(out, study, console)
             except pool.StoppedBy as stop:
                 code = 128 + stop.number
-        found = scaling.write(out, study)
+        found = write(out, study)
         console.print(_table(study, found))
         console.print(scaling.sentence(found))
         console.print(f"report: {out / scaling.PAGE}; numbers: {out / scaling.RESULTS}")
@@ -161,7 +162,7 @@ class Scale:
             if ended >= 128:
                 raise pool.StoppedBy(ended - 128)
             code = code or ended
-            scaling.write(out, study)
+            write(out, study)
         return code
 
     def _plan(self, out: Path, study: Study, at: Point) -> Plan:

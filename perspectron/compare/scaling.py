@@ -21,20 +21,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from perspectron import presets
-from perspectron.compare.plan import ASKED, DATA, REFERENCE, Settings, asked, models_of_designs, optimizer_in
-from perspectron.compare.report import figures
-from perspectron.compare.report.page import Section, rendered
+from perspectron.compare.plan import ASKED, DATA, Settings, asked, models_of_designs, optimizer_in
 from perspectron.compare.report.summary import STREAMING, WINDOWS
-from perspectron.compare.report.tables import estimate
 from perspectron.data import Shards, Tokenizer, encode, made_in, open_corpus, open_shards
 from perspectron.presets.rates import FALL, PASSES, rate
-from perspectron.util import plot
 from perspectron.util.config import at_least, dump, require
 from perspectron.util.errors import ConfigError
-from perspectron.util.files import read_json, safe_join, write_json, write_text
-from perspectron.util.numbers import fixed, grouped, percent, short
-from perspectron.util.page import Cell, Table
-from perspectron.util.stats import LEVEL, interval, paired
+from perspectron.util.files import read_json, safe_join, write_json
+from perspectron.util.numbers import fixed, short
+from perspectron.util.stats import interval, paired
 
 VERSION = 2
 STUDY, TEXT, RESULTS, PAGE = "scale.json", "text", "scale-results.json", "scale.html"
@@ -334,96 +329,3 @@ def _ahead(at: Point, losses: dict[str, dict[int, float]]) -> str:
             level.append(presets.title(name))
     rest = f"not told apart from {', '.join(level)}" if level else "told apart from all others"
     return f"{text}, {rest}"
-
-
-def html(found: dict[str, Any]) -> str:
-    """The page of a study."""
-    study = found["study"]
-    spent = sum(cell["seconds"] or 0.0 for cell in found["cells"])
-    facts = [
-        ("tokens for a parameter", ", ".join(f"{ratio:g}" for ratio in study["per_parameter"])),
-        ("text", study["data"]), ("seeds", str(study["seeds"])),
-        ("trainings that finished", grouped(len(found["cells"]))), ("hours they took", f"{spent / 3600:.1f}"),
-    ]  # fmt: skip
-    rates = f"each design has the rate known for it, which falls by N^{FALL} and has a ceiling"
-    if study["rates"]:
-        rates = f"rates are the best at the smallest size, from there by N^{FALL}"
-    sections = [part for score in SCORES for part in _section(found, score)]
-    sections.append(
-        Section("conditions", "Conditions", f"All sizes have one vocabulary; {rates}.", facts=facts)
-    )
-    heading = f"{len(study['designs'])} designs at {len(study['sizes'])} sizes"
-    return rendered(heading, sentence(found), sections)
-
-
-def charts(found: dict[str, Any], score: str) -> list[plot.Chart]:
-    """Loss by active parameters, a chart for each number of tokens for a parameter; none without a loss."""
-    study = found["study"]
-    style = figures.styles(list(study["designs"]), REFERENCE)
-    known = {(cell["design"], cell["size"]): float(cell["parameters"]) for cell in found["cells"]}
-    drawn = list[plot.Chart]()
-    for ratio in study["per_parameter"]:
-        curves = []
-        for name, there in _by_size(found, ratio, score).items():
-            points = [(known[name, size], statistics.fmean(each)) for size, each in there.items()]
-            spans = [interval(each) or (each[0], each[0]) for each in there.values()]
-            curves.append(plot.Line(presets.title(name), points, style[name], spans))
-        if curves:
-            axes = (_titled(ratio, score), "active parameters", "bits per byte")
-            drawn.append(plot.Chart(*axes, curves, log_x=True, log_y=True, x_text=short))
-    return drawn
-
-
-def _titled(ratio: float, score: str) -> str:
-    return f"{SCORES[score]}, {ratio:g} tokens for a parameter"
-
-
-def _by_size(found: dict[str, Any], ratio: float, score: str) -> dict[str, dict[int, list[float]]]:
-    """Losses of each design that has some, by size, for so many tokens for a parameter."""
-    at = {size: losses_at(found, Point(size, ratio), score) for size in found["study"]["sizes"]}
-    by = {name: {size: list(each[name].values()) for size, each in at.items() if name in each}
-          for name in found["laws"][score]}  # fmt: skip
-    return {name: there for name, there in by.items() if there}
-
-
-def _section(found: dict[str, Any], score: str) -> list[Section]:
-    """Figure and tables of a score; none where nothing has it."""
-    study, tables = found["study"], list[Table]()
-    for ratio in study["per_parameter"]:
-        rows = [
-            [Cell(presets.title(name)), *(estimate(there.get(size, [])) for size in study["sizes"])]
-            for name, there in _by_size(found, ratio, score).items()
-        ]
-        if rows:
-            of = f"Bits per byte {_titled(ratio, score)}"
-            caption = f"{of}, by active parameters, with {LEVEL:.0%} intervals over seeds."
-            tables.append(Table(caption, ["design", *map(short, study["sizes"])], rows))
-    if not tables:
-        return []
-    laws = [(name, law) for name, law in found["laws"][score].items() if "A" in law]
-    if laws:
-        caption = "Laws log L = log A − α log N − β log D; off: the most by which a mean lies off its law."
-        rows = [
-            [Cell(presets.title(name)), *(_exponent(law[x]) for x in ("alpha", "beta")), Cell(short(law["A"])),
-             Cell(percent(law["off"], 2))]
-            for name, law in laws
-        ]  # fmt: skip
-        tables.append(Table(caption, ["design", "α", "β", "A", "off"], rows))
-    slug = score.partition("_")[0]
-    drawn = [plot.draw([chart], slug=f"{slug}{i}-") for i, chart in enumerate(charts(found, score))]
-    return [Section(slug, f"Loss, {SCORES[score]}", sentence(found, score), drawn, tables)]
-
-
-def _exponent(found: dict[str, Any] | None) -> Cell:
-    if found is None:
-        return Cell("–")
-    span = found["interval"]
-    return Cell(fixed(found["mean"], 4), f"{fixed(span[0], 4)} to {fixed(span[1], 4)}" if span else "")
-
-
-def write(out: Path, study: Study) -> dict[str, Any]:
-    """Write the results so far, and their page."""
-    found = collected(out, study)
-    write_json(out / RESULTS, found)
-    write_text(out / PAGE, html(found))
-    return found

@@ -14,6 +14,7 @@ import pytest
 
 from perspectron.cli.main import main
 from perspectron.compare import pool, scaling
+from perspectron.compare.report.scaling import html
 from perspectron.compare.report.summary import WINDOWS
 from perspectron.compare.scaling import Point, Study
 from perspectron.presets.rates import FALL, rate
@@ -130,7 +131,7 @@ def test_more_tokens_for_a_parameter_have_an_exponent_of_their_own():
         told = scaling.told(found[name])
         exponents = [told[x]["mean"] for x in ("alpha", "beta")]
         assert exponents == pytest.approx([alpha, beta]) and told["A"] == pytest.approx(A)
-    page = scaling.html({"study": dump(study), "cells": cells, "laws": {
+    page = html({"study": dump(study), "cells": cells, "laws": {
         score: {name: scaling.told(law) for name, law in scaling.laws_of(cells, study, score).items()}
         for score in scaling.SCORES}, "crossings": {score: [] for score in scaling.SCORES}})  # fmt: skip
     assert page.count("<svg") == len(study.per_parameter) == 2

@@ -1,0 +1,111 @@
+"""The page of a scaling study: charts and tables of the losses, and the laws that they follow."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from perspectron import presets
+from perspectron.compare.plan import REFERENCE
+from perspectron.compare.report import figures
+from perspectron.compare.report.page import Section, rendered
+from perspectron.compare.report.tables import estimate
+from perspectron.compare.scaling import PAGE, RESULTS, SCORES, Point, Study, collected, losses_at, sentence
+from perspectron.presets.rates import FALL
+from perspectron.util import plot
+from perspectron.util.files import write_json, write_text
+from perspectron.util.numbers import fixed, grouped, percent, short
+from perspectron.util.page import Cell, Table
+from perspectron.util.stats import LEVEL, interval
+
+
+def html(found: dict[str, Any]) -> str:
+    """The page of a study."""
+    study = found["study"]
+    spent = sum(cell["seconds"] or 0.0 for cell in found["cells"])
+    facts = [
+        ("tokens for a parameter", ", ".join(f"{ratio:g}" for ratio in study["per_parameter"])),
+        ("text", study["data"]), ("seeds", str(study["seeds"])),
+        ("trainings that finished", grouped(len(found["cells"]))), ("hours they took", f"{spent / 3600:.1f}"),
+    ]  # fmt: skip
+    rates = f"each design has the rate known for it, which falls by N^{FALL} and has a ceiling"
+    if study["rates"]:
+        rates = f"rates are the best at the smallest size, from there by N^{FALL}"
+    sections = [part for score in SCORES for part in _section(found, score)]
+    sections.append(
+        Section("conditions", "Conditions", f"All sizes have one vocabulary; {rates}.", facts=facts)
+    )
+    heading = f"{len(study['designs'])} designs at {len(study['sizes'])} sizes"
+    return rendered(heading, sentence(found), sections)
+
+
+def charts(found: dict[str, Any], score: str) -> list[plot.Chart]:
+    """Loss by active parameters, a chart for each number of tokens for a parameter; none without a loss."""
+    study = found["study"]
+    style = figures.styles(list(study["designs"]), REFERENCE)
+    known = {(cell["design"], cell["size"]): float(cell["parameters"]) for cell in found["cells"]}
+    drawn = list[plot.Chart]()
+    for ratio in study["per_parameter"]:
+        curves = []
+        for name, there in _by_size(found, ratio, score).items():
+            points = [(known[name, size], statistics.fmean(each)) for size, each in there.items()]
+            spans = [interval(each) or (each[0], each[0]) for each in there.values()]
+            curves.append(plot.Line(presets.title(name), points, style[name], spans))
+        if curves:
+            axes = (_titled(ratio, score), "active parameters", "bits per byte")
+            drawn.append(plot.Chart(*axes, curves, log_x=True, log_y=True, x_text=short))
+    return drawn
+
+
+def _titled(ratio: float, score: str) -> str:
+    return f"{SCORES[score]}, {ratio:g} tokens for a parameter"
+
+
+def _by_size(found: dict[str, Any], ratio: float, score: str) -> dict[str, dict[int, list[float]]]:
+    """Losses of each design that has some, by size, for so many tokens for a parameter."""
+    at = {size: losses_at(found, Point(size, ratio), score) for size in found["study"]["sizes"]}
+    by = {name: {size: list(each[name].values()) for size, each in at.items() if name in each}
+          for name in found["laws"][score]}  # fmt: skip
+    return {name: there for name, there in by.items() if there}
+
+
+def _section(found: dict[str, Any], score: str) -> list[Section]:
+    """Figure and tables of a score; none where nothing has it."""
+    study, tables = found["study"], list[Table]()
+    for ratio in study["per_parameter"]:
+        rows = [
+            [Cell(presets.title(name)), *(estimate(there.get(size, [])) for size in study["sizes"])]
+            for name, there in _by_size(found, ratio, score).items()
+        ]
+        if rows:
+            of = f"Bits per byte {_titled(ratio, score)}"
+            caption = f"{of}, by active parameters, with {LEVEL:.0%} intervals over seeds."
+            tables.append(Table(caption, ["design", *map(short, study["sizes"])], rows))
+    if not tables:
+        return []
+    laws = [(name, law) for name, law in found["laws"][score].items() if "A" in law]
+    if laws:
+        caption = "Laws log L = log A − α log N − β log D; off: the most by which a mean lies off its law."
+        rows = [
+            [Cell(presets.title(name)), *(_exponent(law[x]) for x in ("alpha", "beta")), Cell(short(law["A"])),
+             Cell(percent(law["off"], 2))]
+            for name, law in laws
+        ]  # fmt: skip
+        tables.append(Table(caption, ["design", "α", "β", "A", "off"], rows))
+    slug = score.partition("_")[0]
+    drawn = [plot.draw([chart], slug=f"{slug}{i}-") for i, chart in enumerate(charts(found, score))]
+    return [Section(slug, f"Loss, {SCORES[score]}", sentence(found, score), drawn, tables)]
+
+
+def _exponent(found: dict[str, Any] | None) -> Cell:
+    if found is None:
+        return Cell("–")
+    span = found["interval"]
+    return Cell(fixed(found["mean"], 4), f"{fixed(span[0], 4)} to {fixed(span[1], 4)}" if span else "")
+
+
+def write(out: Path, study: Study) -> dict[str, Any]:
+    """Write the results so far, and their page."""
+    found = collected(out, study)
+    write_json(out / RESULTS, found)
+    write_text(out / PAGE, html(found))
+    return found
