@@ -29,7 +29,7 @@ def measured(model: LanguageModel, chunk: int) -> bool:
         )
         return False
     draw, config = torch.Generator().manual_seed(0), model.config
-    length = min(LENGTH, config.positions or config.longest or LENGTH)
+    length = min(LENGTH, config.room or LENGTH)
     ids = torch.randint(config.vocab_size, (length,), generator=draw).tolist()
     kept = _same(_read(model, ids, chunk, ()), _read(model, ids, chunk, CUTS))
     if not kept:

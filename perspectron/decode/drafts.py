@@ -245,8 +245,7 @@ class _Model(Draft):
         self._state: LMState = model.init_state(1)
         self._spare: LMState | None = None
         self._read = 0
-        positions = model.config.positions or model.config.longest
-        self._longest = positions or 1 << 62
+        self._longest = model.config.room or 1 << 62
 
     def propose(self, most: int) -> list[int]:
         model, row, ids = self._model, self.row, self.text

@@ -128,5 +128,5 @@ def read_beside(
 
 
 def _require_positions(model: LanguageModel, tokens: int) -> None:
-    if positions := model.config.positions or model.config.longest:
+    if positions := model.config.room:
         require(tokens <= positions, "tokens of both texts", tokens, f"≤ positions = {positions}")

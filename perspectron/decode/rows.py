@@ -149,11 +149,8 @@ class Rows:
         state = None if conversation is None else own.state.to(model.device)  # a loaded one is on the CPU
         unread = [*own.pending[0], *ids]
         length_B = None if state is None else state.document_length_B
-        length, most = (
-            0 if length_B is None else int(length_B[0]),
-            model.config.positions or model.config.longest,
-        )
-        check_room(most, length, lengths(unread, special.reset), max_tokens, handle)
+        length = 0 if length_B is None else int(length_B[0])
+        check_room(model.config.room, length, lengths(unread, special.reset), max_tokens, handle)
         known = [*own.recent[0], *(id for id in ids if id not in special.silent)]
         recent = known[-sampling.repetition_window :]
         apart = [] if own.recent[0][-len(own.pending[0]) :] == own.pending[0] else own.pending[0]

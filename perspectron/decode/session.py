@@ -111,6 +111,21 @@ class Session:
         return sum(self._drawn[:])
 
     @property
+    def before(self) -> int:
+        """Tokens of the tokenizer's that stand before the text."""
+        return self._before
+
+    @property
+    def left(self) -> int | None:
+        """How many tokens more the document may have, and one that is drawn and not read; None for any number."""
+        if not (most := self._rows.model.config.room):
+            return None
+        length_B = None if self._state is None else self._state.document_length_B
+        counts = lengths(self._ids[self._read :], self._rows.tokenizer.specials.reset)
+        before = int(length_B[0]) if length_B is not None and len(counts) == 1 else 0
+        return most - before - counts[-1] + 1
+
+    @property
     def text(self) -> str:
         """All that was read and said."""
         return self._rows.tokenizer.decode(self.tokens)
@@ -321,6 +336,17 @@ class Session:
         rows = self._rows
         return Session(rows.model, rows.tokenizer, chunk=rows.chunk, store=rows.store, drafts=rows.drafts)
 
+    def rereading(self) -> Generator[int, None, "Session"]:
+        """The same text read anew as a prompt, so that others may begin with it, with pauses as `reading` has them. A
+        text on a trained memory, or whose beginning is not known, stays as it is."""
+        yield 0
+        if not self.whole or self._start is not None:
+            return self
+        own, lacks = self.begun(), self._before < len(self._rows.tokenizer.specials.prefix)
+        own.append(self.tokens, whole=lacks)
+        yield from own.reading([])
+        return own
+
     def remembered(self, state: LMState, ids: Sequence[int]) -> "Session":
         """A text of the same model that begins with a state, which is used up, and these ids: what was before is
         remembered but not known."""
@@ -490,8 +516,7 @@ class Session:
         return sum(self._calls)
 
     def _check_positions(self, ids: list[int]) -> None:
-        config = self._rows.model.config
-        if positions := config.positions or config.longest:
+        if positions := self._rows.model.config.room:
             length = max(lengths([*self._ids[:], *ids], self._rows.tokenizer.specials.reset))
             require(length <= positions, "tokens of one document", length, f"≤ positions = {positions}")
 

@@ -73,7 +73,7 @@ def digest(
 ) -> str:
     """The digest of the tokens and all logits drawn after one text. others: texts that are under way beside it, half
     of which join after its first token. piece: tokens of the text that are given at once; 0 is all."""
-    V, positions = tokenizer.vocab_size, model.config.positions or model.config.longest
+    V, positions = tokenizer.vocab_size, model.config.room
     length = min(CHUNK + 22, positions - DRAWN) if positions else CHUNK + 22
     words = torch.tensor([id for id in range(V) if id not in tokenizer.specials.silent])
     ids, session = _text(0, length, words), Session(model, tokenizer)

@@ -21,7 +21,7 @@ LAYERS = 3  # of those that have such a memory, from the first to the last
 def written(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[str]) -> list[str]:
     """What a model writes after each text. Its noise is its own: no generator of torch moves."""
     longest = max(len(tokenizer.encode(text)) for text in texts) + len(tokenizer.specials.start)
-    room = model.config.positions or model.config.longest or math.inf
+    room = model.config.room or math.inf
     tokens = int(min(TOKENS, room - longest))
     if tokens < 1:  # a table of positions that the texts fill
         return [""] * len(texts)

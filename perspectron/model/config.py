@@ -186,6 +186,11 @@ class ModelConfig:
                 f"given, because tokens are {self.d_token} wide and the model {self.d_model}")  # fmt: skip
 
     @property
+    def room(self) -> int:
+        """Tokens that one document may have; 0 for any number."""
+        return self.positions or self.longest
+
+    @property
     def d_token(self) -> int:
         """Width of the embedding: the model width, unless the first mixer sets another."""
         first = self.blocks[0].mixer

@@ -287,7 +287,6 @@ class Engine:
         if len(job.ids) == 1:
             job.spared = self._rows.spared(piece.row)
         if piece.finished is not None:
-            del self._jobs[piece.row]
             try:
                 if piece.error is None:
                     job.session.leave(self._rows, piece.row, job.ids)
@@ -295,6 +294,7 @@ class Engine:
                     self._rows.remove(piece.row)
             except PerspectronError as error:  # of a hook, which has the row's last word
                 event = error if piece.error is None else piece
+            del self._jobs[piece.row]  # until here another error is told to this job, too
             if event is not piece or piece.error is not None:
                 self.counters.failed += 1
             else:

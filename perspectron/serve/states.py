@@ -80,10 +80,11 @@ class States:
                 said.replace(f"{self.folder}/", "").replace(str(self.folder), "states")
             ) from error
 
-    def path(self, name: str) -> Path:
-        """File of a state. ConfigError: a name that is more than letters, digits, dots, dashes and underscores."""
+    def path(self, name: str, field: str = "state") -> Path:
+        """File of a state. ConfigError, which names the field that it comes from: a name that is more than letters,
+        digits, dots, dashes and underscores."""
         bound = "1 to 64 letters, digits, dots, dashes and underscores, the first a letter or digit"
-        require(NAME.fullmatch(name) is not None, "state", name[:80], bound)
+        require(NAME.fullmatch(name) is not None, field, name[:80], bound)
         return safe_join(self.folder, name + ENDING, StateError)
 
     def found(self, name: str) -> Path:
@@ -136,12 +137,14 @@ class States:
         sign = sign_of(path)
         with self._lock:
             held = self._held.get(path)
-            if held is not None and held.sign == sign and not anew and (own := held.session.opened(fresh)):
+            known = held is not None and held.sign == sign
+            if held is not None and known and not anew and (own := held.session.opened(fresh)):
                 self._held.move_to_end(path)
                 return own
         with self._told():
             session = fresh.loaded(path)
-        self._hold(path, sign, session)
+        if not (anew and known):  # what is in memory can go further back
+            self._hold(path, sign, session)
         return session
 
     @property

@@ -344,6 +344,10 @@ def test_what_cannot_begin_is_an_event_and_a_failed_step_costs_those_under_way(e
         patch.setattr("perspectron.decode.session.Session.enter", lambda *_, **__: 1 / 0)
         engine.submit([(lost := Asked(engine, prompt_of(3, 0), 5)).job])
         assert isinstance(lost.events.get(timeout=PATIENCE), PerspectronError)
+    with monkeypatch.context() as patch:  # what fails when a text ends is told to it, too
+        patch.setattr("perspectron.decode.session.Session.leave", lambda *_: 1 / 0)
+        engine.submit([(lost := Asked(engine, prompt_of(3, 0), 1)).job])
+        assert isinstance(lost.events.get(timeout=PATIENCE), PerspectronError)
     after = Asked(engine, prompt_of(3, 0), 5)
     engine.submit([after.job])
     assert len(after.ids()) == 5

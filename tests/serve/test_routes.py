@@ -10,6 +10,7 @@ import subprocess
 from collections import Counter
 
 import hypothesis
+import msgspec
 import pytest
 import schemathesis
 import torch
@@ -17,6 +18,7 @@ from fastapi.testclient import TestClient
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
 
+from perspectron.data import Tokenizer
 from perspectron.data.template import Template
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
@@ -285,7 +287,7 @@ def test_models_tokens_health_metrics_and_the_page(client, tiny) -> None:
         ({"model": "gpt-5"}, 404, "model 'gpt-5' is not served; there are: tiny"),
         ({"state": "gone"}, 404, "state 'gone' is not there"),
         ({"state": "../../etc/passwd"}, 400, "1 to 64 letters"),
-        ({"save": "a/b"}, 400, "1 to 64 letters"),
+        ({"save": "a/b"}, 400, "save = 'a/b', must be 1 to 64 letters"),
         ({"save": "a", "n": 2}, 400, "left out with n > 1"),
         ({"max_tokens": 65}, 400, "max_tokens = 65, must be ≤ 64"),
         ({"max_tokens": 0}, 400, "max_tokens = 0, must be ≥ 1 without echo"),
@@ -314,6 +316,37 @@ def test_what_cannot_be_is_an_error_object(client, tiny, body, status, words) ->
     assert words in answer.json()["error"]["message"]
     assert tiny.engine.active == tiny.engine.waiting == 0
     complete(client)
+
+
+@pytest.mark.parametrize("prefix", [(), (0,), (1, 2, 3)])
+def test_counts_and_log_probabilities_hold_whatever_stands_before_a_text(tmp_path, tokenizer, prefix) -> None:
+    specials = msgspec.structs.replace(tokenizer.specials, prefix=prefix, reset=None)
+    own = Tokenizer.parse(tokenizer.to_str(), tmp_path / "tokenizer.json", specials)
+    one = served(tmp_path, own, design="transformer-tiny")
+    ids = [*prefix, *own.encode("The cat")]
+    with TestClient(create([one]), base_url="http://localhost") as client:
+        usage = [complete(client, max_tokens=2)["usage"] for _ in range(2)]
+        cached = [each["prompt_tokens_details"]["cached_tokens"] for each in usage]
+        assert cached == [0, usage[1]["prompt_tokens"]] and usage[0]["prompt_tokens"] > 0
+        if prefix:
+            client.post("/v1/states", json={"id": "empty", "prompt": ""})
+        asked = {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 0}
+        said = [
+            complete(client, state=state, **asked)["choices"][0]["logprobs"]
+            for state in (None, "empty" if prefix else None)
+        ]
+    assert said[0] == said[1] and said[0]["token_ids"] == ids
+    assert [value is None for value in said[0]["token_logprobs"]] == [
+        index < max(1, len(prefix)) for index in range(len(ids))
+    ]
+
+
+def test_a_schema_for_calls_that_nothing_holds_to_is_refused(client, tiny) -> None:
+    tiny.template = Template(TEMPLATE, "here")
+    tool = {"type": "function", "function": {"name": "f", "strict": True}}
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and "strict = true" in answer.json()["error"]["message"]
 
 
 def test_what_has_no_room_now_may_ask_again(client, tiny, monkeypatch) -> None:
@@ -351,12 +384,14 @@ def test_a_parameter_of_the_query_that_a_route_lacks_is_refused(client, method, 
     assert client.get("/health?t=1").status_code == client.get("/metrics?t=1").status_code == 200
 
 
-def test_a_long_prompt_on_a_table_of_positions(tmp_path, tokenizer) -> None:
+@pytest.mark.parametrize("design", ["gpt2", "transformer"])
+def test_a_long_prompt_on_a_table_of_positions(tmp_path, tokenizer, design) -> None:
     from perspectron import presets
     from perspectron.model.model import build
 
     one = served(tmp_path, tokenizer)
-    model = build(presets.small("gpt2", vocab_size=tokenizer.vocab_size, d_model=32, seq_len=64), seed=5)
+    config = presets.small(design, vocab_size=tokenizer.vocab_size, d_model=32, seq_len=64)
+    model = build(dataclasses.replace(config, longest=0 if config.positions else 64), seed=5)
     from perspectron.serve.engine import Engine
 
     one = dataclasses.replace(one, engine=Engine(model, tokenizer, together=False))
@@ -372,6 +407,12 @@ def test_a_long_prompt_on_a_table_of_positions(tmp_path, tokenizer) -> None:
             assert answer.status_code == 200, answer.text
             (choice,), usage = answer.json()["choices"], answer.json()["usage"]
             assert choice["finish_reason"] != "length" or usage["total_tokens"] == 64
+        client.post("/v1/states", json={"id": "read", "prompt": "The cat sat. "})
+        for route, asked in (("chat/completions", body), ("completions", {"prompt": [5] * 50})):
+            answer = client.post(f"/v1/{route}", json=asked | {"state": "read", "temperature": 0})
+            assert answer.status_code == 200, answer.text
+        (about,) = client.get("/v1/models").json()["data"]
+        assert about["context"] == about["state_tokens"] == 64
 
 
 def test_bodies_that_are_too_much(client) -> None:
@@ -439,7 +480,15 @@ def test_a_conversation_begins_with_a_trained_memory(tmp_path, tokenizer) -> Non
             answer = complete(client, state="legal", save="talk", id_slot=0)
             assert answer["choices"][0]["text"] == expected != bare
             assert complete(client, id_slot=0)["choices"][0]["text"] == bare
-        on = complete(client, prompt=" and", state="talk", max_tokens=5)["choices"][0]["text"]
+        complete(client, state="legal", id_slot=0)
+        client.post("/slots/0?action=save", json={"filename": "kept"})
+        client.put("/v1/states/slot", content=(one.slot_files.folder / "kept.state").read_bytes())
+        on, again = (
+            complete(client, prompt=" and", state=state, max_tokens=5, logprobs=1)["choices"][0]
+            for state in ("talk", "slot")
+        )
+        assert on == again
+        on = on["text"]
     begun.read("The cat sat").say(12, sampling=sampling)
     assert on == begun.read(" and").say(5, sampling=sampling)
 

@@ -124,10 +124,15 @@ def test_models_say_what_each_token_takes(tmp_path, tokenizer) -> None:
             assert state.filled().nbytes == first + (tokens - 1) * then
 
 
-def test_a_talk_after_a_text_is_read_once(talking) -> None:
-    """Each turn reads what it adds, though another text stands before the talk."""
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_talk_after_a_text_is_read_once(talking, tiny, tmp_path, whole) -> None:
+    """Each turn reads what it adds, though another text stands before the talk, also one that is not known."""
     text = "The dog sat on the mat. "
     talking.post("/v1/states", json={"id": "text", "prompt": text})
+    if not whole:
+        read = tiny.engine.session().read(text)
+        read.remembered(exhausted(read.remembering()), [5]).save(tmp_path / "file.state")
+        talking.put("/v1/states/text", content=(tmp_path / "file.state").read_bytes())
     said, before, state, grew = list[dict[str, str]](), restored(talking, "text")["tokens"], "text", []
     for turn in range(4):
         said.append({"role": "user", "content": "The cat"})
@@ -138,6 +143,8 @@ def test_a_talk_after_a_text_is_read_once(talking) -> None:
         before = tokens
         assert messages(talking, state) == said
     assert max(grew) <= 1.5 * grew[0], grew
+    if not whole:  # a file knows no way back
+        return
     talking.put("/v1/states/brought", content=talking.get(f"/v1/states/{state}").content)
     said.append({"role": "user", "content": "The cat"})
     chat(talking, said, state="brought", save="on")

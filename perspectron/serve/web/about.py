@@ -21,7 +21,8 @@ WORDS = 24
 def model_of(served: Served) -> dict[str, Any]:
     """What the list of models says of one."""
     config, before = served.engine.model.config, len(served.tokenizer.specials.prefix)
-    about: dict[str, Any] = {"context": config.positions or None, "state_tokens": config.positions or TOKENS}
+    about: dict[str, Any] = {"context": config.room or None}
+    about["state_tokens"] = config.positions or min(TOKENS, config.room or TOKENS)
     state = served.engine.model.init_state(1, capacity=about["state_tokens"], device="meta")
     about["state_bytes"] = state.nbytes
     about["twin_cache_bytes"] = (

@@ -25,10 +25,10 @@ from perspectron.serve.web.likely import Completed, Mark, chatted, marks_of
 from perspectron.serve.web.metrics import Metrics
 from perspectron.serve.web.writing import Writing
 from perspectron.util.config import require
-from perspectron.util.errors import PerspectronError
+from perspectron.util.errors import ConfigError, PerspectronError
 
 PING = 15  # seconds between signs of life in a stream
-CHAT_TOKENS = 1024  # drawn where a chat does not say how many, or what a table of positions has left
+CHAT_TOKENS = 1024  # drawn where a chat does not say how many, or what the model has room for
 ENTRIES = 1 << 18  # log-probabilities of prompts in one answer
 
 
@@ -68,10 +68,13 @@ class _Run:
 
     def usage(self) -> dict[str, Any]:
         """Tokens, as OpenAI counts them, a prompt once however many choices it has; those that the store spared all of
-        them count as cached."""
+        them count as cached, without what stands before a text."""
         drawn = sum(len(job.ids) for job in self.jobs)
         starts = range(0, len(self.jobs), self.n)
-        cached = sum(max(0, min(job.spared for job in self.jobs[at : at + self.n]) - 1) for at in starts)
+        spared = (
+            min(job.spared - job.session.before for job in self.jobs[at : at + self.n]) for at in starts
+        )
+        cached = sum(max(0, each) for each in spared)
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": drawn,
@@ -89,7 +92,7 @@ class Answers:
     async def completions(self, body: schema.Completion, request: Request) -> Response:
         """Texts that go on after prompts."""
         prompts, tokens = body.prompt, 16 if body.max_tokens is None else body.max_tokens
-        run = await self._run(body, prompts, tokens, body.logprobs, request)
+        run = await self._run(body, prompts, tokens, body.logprobs, request, cut=body.max_tokens is None)
         tokenizer, echoed = self.served.tokenizer, run.echoed or [[] for _ in prompts]
         starts = [self._text(prompts[index // body.n]) if body.echo else "" for index in range(run.texts)]
         writers = [Completed(tokenizer, echoed[i // body.n], start) for i, start in enumerate(starts)]
@@ -113,10 +116,9 @@ class Answers:
         async with self.served.rendering:  # so that templates never hold more than one thread of a model
             text = await asyncio.to_thread(prompt_of, body, template, self.served.tokenizer)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        ids, positions = await self.served.ids(text), self.served.engine.model.config.positions
-        left = max(1, positions - len(ids)) if positions else CHAT_TOKENS
-        tokens = tokens_of(body, min(CHAT_TOKENS, left, self.served.largest))
-        run = await self._run(body, [ids], tokens, logprobs, request)
+        ids, given = await self.served.ids(text), tokens_of(body)
+        tokens = min(CHAT_TOKENS, self.served.largest) if given is None else given
+        run = await self._run(body, [ids], tokens, logprobs, request, cut=given is None)
 
         run.messages = [{"role": one.role, "content": one.said} for one in body.messages]
         if not body.continue_final_message:
@@ -145,13 +147,15 @@ class Answers:
         tokens: int,
         logprobs: int | None,
         request: Request,
+        *,
+        cut: bool,
     ) -> _Run:
-        """Make the jobs of a request and hand them to the engine, under a lease of what is saved. ConfigError,
-        StateError, Full, Busy: nothing was begun."""
+        """Make the jobs of a request and hand them to the engine, under a lease of what is saved. cut: draw fewer
+        tokens, where the model has no room for all of them. ConfigError, StateError, Full, Busy: nothing was begun."""
         check(body, prompts, tokens, self.served)
         writing = await Writing.of(self.served.states, body.save)
         try:
-            run = await self._begin(body, prompts, tokens, logprobs, request)
+            run = await self._begin(body, prompts, tokens, logprobs, request, cut)
         except BaseException:
             writing.let_go()
             raise
@@ -165,6 +169,7 @@ class Answers:
         tokens: int,
         logprobs: int | None,
         request: Request,
+        cut: bool,
     ) -> _Run:
         served, engine = self.served, self.served.engine
         single = body.n == 1 and len(prompts) == 1
@@ -193,11 +198,13 @@ class Answers:
             more = ids[len(session.tokens) :] if begun is None else ids
             await asyncio.to_thread(session.append, more, whole=whole)  # which looks at each of them
             run.prompt_tokens += len(session.tokens)
+            left = session.left if cut else None
+            most = tokens if left is None else min(tokens, max(left, 1))
             for _ in range(body.n if tokens else 0):
                 index = len(run.jobs)
                 own = session if single else session.fork()
                 emit = _into(asyncio.get_running_loop(), run.events, index)
-                job = Job(own, tokens, emit, sampling, body.stop, index, logprobs, hooks, body.min_tokens)
+                job = Job(own, most, emit, sampling, body.stop, index, logprobs, hooks, body.min_tokens)
                 job.stop_ids, job.shares = body.stop_token_ids, body.cache_prompt
                 run.jobs.append(job)
         for index in range(0 if tokens else run.texts):
@@ -219,11 +226,11 @@ class Answers:
             task = self.served.engine.run(session.likely(ids, count))
             pairs = await heard(request, asyncio.wrap_future(task))
             prefix = len(ids) - len(self.served.tokenizer.specials.bare(ids))
-            first = [Mark(id, None, ()) for id in ids[: max(1, prefix)] if begun is None]
-            rest = ids[len(first) :]
-            found.append(
-                [*first, *(Mark(id, *pair) for id, pair in zip(rest, pairs[-len(rest) :], strict=False))]
-            )
+            unsaid = max(len(ids) - len(pairs), 0 if begun is not None else max(1, prefix))
+            first = [Mark(id, None, ()) for id in ids[:unsaid]]
+            rest = ids[unsaid:]
+            said = pairs[len(pairs) - len(rest) :]
+            found.append([*first, *(Mark(id, *pair) for id, pair in zip(rest, said, strict=True))])
         return found
 
     async def _agreed(
@@ -235,13 +242,16 @@ class Answers:
         there."""
         begins, bare = talk_of(session.extra).get(BEGINS, 0), self.served.tokenizer.specials.bare(ids)
         own = session.tokens[begins:]  # none, where a file claims more than there are
-        shared = alike(own, bare) if begins and session.whole else session.shared(ids, whole=True)
+        shared = alike(own, bare) if begins else session.shared(ids, whole=True)
         answered = any(message.role == "assistant" for message in body.messages)
         if shared < len(own) and not (answered and shared):
             return session, [bare], len(session.tokens)
         if shared < len(own):
             task = self.served.engine.run(back(session, begins + shared))
-            session = await heard(request, asyncio.wrap_future(task))
+            try:
+                session = await heard(request, asyncio.wrap_future(task))
+            except ConfigError:  # of a file that does not know its beginning, which has no state so early
+                return session, [bare], len(session.tokens)
         return session, [bare[shared:]], begins
 
     def _begun(self, ids: Sequence[int], slot: int | None, whole: bool) -> Session:

@@ -101,7 +101,7 @@ class App:
     async def new_state(self, body: schema.NewState, request: Request) -> JSONResponse:
         """Read a prompt and keep the state."""
         served = self.served(body.model)
-        served.states.path(body.id)
+        served.states.path(body.id, "id")
         ids = await served.ids(body.prompt)
         session = await _result(request, served.engine.run(_reading(served.engine, ids)))
         about = await saved(served.states, body.id, session)
@@ -141,7 +141,7 @@ class App:
     async def fork(self, id: schema.Name, body: schema.Fork, request: Request) -> JSONResponse:
         """Keep a copy of a state, or of what it was at an earlier token, under another name."""
         served = self.served(body.model)
-        served.states.path(body.id)
+        served.states.path(body.id, "id")
         session = await self._loaded(served, id)
         session = await _result(request, served.engine.run(back(session, body.token)))
         about = await saved(served.states, body.id, session, id)
@@ -185,7 +185,7 @@ class App:
         """Replay the text of a state on another one, on a prompt, or with another model, and keep the new state."""
         served = self.served(body.model)
         reader = served if body.reader is None else self.served(body.reader)
-        reader.states.path(body.id)
+        reader.states.path(body.id, "id")
         require(body.onto is None or body.prompt is None, "prompt", "a text", "left out with onto")
         ids = [] if body.prompt is None else await reader.ids(body.prompt)
         session = await self._loaded(served, id)
@@ -205,7 +205,7 @@ class App:
     async def merge(self, id: schema.Name, body: schema.Merge, request: Request) -> JSONResponse:
         """Keep one state of two, if it is nearer to both texts read in turn than the second is alone."""
         served = self.served(body.model)
-        served.states.path(body.id)
+        served.states.path(body.id, "id")
         on = await served.ids(body.on)
         a, b = [await self._loaded(served, name) for name in (id, body.other)]
         found = await _result(request, served.engine.run(_later(merging(a, b, on))))
@@ -242,7 +242,7 @@ class App:
         """The slots of the first model, as llama.cpp lists them."""
         served = self.served("")
         return [
-            {"id": id, "n_ctx": served.engine.model.config.positions, "n_past": len(session.tokens)}
+            {"id": id, "n_ctx": served.engine.model.config.room, "n_past": len(session.tokens)}
             for id, session in sorted(served.slots.items())
         ]
 
@@ -254,11 +254,11 @@ class App:
         if action == "erase":
             gone = served.slots.pop(id, None)
             return {"id_slot": id, "n_erased": 0 if gone is None else len(gone.tokens)}
+        served.slot_files.path(body.filename, "filename")
         if action == "save":
             if id not in served.slots:
                 raise Missing(f"slot {id} holds nothing; send a completion with id_slot = {id} first")
-            ids = served.slots[id].tokens
-            session = await _result(request, served.engine.run(_reading(served.engine, ids)))
+            session = await _result(request, served.engine.run(served.slots[id].rereading()))
             about = await asyncio.to_thread(served.slot_files.save, body.filename, session)
         else:
             session = await asyncio.to_thread(served.slot_files.load, body.filename, served.engine.session())

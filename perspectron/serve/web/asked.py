@@ -44,11 +44,11 @@ def prompt_of(body: schema.Chat, template: Template, tokenizer: Tokenizer) -> st
     )  # fmt: skip
 
 
-def tokens_of(body: schema.Chat, otherwise: int) -> int:
-    """Tokens that the answer of a chat has at most."""
+def tokens_of(body: schema.Chat) -> int | None:
+    """Tokens that the answer of a chat is asked to have at most, if it is."""
     given = {most for most in (body.max_completion_tokens, body.max_tokens) if most is not None}
     require(len(given) < 2, "max_tokens", body.max_tokens, "left out with max_completion_tokens")
-    return given.pop() if given else otherwise
+    return given.pop() if given else None
 
 
 def sampling_of(body: schema.Sampled, otherwise: SamplingConfig) -> SamplingConfig:
@@ -87,7 +87,7 @@ def check(body: schema.Sampled, prompts: Sequence[str | list[int]], tokens: int,
     for id in body.stop_token_ids:
         require(id < known, "stop_token_ids", id, f"< {known}, the tokens there are")
     if body.save is not None:
-        served.states.path(body.save)
+        served.states.path(body.save, "save")
 
 
 async def constraint_of(body: schema.Sampled, tokenizer: Tokenizer, turn: asyncio.Lock) -> Constraint | None:

@@ -228,7 +228,8 @@ class Function(Strict):
     name: Annotated[str, Field(min_length=1)]
     description: str = ""
     parameters: Object = {}
-    strict: bool = False
+    strict: Literal[False] | None = None
+    """True is refused: what a model calls is not held to a schema."""
 
 
 class Tool(Strict):
