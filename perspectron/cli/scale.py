@@ -203,7 +203,8 @@ def _estimate(study: Study, plans: dict[Point, Plan], jobs: int) -> str:
         s = what.settings
         assert s.dtype != "auto"
         models = {name: arm.model for name, arm in what.arms.items()}
-        each = seconds_per_step(models, Setting(s.batch_size, s.seq_len, s.device), [s.dtype], 1)
+        optims = {name: arm.optim for name, arm in what.arms.items()}
+        each = seconds_per_step(models, Setting(s.batch_size, s.seq_len, s.device), [s.dtype], 1, optims)
         seconds += sum(min(each[name][s.dtype]) * arm.steps for name, arm in what.arms.items()) * study.seeds
     cells = len(plans) * len(study.designs) * study.seeds
     return f"{cells} trainings, about {seconds / jobs / 3600:.1f} hours on this machine, besides rates that are tried"

@@ -102,7 +102,8 @@ def costs(plan: Plan) -> dict[str, Any]:
     assert s.dtype != "auto"
     device = str(pick_device(s.device))
     options = replace(cost.QUICK, batch_size=s.batch_size, seq_len=s.seq_len, dtype=s.dtype, device=device)
-    return cost.compare_costs({name: arm.model for name, arm in plan.arms.items()}, options)
+    optims = {name: arm.optim for name, arm in plan.arms.items()}
+    return cost.compare_costs({name: arm.model for name, arm in plan.arms.items()}, options, optims)
 
 
 def opened(cell: Path) -> Subject:

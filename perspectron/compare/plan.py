@@ -136,6 +136,10 @@ def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
     DataError for text that cannot be read or is too short for one window.
     """
     folder = data_of(out, settings)
+    if folder == Path(settings.data):
+        bound = f"left out: {folder} is encoded, and its split is that of `tokenize`"
+        require(settings.heldout == Settings.heldout, "heldout", settings.heldout, bound)
+        require(settings.dev in (0, Settings.dev), "dev", settings.dev, bound)
     if not (folder / "manifest.json").is_file():
         corpus = open_corpus(settings.data, settings.heldout, dev=settings.dev)
         size = settings.vocab_size or presets.vocabulary(settings.params)
@@ -336,7 +340,8 @@ def _seconds(settings: Settings, models: dict[str, ModelConfig]) -> dict[str, fl
     """Median seconds of an update of each model, all taking turns."""
     assert settings.dtype != "auto"
     setting = Setting(settings.batch_size, settings.seq_len, settings.device)
-    seconds = seconds_per_step(models, setting, [settings.dtype], ROUNDS)
+    optims = {name: optimizer_in(name, model) for name, model in models.items()}
+    seconds = seconds_per_step(models, setting, [settings.dtype], ROUNDS, optims)
     return {name: statistics.median(times[settings.dtype]) for name, times in seconds.items()}
 
 

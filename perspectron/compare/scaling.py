@@ -145,7 +145,11 @@ def text_at(out: Path, study: Study, at: Point) -> None:
 
 
 def checked(study: Study) -> None:
-    """ConfigError for designs that are unknown, cannot be as small, or ask for a recipe that is not theirs."""
+    """ConfigError for designs that are unknown, cannot be as small, ask for a recipe that is not theirs, or are
+    variants while no rates are given: what is known is of the designs."""
+    for name in study.designs if not study.rates else ():
+        bound = f"given, such as 4e-3 8e-3 1.6e-2: none is known for {name}"
+        require(name in presets.DESIGNS, "rates", "none", bound)
     for size in study.sizes:
         models = models_of_designs(study.settings(Point(size, study.per_parameter[0])))
         for name, (model, *_) in models.items():
@@ -157,7 +161,7 @@ def transferred(out: Path, study: Study, at: Point) -> dict[str, float]:
     design's own, by N^FALL. Empty where they are to be tried."""
     first = study.sizes[0]
     if not study.rates:
-        return {name: rate(name.partition("[")[0].rstrip("+"), at.size) for name in study.designs}
+        return {name: rate(name, at.size) for name in study.designs}
     if at.size == first and len(study.rates) > 1:
         return {}
     best = dict.fromkeys(study.designs, study.rates[0])
@@ -279,6 +283,7 @@ def crossings(laws: dict[str, Law], study: Study) -> list[dict[str, Any]]:
                 found.append({
                     "designs": [a, b], "per_parameter": ratio, "parameters": math.exp(statistics.fmean(logs)),
                     "interval": span, "ahead_beyond": first,
+                    "trained": study.sizes[0] <= math.exp(statistics.fmean(logs)) <= study.sizes[-1],
                 })  # fmt: skip
     return found
 
@@ -308,7 +313,8 @@ def sentence(found: dict[str, Any], score: str = WINDOWS) -> str:
         where += f" ({short(span[0])} to {short(span[1])})" if span else " (one seed)"
         one, other = presets.title(cross["ahead_beyond"]), presets.title(behind)
         many = "" if len(study["per_parameter"]) == 1 else f", {cross['per_parameter']:g} tokens for each"
-        parts.append(f"The line of {one} passes below that of {other} at {where}{many}.")
+        far = "" if cross["trained"] else ", where nothing was trained"
+        parts.append(f"The line of {one} passes below that of {other} at {where}{many}{far}.")
     return " ".join(parts)
 
 

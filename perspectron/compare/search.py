@@ -131,7 +131,11 @@ def halve(
         lines = [_line(plan, one, cell) for one, cell in cells.items()]
         ranked = sorted(zip(lines, left, strict=True), key=lambda pair: _loss(pair[0]))
         results["rungs"].append(
-            {"tokens": steps * plan.settings.batch_tokens, "candidates": [line for line, _ in ranked]}
+            {
+                "tokens": steps * plan.settings.batch_tokens,
+                "candidates": [line for line, _ in ranked],
+                "trainings": len(same),
+            }
         )
         left = [one for line, one in ranked if math.isfinite(_loss(line))][
             : max(1, math.ceil(len(ranked) / keep))
@@ -142,7 +146,7 @@ def halve(
                 f"{out}: none of {len(ranked)} candidates finished its training; lower lr in the space"
             )
     results["chosen"] = results["rungs"][-1]["candidates"][0]
-    results["trained_tokens"] = sum(rung["tokens"] * len(rung["candidates"]) for rung in results["rungs"])
+    results["trained_tokens"] = sum(rung["tokens"] * rung["trainings"] for rung in results["rungs"])
     write_json(out / RESULTS, results)
     return results
 

@@ -126,7 +126,7 @@ def seconds_of(model: ModelConfig, train: TrainConfig) -> float:
     """Seconds of an update here, measured on a few."""
     setting = Setting(train.batch_size, train.seq_len, train.device)
     dtypes: list[Dtype] = ["float32", "bfloat16"] if train.dtype == "auto" else [train.dtype]
-    (found,) = seconds_per_step({"": model}, setting, dtypes, ROUNDS).values()
+    (found,) = seconds_per_step({"": model}, setting, dtypes, ROUNDS, {"": train.optim}).values()
     return min(min(times) for times in found.values()) * train.accumulate
 
 

@@ -9,6 +9,7 @@ import multiprocessing
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from perspectron.eval.timing import FREE_SHARE, Decoded, Dtype, Setting, Spread
 from perspectron.model import census
 from perspectron.model.config import ModelConfig
 from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER, parameters, room
+from perspectron.train.optim import OptimConfig
 from perspectron.util.config import one_of, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.machine import Peak, pick_device, return_memory, trim
@@ -82,15 +84,20 @@ class Measured:
     decoded: dict[int, Decoded]
 
 
-def compare_costs(configs: Mapping[str, ModelConfig], options: Options = QUICK) -> dict[str, Result]:
-    """Costs of each design as plain JSON values, with ratios to "transformer" where that is among them.
+def compare_costs(
+    configs: Mapping[str, ModelConfig],
+    options: Options = QUICK,
+    optims: Mapping[str, OptimConfig | None] = MappingProxyType({}),
+) -> dict[str, Result]:
+    """Costs of each design as plain JSON values, with ratios to "transformer" where that is among them. optims: of
+    those that are not trained by AdamW.
 
     ConfigError: no design, a table of positions shorter than seq_len, no such device.
     """
     require(len(configs) > 0, "designs", list(configs), "at least one")
     for config in configs.values():
         timing.check(config, options.setting)
-    measured = _measure(configs, options)
+    measured = _measure(configs, options, optims)
     results = {name: _result(config, measured[name], options) for name, config in configs.items()}
     if REFERENCE in configs:
         for name in configs:
@@ -122,16 +129,18 @@ def measure(subject: Subject, options: Options = Options()) -> Result:
     return results[config.name] | {"transformer": results.get(REFERENCE), "no_transformer": why}
 
 
-def _measure(configs: Mapping[str, ModelConfig], options: Options) -> dict[str, Measured]:
+def _measure(
+    configs: Mapping[str, ModelConfig], options: Options, optims: Mapping[str, OptimConfig | None]
+) -> dict[str, Measured]:
     device, longest = pick_device(options.setting.device), max(options.contexts)
-    peak = peaks(configs, options.setting, options.trained_in)
+    peak = peaks(configs, options.setting, options.trained_in, optims)
     counted = {name: _census(config, options.contexts) for name, config in configs.items()}
     needed = sum(PER_PARAMETER * one.parameters for one in counted.values())
     needed += max((bytes for bytes in peak.values() if isinstance(bytes, int)), default=0)
     seconds: dict[str, dict[Dtype, list[float]]] = {name: {} for name in configs}
     untimed = ""
     if needed <= FREE_SHARE * (free := room(device)):
-        seconds = timing.seconds_per_step(configs, options.setting, options.dtypes, options.rounds)
+        seconds = timing.seconds_per_step(configs, options.setting, options.dtypes, options.rounds, optims)
     else:
         untimed = (
             f"{needed / 1e9:.1f} GB for all designs at once is more than half of the {free / 1e9:.1f} GB free"
@@ -149,7 +158,12 @@ def _measure(configs: Mapping[str, ModelConfig], options: Options) -> dict[str, 
     }
 
 
-def peaks(configs: Mapping[str, ModelConfig], setting: Setting, dtype: Dtype) -> dict[str, int | str]:
+def peaks(
+    configs: Mapping[str, ModelConfig],
+    setting: Setting,
+    dtype: Dtype,
+    optims: Mapping[str, OptimConfig | None] = MappingProxyType({}),
+) -> dict[str, int | str]:
     """Bytes by which memory rises in the first step of training, weights, gradients and optimizer included, or why
     there is no answer. Each in a process of its own."""
     answers: dict[str, int | str] = {}
@@ -157,7 +171,7 @@ def peaks(configs: Mapping[str, ModelConfig], setting: Setting, dtype: Dtype) ->
         try:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 answers[name] = process.submit(
-                    _peak, config, setting, dtype, torch.get_num_threads()
+                    _peak, config, setting, dtype, torch.get_num_threads(), optims.get(name)
                 ).result()
         except Exception as error:  # of any kind, also that the process was killed
             why = (str(error).splitlines() or [""])[0]
@@ -165,7 +179,9 @@ def peaks(configs: Mapping[str, ModelConfig], setting: Setting, dtype: Dtype) ->
     return answers
 
 
-def _peak(config: ModelConfig, setting: Setting, dtype: Dtype, threads: int) -> int | str:
+def _peak(
+    config: ModelConfig, setting: Setting, dtype: Dtype, threads: int, optim: OptimConfig | None = None
+) -> int | str:
     """The peak of one step in this process, or why it was not made."""
     device = pick_device(setting.device)
     torch.set_num_threads(threads)
@@ -175,16 +191,16 @@ def _peak(config: ModelConfig, setting: Setting, dtype: Dtype, threads: int) -> 
         return f"needs {needs / 1e9:.1f} GB or more, over half of the {free / 1e9:.1f} GB free"
     return_memory()
     few = replace(setting, batch_size=1, seq_len=min(16, setting.seq_len))
-    timing.stepper(config, few)(dtype)  # loads libraries
+    timing.stepper(config, few, optim)(dtype)  # loads libraries
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        timing.stepper(config, setting)(dtype)
+        timing.stepper(config, setting, optim)(dtype)
         return torch.cuda.max_memory_allocated(device) - before
     trim()
     with Peak() as peak:
-        timing.stepper(config, setting)(dtype)
+        timing.stepper(config, setting, optim)(dtype)
     return "this system does not tell" if peak.bytes is None else peak.bytes
 
 

@@ -219,8 +219,13 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     that is done is kept in the run's folder; the folder of an artifact is left as it is."""
     folder = subject.opened.folder
     kept = None if folder.quant is not None else folder.path / f"recall-{options.profile}.json"
-    design = presets.design_of(subject.model.config)
-    return recall(design, options, kept, seed=subject.seed, device=subject.model.device)
+    return recall(
+        presets.variant_of(subject.model.config),
+        options,
+        kept,
+        seed=subject.seed,
+        device=subject.model.device,
+    )
 
 
 def recall(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Literal, Self, TypeVar
 
 import torch
@@ -129,13 +130,15 @@ def check(config: ModelConfig, setting: Setting) -> None:
     require(setting.seq_len <= positions, "seq_len", setting.seq_len, bound)
 
 
-def stepper(config: ModelConfig, setting: Setting) -> Callable[[Dtype], None]:
-    """A call of which is one step of a random model."""
+def stepper(
+    config: ModelConfig, setting: Setting, optim: OptimConfig | None = None
+) -> Callable[[Dtype], None]:
+    """A call of which is one step of a random model, by AdamW unless another optimizer is named."""
     device = pick_device(setting.device)
     model = build(config).to(device).train()
     draw, shape = torch.Generator().manual_seed(0), (setting.batch_size, setting.seq_len + 1)
     ids_BT = torch.randint(config.vocab_size, shape, generator=draw).to(device)
-    optimizer = optimizer_of(model, OptimConfig())
+    optimizer = optimizer_of(model, optim or OptimConfig())
 
     def step(dtype: Dtype) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
@@ -148,13 +151,17 @@ def stepper(config: ModelConfig, setting: Setting) -> Callable[[Dtype], None]:
 
 
 def seconds_per_step(
-    configs: Mapping[str, ModelConfig], setting: Setting, dtypes: Sequence[Dtype], rounds: int
+    configs: Mapping[str, ModelConfig],
+    setting: Setting,
+    dtypes: Sequence[Dtype],
+    rounds: int,
+    optims: Mapping[str, OptimConfig | None] = MappingProxyType({}),
 ) -> dict[str, dict[Dtype, list[float]]]:
-    """Seconds of a step by design and dtype, once a round; all take turns."""
+    """Seconds of a step by design and dtype, once a round; all take turns. optims: as `stepper` has them."""
     device = pick_device(setting.device)
     turns: dict[tuple[str, Dtype], Callable[[], float]] = {}
     for name, config in configs.items():
-        step = stepper(config, setting)
+        step = stepper(config, setting, optims.get(name))
         for dtype in dtypes:
             turns[name, dtype] = timed(partial(step, dtype), device)
     seconds = take_turns(turns, rounds)

@@ -8,7 +8,18 @@ by default: by `get`, and so by `train --preset`, and by `compare --designs`, wh
 from perspectron.presets.fit import TOLERANCE, small, solve, vocabulary
 from perspectron.presets.frame import enter_framed, enter_recurrences
 from perspectron.presets.rates import DESIGN, PASSES, TOKENS_PER_PARAMETER, rate, warmup
-from perspectron.presets.table import DESIGNS, PRESETS, design_of, get, names, sizes, title, training, variant
+from perspectron.presets.table import (
+    DESIGNS,
+    PRESETS,
+    design_of,
+    get,
+    names,
+    sizes,
+    title,
+    training,
+    variant,
+    variant_of,
+)
 from perspectron.util import registry
 
 __all__ = [
@@ -28,6 +39,7 @@ __all__ = [
     "title",
     "training",
     "variant",
+    "variant_of",
     "vocabulary",
     "warmup",
 ]

@@ -235,6 +235,17 @@ def design_of(config: ModelConfig) -> str:
     return str(one_of(name, DESIGNS, "model name"))
 
 
+def variant_of(config: ModelConfig) -> str:
+    """Name the variant of a design that a model is, by the model's name, as `sizes` has it; a preset's is its design.
+    ConfigError as `design_of`.
+
+        >>> perspectron.presets.variant_of(perspectron.presets.small("transformer+", vocab_size=280))
+        'transformer+'
+    """
+    design = design_of(config)
+    return design if _parts(config.name)[0] in PRESETS else config.name
+
+
 def made(make: Make, name: str, overrides: Sizes) -> ModelConfig:
     """The config that `make` gives under this name with some of its sizes replaced."""
     known, changes = sizes_of(make), dict[str, Any]()

@@ -91,6 +91,21 @@ def test_seconds_are_measured_of_each(text, tmp_path, monkeypatch):
     assert made.arms["drm"].steps == 16
 
 
+def test_what_is_timed_is_trained_by_the_optimizer_of_its_name(text, tmp_path, monkeypatch):
+    from perspectron.compare import measure
+    from perspectron.eval import cost, timing
+
+    made, optimizer_of = list[str](), timing.optimizer_of
+    monkeypatch.setattr(timing, "optimizer_of", lambda model, config: made.append(config.optimizer)
+                        or optimizer_of(model, config))  # fmt: skip
+    arms = ("transformer", "transformer[optimizer=muon]")
+    its = plan(tmp_path, "designs", settings(text, arms=arms, match="time"), models_of_designs, 1)
+    assert made == ["adamw", "muon"]
+    monkeypatch.setattr(cost, "peaks", lambda configs, *_: dict.fromkeys(configs, ""))
+    measure.costs(its)
+    assert made == ["adamw", "muon"] * 2
+
+
 def test_what_was_open_is_settled_once(text, tmp_path):
     asked = settings(text, vocab_size=0, dtype="auto")
     first = plan(tmp_path, "designs", asked, models_of_designs, threads=2)
@@ -194,8 +209,10 @@ def test_what_is_timed_runs_on_the_threads_of_a_training(text, tmp_path, monkeyp
 def test_a_tokenised_text_brings_its_vocabulary(text, tmp_path, capsys):
     corpus, out = tmp_path / "corpus", tmp_path / "out"
     assert main(["tokenize", str(text), "--out", str(corpus), "--vocab-size", "280"]) == 0
-    assert main(["compare", "--data", str(corpus), "--out", str(out), "--vocab-size", "300"]) == 2
-    in_a_line(capsys.readouterr().err, "vocab_size", 300)
+    command = ["compare", "--data", str(corpus), "--out", str(out)]
+    for option, value in (("vocab_size", 300), ("heldout", 0.4), ("dev", 0.3)):
+        assert main([*command, f"--{option.replace('_', '-')}", str(value)]) == 2
+        in_a_line(capsys.readouterr().err, option, value)
 
 
 def test_a_text_without_a_dev_split_says_what_would_work(text, tmp_path, capsys):

@@ -114,7 +114,14 @@ def test_laws_and_crossings_are_those_of_the_numbers_they_were_made_of():
         assert told["A"] == pytest.approx(A * math.sqrt(1.01)) and told["beta"] is None
     (cross,) = scaling.crossings(found, study)
     assert cross["designs"] == ["a", "b"] and cross["ahead_beyond"] == "b"
-    assert cross["parameters"] == pytest.approx(1.01 * 4e6)
+    assert cross["parameters"] == pytest.approx(1.01 * 4e6) and not cross["trained"]
+    known = {"transformer": "a", "kda": "b"}  # names that have titles
+    named = [dict(each, design=name) for name, of in known.items() for each in cells if each["design"] == of]
+    for sizes, said in ((study.sizes, True), ((100_000, 8_000_000), False)):
+        within = dataclasses.replace(study, designs=tuple(known), sizes=sizes)
+        (cross,) = scaling.crossings({name: found[of] for name, of in known.items()}, within)
+        line = scaling.sentence({"study": dump(within), "cells": named, "crossings": {WINDOWS: [cross]}})
+        assert ("where nothing was trained" in line) == said
 
 
 def test_more_tokens_for_a_parameter_have_an_exponent_of_their_own():
@@ -186,6 +193,14 @@ def test_rates_fall_with_the_parameters(tmp_path):
 
 def trials(losses: dict[float, float | None]) -> list[dict[str, float | None]]:
     return [{"lr": lr, "warmup": 0.2, "bits_per_byte": bits} for lr, bits in losses.items()]
+
+
+def test_a_variant_needs_rates_that_are_tried():
+    study = Study(("transformer", "transformer+", "gla[heads=1]"), (100_000, 800_000))
+    with refused(ConfigError, "rates", "transformer+"):
+        scaling.checked(study)
+    scaling.checked(dataclasses.replace(study, designs=("transformer", "gla")))
+    scaling.checked(dataclasses.replace(study, rates=(8e-3,)))
 
 
 def test_the_best_rate_lies_between_those_tried():

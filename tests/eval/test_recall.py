@@ -272,6 +272,19 @@ def test_what_was_done_before_a_stop_is_not_done_again(trained, tmp_path, monkey
     assert not list(checkpoint.iterdir())
 
 
+def test_a_variant_is_asked_and_not_its_design(trained, tmp_path, monkeypatch):
+    asked, solve = list[ModelConfig](), recall.solve_task
+    monkeypatch.setattr(recall, "solve_task", lambda config, *own, **known: asked.append(config)
+                        or solve(config, *own, **known))  # fmt: skip
+    for name, variant in (("gdn[negative=true]", True), ("gdn", False)):
+        asked.clear()
+        model = build(presets.small(name, vocab_size=16))
+        result = recall.measure(Subject(Opened(Folder(tmp_path, model.config), model, None), None, 8))
+        assert result["design"] == name
+        assert {config.blocks[0].mixer.negative for config in asked} == {variant}
+    assert presets.variant_of(presets.get("gla-tiny")) == "gla"
+
+
 def test_an_artifact_is_left_as_it_is(trained, tmp_path):
     recall.measure(subject_in(tmp_path, quant={}))
     assert not list(tmp_path.iterdir())
