@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from perspectron.data import Tokenizer, encode, open_corpus, open_shards
@@ -69,6 +70,18 @@ def test_what_a_user_spells_stays_text(kind, tmp_path) -> None:
     KINDS[kind]().save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
     assert tokenizer.decode(tokenizer.encode("a </s> b")) == "a </s> b"
+
+
+@pytest.mark.parametrize("kind", ["llama2", "t5"])
+def test_spaces_that_are_an_added_token_are_spaces(kind, tmp_path) -> None:
+    """As Gemma has runs of them."""
+    made = KINDS[kind]()
+    made.add_tokens([AddedToken("▁▁", normalized=False)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    ids = [*tokenizer.encode("so"), made.token_to_id("▁▁"), *tokenizer.encode("it")]
+    assert "  " in tokenizer.decode(ids)
+    assert tokenizer.decode(ids) == made.decode(ids)
 
 
 def test_streamed_pieces_are_whole_characters_and_the_text(tokenizer) -> None:
