@@ -115,6 +115,8 @@ def _scaling(source: Source, table: Source) -> RopeScaling | None:
     if kind == "llama3":
         more |= {name: table.real(name) for name in ("low_freq_factor", "high_freq_factor")}
     if kind == "yarn":
+        for name in ("attn_factor", "extrapolation_factor"):  # transformers reads neither
+            table.must(name, (1.0,), 1.0)
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             more[name] = None if table.get(name) is None else table.real(name)
         more |= {name: table.real(name, x) or x for name, x in (("beta_fast", 32.0), ("beta_slow", 1.0))}
