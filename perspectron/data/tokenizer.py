@@ -280,7 +280,7 @@ class Tokenizer:
             if id in silent:
                 continue
             if token in self._added and (kinds <= _PLAIN or "ByteLevel" in kinds):
-                table[id] = token.encode()
+                table[id] = token.replace("▁", " " if kinds & _SPACED else "▁").encode()
             elif "ByteLevel" in kinds:
                 data = [letters.get(letter) for letter in token]
                 table[id] = token.encode() if None in data else bytes(data)  # type: ignore[arg-type]
@@ -299,7 +299,9 @@ class Tokenizer:
         return table
 
 
-_PLAIN = frozenset(("Metaspace", "ByteFallback", "Fuse", "Strip", "▁"))
+_SPACED = frozenset(("Metaspace", "▁"))
+"""Decoders that have a space for ▁, in added tokens, too."""
+_PLAIN = frozenset((*_SPACED, "ByteFallback", "Fuse", "Strip"))
 """Decoders under which a token's text is its spelling, with spaces for ▁."""
 
 

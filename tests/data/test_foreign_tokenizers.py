@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from perspectron.data import Tokenizer, encode, open_corpus, open_shards
@@ -63,12 +64,37 @@ def test_a_template_writes_special_tokens_and_a_user_does_not(tokenizer, theirs)
     assert {*map(theirs.convert_tokens_to_ids, ORDINARY)} <= {*tokenizer.encode("<think>x</think>")}
 
 
+def test_a_template_writes_special_tokens_that_a_normaliser_would_change(tmp_path) -> None:
+    """It puts ▁ before them, so that transformers reads one that stands behind a word as text."""
+    KINDS["llama2"]().save(str(tmp_path / "tokenizer.json"))
+    value = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in value["added_tokens"]:
+        token["normalized"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(value))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    ids = tokenizer.encode(tokenizer.marked("hi</s>"))
+    assert ids == [*tokenizer.encode("hi"), 2]
+    assert 2 not in tokenizer.encode("hi</s>")
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "llama2"])
 def test_what_a_user_spells_stays_text(kind, tmp_path) -> None:
     """Where the tokenizer has all characters of it."""
     KINDS[kind]().save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
     assert tokenizer.decode(tokenizer.encode("a </s> b")) == "a </s> b"
+
+
+@pytest.mark.parametrize("kind", ["llama2", "t5"])
+def test_spaces_that_are_an_added_token_are_spaces(kind, tmp_path) -> None:
+    """As Gemma has runs of them."""
+    made = KINDS[kind]()
+    made.add_tokens([AddedToken("▁▁", normalized=False)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    ids = [*tokenizer.encode("so"), made.token_to_id("▁▁"), *tokenizer.encode("it")]
+    assert "  " in tokenizer.decode(ids)
+    assert tokenizer.decode(ids) == made.decode(ids)
 
 
 def test_streamed_pieces_are_whole_characters_and_the_text(tokenizer) -> None:

@@ -1,7 +1,13 @@
 """Plain families of transformers as models of ours: the same function, whatever their config leaves out."""
 
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from perspectron.util.errors import CheckpointError
 from tests.interop import families
 from tests.interop.families import HEADS, OUTER, Family
+from tests.refusals import refused
 
 SMALL = OUTER | HEADS
 LLAMA3 = {
@@ -37,3 +43,28 @@ case = families.cases(CASES)
 
 class TestEach(families.Questions):
     """Of each family."""
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+def test_a_head_beside_an_embedding_that_it_is_tied_to_is_the_same_or_refused(kind, tmp_path):
+    """transformers then has both, whatever the config says."""
+    families.save(families.made(next(family for family in CASES if family.kind == kind)), tmp_path)
+    wanted, path = families.read(tmp_path).fingerprint(), tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    embedding = tensors["model.embed_tokens.weight"]
+    other = embedding.clone()
+    other[-1, -1] += 1
+    for head, named in (
+        (embedding.clone(), None),
+        (other, ["config.json", "tie_word_embeddings", "lm_head.weight", "model.embed_tokens.weight"]),
+        (torch.zeros(3, 4), ["lm_head.weight", 3, 4, 67, 32]),
+    ):
+        save_file(tensors | {"lm_head.weight": head}, path, {"format": "pt"})
+        if named is None:
+            assert families.read(tmp_path).fingerprint() == wanted
+        else:
+            with refused(CheckpointError, *named):
+                families.read(tmp_path)
+    save_file(tensors | {"lm_head.weight": other}, path, {"format": "pt"})
+    families.change(tmp_path, tie_word_embeddings=False)
+    assert families.read(tmp_path).fingerprint() != wanted

@@ -136,6 +136,13 @@ def test_a_gguf_is_the_model_of_its_folder(name, tmp_path):
         torch.testing.assert_close(ours.state_dict()[key], weight, rtol=close, atol=close)
 
 
+def test_a_gguf_of_a_mistral_has_its_window(tmp_path):
+    folder = folder_of("mistral", tmp_path / "hf", sliding_window=7)
+    write(tmp_path / "model.gguf", folder, "llama")
+    ours = foreign.read(tmp_path / "model.gguf").model
+    assert ours.config == foreign.read(folder).model.config and ours.config.blocks[0].mixer.window == 7
+
+
 @torch.no_grad()
 def test_factors_of_falcon_h1_are_in_the_weights_of_a_gguf(tmp_path):
     factors = {

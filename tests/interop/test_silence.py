@@ -77,6 +77,36 @@ def test_silent_windows_and_bounds_are_those_of_transformers(tmp_path):
         assert silent.max_position_embeddings == longest
 
 
+FULL, LOCAL = ["full_attention"] * 4, ["sliding_attention"] * 4
+EMPTY: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ("qwen2", {}, {"use_mrope": False}, {"use_mrope": True}),
+    *(("mistral", {}, {name: False}, {name: True}) for name in ("attention_bias", "mlp_bias")),
+    ("mistral", {"sliding_window": None}, {"layer_types": FULL}, {"layer_types": LOCAL}),
+    ("mistral", {"sliding_window": 5}, {"layer_types": LOCAL}, {"layer_types": FULL}),
+    ("llama", {}, {"layer_types": FULL}, {"layer_types": LOCAL}),
+    ("llama", {}, {"use_flash_attn": False}, {"use_flash_attn": True}),
+    ("llama", {}, {"max_sequence_length": 64}, {"max_sequence_len": 64}),
+    *(
+        ("llama", {"rope_parameters": YARN}, *({"rope_parameters": YARN | {name: x}} for x in (1.0, 0.8)))
+        for name in ("attn_factor", "extrapolation_factor")
+    ),
+]
+"""Kinds, values, others beside them that change nothing, as published files have them, and some that may."""
+
+
+@pytest.mark.parametrize(("kind", "values", "more", "wrong"), EMPTY)
+def test_keys_that_transformers_ignores_are_read_where_they_change_nothing(
+    kind, values, more, wrong, tmp_path
+):
+    def read(**values: Any) -> ModelConfig:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **SMALL, **values}))
+        return config_of(tmp_path)
+
+    assert read(**values | more) == read(**values)
+    with refused(CheckpointError, *wrong):
+        read(**values | wrong)
+
+
 OLD: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_theta": 700.0, "rope_scaling": {"type": "linear", "factor": 3.0}}),
     ("llama", {"rope_theta": 700.0, "rope_scaling": LLAMA3 | {"rope_theta": 300.0}}),

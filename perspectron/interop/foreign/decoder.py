@@ -115,6 +115,8 @@ def _scaling(source: Source, table: Source) -> RopeScaling | None:
     if kind == "llama3":
         more |= {name: table.real(name) for name in ("low_freq_factor", "high_freq_factor")}
     if kind == "yarn":
+        for name in ("attn_factor", "extrapolation_factor"):  # transformers reads neither
+            table.must(name, (1.0,), 1.0)
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             more[name] = None if table.get(name) is None else table.real(name)
         more |= {name: table.real(name, x) or x for name, x in (("beta_fast", 32.0), ("beta_slow", 1.0))}
@@ -230,14 +232,19 @@ def head(source: Source, tied: bool) -> LinearHeadConfig | None:
 def outer(
     source: Source, embedding: str, config: ModelConfig, head: str = "lm_head.weight"
 ) -> dict[str, Tensor]:
-    """The embedding's rows, and the head's where it has its own; those that are written beside an embedding though tied
-    to it are passed over."""
+    """The embedding's rows, and the head's where it has its own. CheckpointError: it is tied to the embedding, but is
+    written beside it with other numbers, and transformers then takes both."""
     V, D = config.vocab_size, config.d_model
     taken = {"embedding.weight": source.take(embedding, V, D)}
-    if config.head is None:
-        source.drop(head)
-        return taken
-    return taken | {"lm_head.weight": source.take(head, V, D)}
+    if config.head is not None:
+        return taken | {"lm_head.weight": source.take(head, V, D)}
+    if source.has(head):
+        if not torch.equal(source.take(head, V, D), taken["embedding.weight"]):
+            raise source.error(
+                f"tie_word_embeddings is true, but {head} is not {embedding}; set it to false to read both"
+            )
+        del source.taken[head]  # the embedding says it
+    return taken
 
 
 def norm(source: Source, name: str, width: int, *, one: bool = False) -> Tensor:

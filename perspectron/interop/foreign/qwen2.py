@@ -15,6 +15,7 @@ def config(source: Source) -> ModelConfig:
 def decoded(source: Source, width: int | None = None, **options: Any) -> ModelConfig:
     """The config of a Qwen with full or sliding attention in each layer. width, options: as `decoder.attention`."""
     count = decoder.layers(source)
+    source.must("use_mrope", (False,), False)  # in files of Qwen2.5
     first, window = source.number("max_window_layers", 28, least=0), decoder.window(source)
     if not decoder.flag(source, "use_sliding_window", False):
         window = None
