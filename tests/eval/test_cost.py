@@ -34,7 +34,7 @@ def subject_of(config: ModelConfig) -> Subject:
 
 @pytest.fixture
 def known_peaks(monkeypatch):
-    monkeypatch.setattr(cost, "peaks", lambda configs, setting, dtype: dict.fromkeys(configs, 1000))
+    monkeypatch.setattr(cost, "peaks", lambda configs, *_: dict.fromkeys(configs, 1000))
 
 
 @pytest.mark.slow
