@@ -59,6 +59,12 @@ ARCHES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     }),
     "olmo2": ("olmo2", {"head_dim": 8, "rope_parameters": ROPE}),
+    "olmo2-windows": ("olmo3", {
+        "head_dim": 8, "sliding_window": 5, "layer_types": TYPES, "rope_parameters": {
+            "full_attention": YARN | {"attention_factor": 1.25},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }),
     "qwen35": ("qwen3_5_text", {
         **DELTA, "layer_types": ["linear_attention", "full_attention"] * 2,
         "rope_parameters": ROPE | {"partial_rotary_factor": 0.4},
@@ -283,7 +289,7 @@ def _values(writer: Writer, config: dict[str, Any]) -> None:
         rope__freq_base_swa=local.get("rope_theta"), attention__key_length=config.get("head_dim"),
         attention__value_length=config.get("head_dim"), shortconv__l_cache=config.get("conv_L_cache"),
     )  # fmt: skip
-    if writer.arch == "gemma3":
+    if types and writer.arch in ("gemma3", "olmo2"):
         writer.value("attention.sliding_window_pattern", [kind == "sliding_attention" for kind in types])
     if full.get("rope_type") in ("linear", "yarn"):
         writer.values(
@@ -291,6 +297,8 @@ def _values(writer: Writer, config: dict[str, Any]) -> None:
             rope__scaling__original_context_length=full.get("original_max_position_embeddings"),
             rope__scaling__yarn_beta_fast=full.get("beta_fast"), rope__scaling__yarn_beta_slow=full.get("beta_slow"),
         )  # fmt: skip
+        if writer.arch == "olmo2":
+            writer.value("rope.scaling.attn_factor", full.get("attention_factor"))
     if writer.arch.startswith("granite"):
         writer.values(
             attention__scale=config["attention_multiplier"], embedding_scale=config["embedding_multiplier"],

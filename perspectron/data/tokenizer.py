@@ -147,6 +147,21 @@ class Tokenizer:
         made.specials.check(path, made.vocab_size)
         return made
 
+    def within(self, rows: int, path: Path) -> "Tokenizer":
+        """The same without the special added tokens from id `rows` on, which a model of so many rows cannot read: what
+        spells one is text then, also in a template. DataError, naming `path`: other ids are that high, or one of
+        `specials`."""
+        if self.vocab_size <= rows:
+            return self
+        value = json.loads(self._text)
+        added = value.get("added_tokens") or []
+        value["added_tokens"] = [token for token in added if self.special.get(token["content"], 0) < rows]
+        text = json.dumps(value, indent=2, ensure_ascii=False)
+        less = Tokenizer.parse(text, path, self.specials)
+        if less.vocab_size > rows:
+            raise DataError(f"{path}: the tokenizer has {self.vocab_size} ids, the model {rows}")
+        return less
+
     def beside(self, folder: Path) -> Specials:
         """Its special ids by the files of transformers in a folder. DataError, naming the field that is wrong."""
         first = self._inner.encode(_NEAR)

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 import perspectron
 from perspectron import presets
 from perspectron.cli.main import main
+from perspectron.data import Tokenizer
 from perspectron.data.template import Template
 from perspectron.interop.hf import PerspectronConfig, PerspectronForCausalLM, fast_tokenizer
 from perspectron.interop.hf.card import card
@@ -23,6 +24,7 @@ from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.util.config import dump
+from tests.foreign_tokenizers import KINDS
 from tests.hf.subject import small
 from tests.refusals import in_a_line, names
 
@@ -122,6 +124,18 @@ def test_the_folder_loads_without_the_package(run, tmp_path):
 
 def test_the_tokenizer_gives_our_ids_after_a_separator(tokenizer):
     assert fast_tokenizer(tokenizer)(TEXT)["input_ids"] == [0, *tokenizer.encode(TEXT)]
+
+
+def test_a_prefix_that_is_said_beside_a_tokenizer_stands_before_its_texts(tmp_path):
+    KINDS["gpt2"]().save(str(tmp_path / "tokenizer.json"))
+    said = {"bos_token": "<s>", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    own = Tokenizer.of_transformers(tmp_path)
+    made, ids = fast_tokenizer(own), own.encode("the fox")
+    made.save_pretrained(tmp_path / "out")
+    for each in (made, AutoTokenizer.from_pretrained(tmp_path / "out")):
+        assert each("the fox")["input_ids"] == own.specials.begun(ids) == [1, *ids]
+        assert each("the fox", "the fox")["input_ids"] == [1, *ids, 1, *ids]
 
 
 def test_no_text_gives_the_separator_however_the_tokenizer_is_read(tokenizer, tmp_path):

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from tokenizers import ByteLevelBPETokenizer
@@ -13,7 +14,7 @@ import perspectron
 from perspectron.cli.main import main
 from perspectron.interop import foreign
 from perspectron.model.block import states_of
-from perspectron.util.errors import CheckpointError, ConfigError
+from perspectron.util.errors import CheckpointError, ConfigError, DataError
 from tests.foreign_models import HEADS, MODELS, SMALL, TEXT, V, saved
 from tests.foreign_models import tokenizer as made_tokenizer
 from tests.refusals import in_a_line, names, refused
@@ -117,6 +118,31 @@ def test_what_cannot_be_read_is_named(bpe, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(whole | change))
         with refused(CheckpointError, *named):
             foreign.read(tmp_path)
+
+
+def test_a_special_token_without_a_row_is_text_and_others_are_refused(bpe, tmp_path, capsys):
+    """Gemma 3 of text alone has one for images, which no model of text reads."""
+    saved(tmp_path, "llama", bpe)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}<image>")
+    inner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    inner.add_tokens([f"<unused{id}>" for id in range(inner.get_vocab_size(), V)])
+    inner.add_special_tokens(["<image>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert inner.token_to_id("<image>") == V
+    assert main(["import", str(tmp_path), "--out", str(tmp_path / "run")]) == 0
+    model, tokenizer = perspectron.load(tmp_path / "run")
+    assert tokenizer.vocab_size == V == model.config.vocab_size
+    ids = tokenizer.encode(tokenizer.marked("a<image><|endoftext|>"))
+    assert ids == [*tokenizer.encode("a<image>"), 299] and max(ids) < V
+    assert ids[:-1] != inner.encode("a<image>").ids
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<image>"}))
+    with refused(DataError, tmp_path / "tokenizer.json", V):
+        foreign.read(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    inner.add_tokens(["<more>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    with refused(DataError, tmp_path / "tokenizer.json", V + 2, V):
+        foreign.read(tmp_path)
 
 
 def test_a_run_that_was_imported_knows_no_text(bpe, tmp_path, monkeypatch, capsys):

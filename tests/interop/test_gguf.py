@@ -143,6 +143,14 @@ def test_a_gguf_of_a_mistral_has_its_window(tmp_path):
     assert ours.config == foreign.read(folder).model.config and ours.config.blocks[0].mixer.window == 7
 
 
+def test_a_factor_of_scaled_positions_that_is_1_is_none(tmp_path):
+    folder = folder_of("olmo2-windows", tmp_path / "hf")
+    assert foreign.read(folder).model.config.blocks[-1].mixer.rope_scaling.attention_factor == 1.25
+    write(tmp_path / "model.gguf", folder, "olmo2", rope__scaling__attn_factor=1.0)
+    config = foreign.read(tmp_path / "model.gguf").model.config
+    assert config.blocks[-1].mixer.rope_scaling.attention_factor is None
+
+
 @torch.no_grad()
 def test_factors_of_falcon_h1_are_in_the_weights_of_a_gguf(tmp_path):
     factors = {
@@ -209,6 +217,7 @@ def test_what_is_no_gguf_of_a_known_kind_is_named(llama, tmp_path):
         ({"attention__causal": False}, ["llama.attention.causal"]),
         ({"attention__value_length": 12}, ["llama.attention.value_length", 12]),
         ({"rope__scaling__type": "longrope"}, ["llama.rope.scaling.type", "longrope"]),
+        ({"rope__scaling__attn_factor": 1.25}, ["llama.rope.scaling.attn_factor", 1.25]),
         ({"tokenizer__ggml__pre": "viking"}, ["tokenizer.ggml.pre", "viking"]),
         ({"tokenizer__ggml__model": "bert"}, ["tokenizer.ggml.model", "bert"]),
         ({"tokenizer__ggml__eos_token_id": 300}, ["tokenizer.ggml.eos_token_id", 300]),

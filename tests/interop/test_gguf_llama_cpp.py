@@ -16,6 +16,8 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 EQUAL = {"linear_value_head_dim": 6, "rms_norm_eps": 1e-6}
 """What llama.cpp takes for granted of linear attention: values as wide as keys, and one epsilon for all norms."""
+APART = ("olmo2-windows",)
+"""It multiplies a factor of yarn's attention into the one that it has anyway, where the model has it instead."""
 COARSE = {"gemma3": 2e-3, "qwen35": 1e-4, "qwen3next": 1e-4, "kimi-linear": 1e-4, "nemotron_h_moe": 4e-6}
 """It takes GELU from a table in float16, bounds a vector's length where transformers adds to it, and squares what an
 expert made before the next matrix."""
@@ -38,7 +40,7 @@ def logits_of_llama_cpp(path, ids: list[int]) -> torch.Tensor:
         return torch.from_numpy(model.scores[: len(ids)].copy())
 
 
-@pytest.mark.parametrize("name", ARCHES)
+@pytest.mark.parametrize("name", [name for name in ARCHES if name not in APART])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_logits_are_those_of_llama_cpp(name, tmp_path):
     more = EQUAL if name.startswith("qwen3") and "linear_value_head_dim" in ARCHES[name][1] else {}

@@ -77,6 +77,13 @@ def test_silent_windows_and_bounds_are_those_of_transformers(tmp_path):
         assert silent.max_position_embeddings == longest
 
 
+def test_a_gemma_with_images_whose_vocabulary_is_silent_has_that_of_transformers(tmp_path):
+    text = {name: value for name, value in SMALL.items() if name != "vocab_size"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert config_of(tmp_path).vocab_size == theirs.text_config.vocab_size == 262_208
+
+
 FULL, LOCAL = ["full_attention"] * 4, ["sliding_attention"] * 4
 EMPTY: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("qwen2", {}, {"use_mrope": False}, {"use_mrope": True}),

@@ -51,7 +51,7 @@ from perspectron.model.model import LanguageModel, require_memory
 from perspectron.train.weights import fill
 from perspectron.util import registry
 from perspectron.util.config import require
-from perspectron.util.errors import CheckpointError, ConfigError, DataError
+from perspectron.util.errors import CheckpointError, ConfigError
 from perspectron.util.files import read_json
 
 
@@ -127,10 +127,7 @@ def _read(source: Source, lens: bool) -> Imported:
     made = empty(source, lens=lens)
     ours = source.get("model_type") == "perspectron"
     tokenizer = own.tokenizer(source) if ours else Tokenizer.of_transformers(source.folder)
-    if tokenizer.vocab_size > made.config.vocab_size:
-        raise DataError(
-            f"{source.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {made.config.vocab_size}"
-        )
+    tokenizer = tokenizer.within(made.config.vocab_size, source.folder / "tokenizer.json")
     load(source, made)
     files = origin.files(source.folder)
     if source.taken:

@@ -193,15 +193,16 @@ def model(
     eps: float = 1e-6,
     tied: bool = False,
     longest: int | None = None,
+    rows: int | None = None,
     residual: SequentialConfig | Sequence[SequentialConfig] = SequentialConfig(),  # noqa: B008
     beside: MixerConfig | None = None,
     ties: Source | None = None,
     **options: Any,
 ) -> ModelConfig:
     """The config of a model with these mixers, each before a network. residual: of all layers, or of each. beside: a
-    second mixer of every layer. eps, tied, longest: where the config is silent: of the norms, whether the head is the
-    embedding, and `max_position_embeddings`; None for longest where positions have no bound. ties: where the config
-    says whether the head is the embedding, if elsewhere. options: of `ModelConfig`."""
+    second mixer of every layer. eps, tied, longest, rows: where the config is silent: of the norms, whether the head is
+    the embedding, `max_position_embeddings`, and `vocab_size`; None for longest where positions have no bound. ties:
+    where the config says whether the head is the embedding, if elsewhere. options: of `ModelConfig`."""
     shared = (networks,) * len(mixers) if isinstance(networks, FFNConfig) else networks
     around = (residual,) * len(mixers) if isinstance(residual, SequentialConfig) else residual
     blocks = tuple(BlockConfig(*parts, beside) for parts in zip(mixers, shared, around, strict=True))
@@ -209,7 +210,7 @@ def model(
     most = 0 if longest is None else source.number("max_position_embeddings", longest)
     most = max([most, *(int(s.factor * s.original_max_position_embeddings) for s in scalings)])
     return ModelConfig(
-        name, source.number("vocab_size"), source.number("hidden_size"), blocks, head(ties or source, tied),
+        name, source.number("vocab_size", rows), source.number("hidden_size"), blocks, head(ties or source, tied),
         norm_eps=source.real("rms_norm_eps", eps), longest=most, **options,
     )  # fmt: skip
 

@@ -44,7 +44,7 @@ def config(source: Source, ties: Source | None = None) -> ModelConfig:
     return decoder.model(
         source, "transformer", mixers,
         decoder.network(source, act="hidden_activation", silent="gelu_pytorch_tanh"),
-        residual=SequentialConfig("sandwich"), tied=True, ties=ties, longest=131_072,
+        residual=SequentialConfig("sandwich"), tied=True, ties=ties, longest=131_072, rows=262_208,
         embedding_factor=source.number("hidden_size") ** 0.5,
         logits_cap=0.0 if cap is None else source.real("final_logit_softcapping"),
     )  # fmt: skip

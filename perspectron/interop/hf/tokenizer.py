@@ -5,7 +5,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from perspectron.data.specials import OURS
-from perspectron.data.tokenizer import END_OF_TEXT, Tokenizer
+from perspectron.data.tokenizer import Tokenizer
 
 
 def fast_tokenizer(tokenizer: Tokenizer, *, max_length: int | None = None) -> PreTrainedTokenizerFast:
@@ -13,12 +13,14 @@ def fast_tokenizer(tokenizer: Tokenizer, *, max_length: int | None = None) -> Pr
     of ours the separator's spelling inside a text stays text. max_length: of a model with learned positions."""
     inner, special = tokenizers.Tokenizer.from_str(tokenizer.to_str()), tokenizer.specials
     named = {"bos": special.prefix[:1], "eos": (special.end,), "pad": (special.pad,)}
-    if special == OURS:
+    if tuple(inner.encode("a").ids[: len(special.prefix)]) != special.prefix:
+        first = [tokenizer.spelling(id) for id in special.prefix]
         inner.post_processor = processors.TemplateProcessing(
-            single=f"{END_OF_TEXT} $A",
-            pair=f"{END_OF_TEXT} $A {END_OF_TEXT} $B",
-            special_tokens=[(END_OF_TEXT, special.prefix[0])],
+            single=[*first, "$A"],
+            pair=[*first, "$A", *first, "$B"],
+            special_tokens=[*zip(first, special.prefix, strict=True)],
         )
+    if special == OURS:
         named = dict.fromkeys(named, special.prefix)
     tokens = {
         f"{name}_token": tokenizer.spelling(id) for name, ids in named.items() for id in ids if id is not None

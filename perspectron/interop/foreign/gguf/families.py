@@ -169,12 +169,17 @@ def _rope_scaling(fields: Fields) -> Values:
     """How rotary positions are scaled."""
     kind, factor = fields.get("rope.scaling.type", "none"), fields.real("rope.scaling.factor", 0.0)
     factor = factor or fields.real("rope.scale_linear", 0.0)
+    scale = fields.real("rope.scaling.attn_factor", 1.0)
+    if kind != "yarn" and scale != 1:
+        raise fields.error("rope.scaling.attn_factor", scale, "1 without yarn")
     if "rope_freqs.weight" in fields.container.tensors:
         if factor not in (0, 1):
             raise fields.error("rope.scaling.factor", factor, "missing beside rope_freqs.weight")
         return _llama3(fields)
     if kind == "yarn":
         values = {"rope_type": "yarn", "factor": factor}
+        if scale != 1:  # OLMo 3's own, as the converter has it; 1 is what llama.cpp writes of any model
+            values["attention_factor"] = scale
         for name, there in (
             ("original_context_length", "original_max_position_embeddings"), ("yarn_attn_factor", "attention_factor"),
             ("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"),
