@@ -148,6 +148,27 @@ def test_a_run_from_anothers_weights_reads_its_text(play, capsys):
     assert a.train.data == b.train.data == str(play) and a.model == b.model
 
 
+@pytest.mark.parametrize("named", ["init", "teacher"])
+def test_what_another_run_was_trained_on_is_not_held_out_after_it(named, play, capsys):
+    train = ["train", "--steps", "1", *QUICK]
+    assert main([*train, "--data", "play.txt", "--heldout", "0.02", "--out", "a", *PLAIN]) == 0
+    Path("other.txt").write_text(Path("play.txt").read_text())
+    train += [f"--{named}", "a", *(PLAIN if named == "teacher" else [])]
+    assert main([*train, "--data", "other.txt", "--out", "e"]) == 0
+    assert checkpoint.load_config(Path("e")).train.heldout == 0.05
+    train += ["--data", "play.txt"]
+    assert main([*train, "--out", "b"]) == 0
+    assert checkpoint.load_config(Path("b")).train.heldout == 0.02
+    held = [perspectron.data.open_shards(Path(name) / "data").split("heldout") for name in ("a", "b")]
+    assert held[0].text_bytes == held[1].text_bytes
+    capsys.readouterr()
+    assert main([*train, "--heldout", "0.05", "--out", "c"]) == 2
+    in_a_line(capsys.readouterr().err, "heldout", 0.05, 0.02)
+    assert not Path("c").exists()
+    assert main([*train, "--heldout", "0.01", "--out", "d"]) == 0
+    assert checkpoint.load_config(Path("d")).train.heldout == 0.01
+
+
 REFUSED = [
     (["--minutes", "0.01"], ["minutes", 0.01, 0.1]),
     (["--minutes", "0"], ["minutes", 0.0]),
