@@ -244,6 +244,7 @@ def same_as_before(run: Path, config: RunConfig) -> RunConfig:
     if not (run / "config.json").is_file():
         return config
     saved = checkpoint.load_config(run)
+    config = replace(config, rule=saved.rule)  # its text is encoded already
     if config.train.dtype == "auto":
         config = replace(config, train=replace(config.train, dtype=saved.train.dtype))
     if config == saved:

@@ -4,7 +4,7 @@ import codecs
 import glob
 from pathlib import Path
 
-from perspectron.data.corpus import RULE, Corpus, Joined, Shares, facts, fingerprint
+from perspectron.data.corpus import RULE, RULES, Corpus, Joined, Shares, facts, fingerprint
 from perspectron.data.hub import PREFIX, open_hub
 from perspectron.data.mixture import Mixture, parts_of
 from perspectron.data.named import NAMED, open_named
@@ -38,7 +38,7 @@ def open_corpus(
     a record's text; of a single text file the last `heldout` of its bytes is held out, and so it is of a file of a
     folder where whole files would not come near a kind's share. `dev` is taken from what would be trained on: the
     held-out text is the same without it. With a template every record has a prompt and a completion. rule: `RULE`, or
-    that by which a text was split once.
+    that by which a text was split once, one of `RULES`.
 
     DataError if nothing is there, it holds no text, it is too small to split, or a share is out of bounds.
     """
@@ -46,9 +46,9 @@ def open_corpus(
         raise DataError(f"heldout: {heldout} is not between 0 and 1 (exclusive)")
     if not 0 <= dev < 1 - heldout:
         raise DataError(f"dev: {dev} is not in [0, {1 - heldout:g}), the share that is not held out")
-    if rule != RULE:
+    if rule not in RULES or (template is not None and rule != RULE):
         raise DataError(
-            f"rule: {rule} is that of another version, which split texts otherwise; must be {RULE}"
+            f"rule: {rule} is that of another version, which split this otherwise; must be {RULE}, so train again"
         )
     shares = Shares(heldout, dev)
     try:
