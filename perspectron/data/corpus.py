@@ -25,7 +25,8 @@ SKIPPED_NAMES = 1000
 RULE = 3
 """Version of the rules by which sources are read and split."""
 RULES = (2, RULE)
-"""Those that are still read: by 2, only prompts and completions were split otherwise."""
+"""Those that are still read: by 2, prompts and completions were split otherwise, which is refused, and folders of a few
+kilobytes."""
 SHOWN_KINDS, MOST_REASONS = 5, 100
 """Kinds that a line names, and kinds that are counted for each split."""
 
