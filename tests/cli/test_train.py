@@ -20,6 +20,7 @@ from perspectron.data import open_shards
 from perspectron.eval import budget, perplexity
 from perspectron.model.census import active_parameters
 from perspectron.train import checkpoint
+from perspectron.train.optim import OptimConfig
 from perspectron.train.pace import Pace
 from tests.cli.small import PLAIN
 from tests.refusals import in_a_line, names
@@ -146,6 +147,15 @@ def test_a_run_from_anothers_weights_reads_its_text(play, capsys):
     assert main(["train", "--init", "a", "--steps", "1", "--out", "b", *QUICK]) == 0
     a, b = (checkpoint.load_config(Path(name)) for name in ("a", "b"))
     assert a.train.data == b.train.data == str(play) and a.model == b.model
+
+
+def test_a_run_from_anothers_weights_warms_up_in_a_part_of_its_updates(play, capsys):
+    assert main(["train", "--data", "play.txt", "--steps", "1", "--out", "a", *PLAIN, *QUICK]) == 0
+    for name, more in {"b": [], "c": ["--lora", "rank=2"], "d": ["--warmup", "7"]}.items():
+        assert main(["train", "--init", "a", "--steps", "20", *more, "--out", name, *QUICK]) == 0
+    optims = [checkpoint.load_config(Path(name)).train.optim for name in "bcd"]
+    assert [optim.warmup for optim in optims] == [presets.warmup(20), presets.warmup(20), 7]
+    assert [optim.lr for optim in optims] == [OptimConfig.lr] * 3
 
 
 @pytest.mark.parametrize("named", ["init", "teacher"])
