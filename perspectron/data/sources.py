@@ -198,9 +198,7 @@ def with_encoding(source: str, encoding: str) -> str:
     if not encoding or not _known(encoding):
         return source
     if parts := parts_of(source):
-        return " ".join(
-            f"{part.name}={float(part.weight):g}:{with_encoding(part.source, encoding)}" for part in parts
-        )
+        return " ".join(str(part._replace(source=with_encoding(part.source, encoding))) for part in parts)
     place, field, its = _parts_of(source)
     if its and its != _known(encoding):
         raise DataError(f"encoding = {encoding!r}, must be left out: {source} names {its}")
@@ -210,7 +208,7 @@ def with_encoding(source: str, encoding: str) -> str:
 def absolute(source: str) -> str:
     """A source by its full path, or paths, so that it is found from any folder."""
     if parts := parts_of(source):
-        return " ".join(f"{part.name}={float(part.weight):g}:{absolute(part.source)}" for part in parts)
+        return " ".join(str(part._replace(source=absolute(part.source))) for part in parts)
     if source in (*NAMED, "") or "://" in source:
         return source
     place, *_ = _parts_of(source)

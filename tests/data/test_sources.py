@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import random
+from fractions import Fraction
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from backports import zstd
 
 from perspectron.data import Corpus, SplitName, absolute, label, open_corpus, with_encoding
 from perspectron.data import reading as reading_module
+from perspectron.data.mixture import parts_of
 from perspectron.data.template import Template
 from perspectron.util.errors import DataError
 from tests.refusals import refused
@@ -173,6 +175,15 @@ def test_sources_by_their_full_path_and_short_name(tmp_path: Path, monkeypatch: 
     assert [label(s) for s in ("x/play.txt", "a=0.7:x b=0.3:y", "hf:owner/name:train", "d/*.parquet", "stdlib")] == [
         "play", "a-b", "name", "d", "stdlib",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("least", ["0.7", "0.00005", "0.000001", "0.123456", "1"])
+def test_every_weight_that_may_be_given_is_read_again(least: str) -> None:
+    rest = 1 - Fraction(least)
+    source = f"a={least}:/x.txt" + (f" b={float(rest):.6f}:/y.txt" if rest else "")
+    for kept in (absolute(source), with_encoding(source, "latin-1")):
+        assert [part.weight for part in parts_of(kept)] == [part.weight for part in parts_of(source)]
+        assert kept.startswith(f"a={least}:")
 
 
 # Tables that are text: .csv, .tsv, .json
