@@ -273,9 +273,8 @@ def _fit(
         with Work("a first pass"):
             estimate = trainer.estimate()
         takes = _whole(trainer, estimate.seconds)
-        seconds = (
-            estimate.whole(trainer.config, trainer.progress.step) if ends is None else ends - time.monotonic()
-        )
+        step, tokens = trainer.progress.step, trainer.heldout_split.tokens
+        seconds = estimate.whole(trainer.config, tokens, step) if ends is None else ends - time.monotonic()
         if takes <= _patience(seconds):
             closing += takes
         for line in _plan(trainer, estimate, seconds + closing * (ends is None)):
