@@ -92,7 +92,7 @@ class Fields:
             prompt = self.template.question(texts[0])
         except ConfigError as error:
             return Unreadable(f"the chat template fails on them: {error}")
-        said = [*question(texts[0]), {"role": "assistant", "content": texts[1]}]
+        said: Messages = [*question(texts[0]), {"role": "assistant", "content": texts[1]}]
         return Sample(_key(said), ((prompt, texts[1], said[:1]),))
 
     def _talk(self, said: list[chats.Message], template: Template) -> Sample | Unreadable:
