@@ -71,7 +71,7 @@ def test_an_old_run_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["order", "rule"])
-@pytest.mark.parametrize("version", [None, 1, 3])
+@pytest.mark.parametrize("version", [None, 1, 4])
 def test_a_run_of_a_version_that_is_no_longer_read_says_so(field, version, tmp_path, capsys):
     """Version 0.1 named neither its order of the windows nor the rule of its text's splits."""
     run = Path(shutil.copytree(RUN, tmp_path / "run"))

@@ -17,6 +17,7 @@ from perspectron.cli.main import main
 from perspectron.model.config import ModelConfig
 from perspectron.opening import open_model
 from perspectron.quant.convert import convert
+from perspectron.train.checkpoint import load_config
 from perspectron.train.loop import Trainer
 from perspectron.util.errors import CheckpointError, ConfigError, DataError, StorageError
 from tests.refusals import refused
@@ -116,6 +117,16 @@ def test_it_starts_from_another_run_and_goes_on_with_one_of_a_constant_rate():
     options = {key: SMALL[key] for key in ("seq_len", "batch_size", "dtype", "eval_tokens", "quiet")}
     tuned = perspectron.train(text=TEXT, init="open", steps=2, out="tuned", **options)
     assert tuned.model.config == more.model.config
+
+
+def test_of_another_runs_text_no_more_is_held_out_than_by_it():
+    Path("text.txt").write_text(TEXT)
+    perspectron.train("text.txt", steps=1, out="less", heldout=0.02, **SMALL)
+    options = {key: SMALL[key] for key in ("seq_len", "batch_size", "dtype", "eval_tokens", "quiet")}
+    perspectron.train(init="less", steps=1, out="after", **options)
+    assert load_config(Path("after")).train.heldout == 0.02
+    with refused(ConfigError, "heldout", 0.1, 0.02):
+        perspectron.train("text.txt", init="less", steps=1, heldout=0.1, **options)
 
 
 @pytest.mark.parametrize(

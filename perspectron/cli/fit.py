@@ -244,6 +244,7 @@ def same_as_before(run: Path, config: RunConfig) -> RunConfig:
     if not (run / "config.json").is_file():
         return config
     saved = checkpoint.load_config(run)
+    config = replace(config, rule=saved.rule)  # its text is encoded already
     if config.train.dtype == "auto":
         config = replace(config, train=replace(config.train, dtype=saved.train.dtype))
     if config == saved:
@@ -272,9 +273,8 @@ def _fit(
         with Work("a first pass"):
             estimate = trainer.estimate()
         takes = _whole(trainer, estimate.seconds)
-        seconds = (
-            estimate.whole(trainer.config, trainer.progress.step) if ends is None else ends - time.monotonic()
-        )
+        step, tokens = trainer.progress.step, trainer.heldout_split.tokens
+        seconds = estimate.whole(trainer.config, tokens, step) if ends is None else ends - time.monotonic()
         if takes <= _patience(seconds):
             closing += takes
         for line in _plan(trainer, estimate, seconds + closing * (ends is None)):

@@ -185,22 +185,32 @@ class Train:
 
     def _settings(self) -> TrainConfig:
         """The training, with its text and other runs by their full paths. A run's text is the default of one from its
-        weights, and windows are no longer than its table of positions."""
-        places: dict[str, Any] = {}
+        weights, windows are no longer than its table of positions, and nothing of a text is held out that a run named
+        here was trained on. ConfigError where that is asked for."""
+        places: dict[str, Any] = {"data": absolute(with_encoding(self.train.data, self.encoding))}
+        origins = list[TrainConfig]()
         for name in ("init", "teacher"):
             if origin := getattr(self.train, name):
                 places[name] = str(Path(origin).resolve())
                 its = describe(Path(origin)).of_run(name)  # an artifact is refused before the text is read
+                origins.append(its.train)
                 if name == "init" and "data" not in self.given:
                     places["data"] = with_encoding(its.train.data, self.encoding)
                 if name == "init" and not self.preset and its.model.positions and "seq_len" not in self.given:
                     places["seq_len"] = min(self.train.seq_len, its.model.positions)
+        if shares := [its.heldout for its in origins if its.data == places["data"]]:
+            least, typed = min(shares), "heldout" in self.given
+            require(
+                not typed or self.train.heldout <= least,
+                "heldout",
+                self.train.heldout,
+                f"≤ {least}, what the run that this one starts or learns from held out of the same text",
+            )
+            places["heldout"] = self.train.heldout if typed else least
         for name, kinds in (("tokenizer", KINDS), ("template", ("", PLAIN, OWN))):
             if (value := getattr(self.train, name)) not in kinds and Path(value).exists():
                 places[name] = str(Path(value).resolve())
-        return replace(
-            self.train, **{"data": absolute(with_encoding(self.train.data, self.encoding))} | places
-        )
+        return replace(self.train, **places)
 
     def _budget(self, train: TrainConfig) -> Budget:
         """The one budget of minutes, tokens, epochs and steps that is given; ConfigError for two of them."""

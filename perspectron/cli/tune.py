@@ -31,7 +31,7 @@ def tune(out: Path, train: TrainConfig, kinds: str, given: frozenset[str], *, as
         warmup=train.optim.warmup if "warmup" in given else rates.warmup(steps) // 4,
         beta2=train.optim.beta2 if "beta2" in given else memory.BETA2,
     )
-    config = RunConfig(run.model, replace(train, steps=steps, optim=optim), rule=run.rule)
+    config = RunConfig(run.model, replace(train, steps=steps, optim=optim))
     memory.Memory(opened.model, chosen)  # what it has not is said before the text is read
     console = progress()
     out.parent.mkdir(parents=True, exist_ok=True)

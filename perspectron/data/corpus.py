@@ -22,8 +22,11 @@ SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 
 SKIPPED_NAMES = 1000
 """Maximum number of names of skipped files or records kept per split; the count is always complete."""
-RULE = 2
-"""Version of the rules by which sources are read and split, the only one that is still read."""
+RULE = 3
+"""Version of the rules by which sources are read and split."""
+RULES = (2, RULE)
+"""Those that are still read: by 2, prompts and completions were split otherwise, which is refused, and folders of a few
+kilobytes."""
 SHOWN_KINDS, MOST_REASONS = 5, 100
 """Kinds that a line names, and kinds that are counted for each split."""
 

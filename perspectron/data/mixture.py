@@ -20,6 +20,10 @@ class Part(NamedTuple):
     weight: Fraction
     source: str
 
+    def __str__(self) -> str:
+        """It as it is named, with all decimals of its weight."""
+        return f"{self.name}={float(self.weight):.6f}".rstrip("0").rstrip(".") + f":{self.source}"
+
 
 def parts_of(source: str) -> list[Part]:
     """The sources of "code=0.7:PATH prose=0.3:PATH"; none for a text that names a single one. DataError: a weight that

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from perspectron.data import chats
-from perspectron.data.corpus import Corpus, Document, Shares, SplitName, share_of
+from perspectron.data.corpus import RULE, Corpus, Document, Shares, SplitName, share_of
 from perspectron.data.template import Messages, Template, question
 from perspectron.util.errors import ConfigError, DataError
 
@@ -45,7 +45,7 @@ class Fields:
     @property
     def facts(self) -> tuple[str, ...]:
         """The facts that a fingerprint depends on."""
-        return self.names if self.template is None else (*self.names, self.template.text)
+        return self.names if self.template is None else (*self.names, f"rule {RULE}", self.template.text)
 
     def __str__(self) -> str:
         return " and ".join(map(repr, self.names))
@@ -92,7 +92,8 @@ class Fields:
             prompt = self.template.question(texts[0])
         except ConfigError as error:
             return Unreadable(f"the chat template fails on them: {error}")
-        return Sample(prompt + texts[1], ((prompt, texts[1], question(texts[0])),))
+        said: Messages = [*question(texts[0]), {"role": "assistant", "content": texts[1]}]
+        return Sample(_key(said), ((prompt, texts[1], said[:1]),))
 
     def _talk(self, said: list[chats.Message], template: Template) -> Sample | Unreadable:
         texts = [message["content"] for message in said]
@@ -100,12 +101,12 @@ class Fields:
             return Unreadable(NOT_UTF8)
         if not all(map(_valid, texts)):
             return Unreadable("a NUL or broken characters in a message")
-        learned = tuple(chats.answers(said, template))
-        if learned and [message["role"] for message in said] == ["user", "assistant"]:
-            key = "".join(learned[0][:2])  # as that of a prompt and a completion
-        else:
-            key = json.dumps([list(message.values()) for message in said])
-        return Sample(key, learned)
+        return Sample(_key(said), tuple(chats.answers(said, template)))
+
+
+def _key(said: Messages) -> str:
+    """Of messages as they are: what a template makes of them may have the day's date."""
+    return json.dumps([list(message.values()) for message in said])
 
 
 def _valid(text: str) -> bool:

@@ -4,7 +4,7 @@ import codecs
 import glob
 from pathlib import Path
 
-from perspectron.data.corpus import RULE, Corpus, Joined, Shares, facts, fingerprint
+from perspectron.data.corpus import RULE, RULES, Corpus, Joined, Shares, facts, fingerprint
 from perspectron.data.hub import PREFIX, open_hub
 from perspectron.data.mixture import Mixture, parts_of
 from perspectron.data.named import NAMED, open_named
@@ -38,7 +38,7 @@ def open_corpus(
     a record's text; of a single text file the last `heldout` of its bytes is held out, and so it is of a file of a
     folder where whole files would not come near a kind's share. `dev` is taken from what would be trained on: the
     held-out text is the same without it. With a template every record has a prompt and a completion. rule: `RULE`, or
-    that by which a text was split once.
+    that by which a text was split once, one of `RULES`.
 
     DataError if nothing is there, it holds no text, it is too small to split, or a share is out of bounds.
     """
@@ -46,9 +46,9 @@ def open_corpus(
         raise DataError(f"heldout: {heldout} is not between 0 and 1 (exclusive)")
     if not 0 <= dev < 1 - heldout:
         raise DataError(f"dev: {dev} is not in [0, {1 - heldout:g}), the share that is not held out")
-    if rule != RULE:
+    if rule not in RULES or (template is not None and rule != RULE):
         raise DataError(
-            f"rule: {rule} is that of another version, which split texts otherwise; must be {RULE}"
+            f"rule: {rule} is that of another version, which split this otherwise; must be {RULE}, so train again"
         )
     shares = Shares(heldout, dev)
     try:
@@ -198,9 +198,7 @@ def with_encoding(source: str, encoding: str) -> str:
     if not encoding or not _known(encoding):
         return source
     if parts := parts_of(source):
-        return " ".join(
-            f"{part.name}={float(part.weight):g}:{with_encoding(part.source, encoding)}" for part in parts
-        )
+        return " ".join(str(part._replace(source=with_encoding(part.source, encoding))) for part in parts)
     place, field, its = _parts_of(source)
     if its and its != _known(encoding):
         raise DataError(f"encoding = {encoding!r}, must be left out: {source} names {its}")
@@ -210,7 +208,7 @@ def with_encoding(source: str, encoding: str) -> str:
 def absolute(source: str) -> str:
     """A source by its full path, or paths, so that it is found from any folder."""
     if parts := parts_of(source):
-        return " ".join(f"{part.name}={float(part.weight):g}:{absolute(part.source)}" for part in parts)
+        return " ".join(str(part._replace(source=absolute(part.source))) for part in parts)
     if source in (*NAMED, "") or "://" in source:
         return source
     place, *_ = _parts_of(source)

@@ -138,13 +138,12 @@ def divide(
     every = [Part(path, name, encoding) for name, path in files]
     if by_kind:
         parts = _by_kind(every, shares)
-        if all(any(part.known().end for part in parts[split]) for split in shares.splits):
+        if all(any(_texts(parts[split])) for split in shares.splits):
             return parts
     ranked = sorted(every, key=lambda part: (part.share, part.name))
     split_of = {part.name: shares.of(part.share) for part in ranked}
-    readable = (part for part in ranked if part.known().end)
-    first = list(itertools.islice(readable, len(shares.splits) - 1))
-    last = next((part for part in reversed(ranked) if part.known().end), None)
+    first = list(itertools.islice(_texts(ranked), len(shares.splits) - 1))
+    last = next(_texts(reversed(ranked)), None)
     if last is None:
         raise NoText(
             f"{source}: no text in it ({len(files)} files, none of them non-empty {encoding or 'UTF-8'})"
@@ -163,8 +162,9 @@ def divide(
 
 
 def _by_kind(every: list[Part], shares: Shares) -> dict[SplitName, list[Part]]:
-    """Parts to splits, such that each has its share of every kind; dev, where that would be nothing, of all kinds as
-    one, so that what is held out stays."""
+    """Parts to splits, such that each has its share of every kind; of all kinds as one, where that would be nothing or,
+    as small kinds keep to whole files, far from the share of all. What is held out is chosen first, so that it is the
+    same with and without dev."""
     kinds = defaultdict[str, list[Part]](list)
     for part in _in_order(every):
         kinds[part.kind].append(part)
@@ -172,22 +172,36 @@ def _by_kind(every: list[Part], shares: Shares) -> dict[SplitName, list[Part]]:
     rare = [kind for kind, parts in kinds.items() if _bytes(parts) < least]
     pooled = _in_order(part for kind in rare for part in kinds.pop(kind))
     groups = [(_bytes(parts), parts) for parts in (*kinds.values(), pooled)]
-    splits, low = dict[SplitName, list[Part]](), 0.0
+    splits, low, no_text = dict[SplitName, list[Part]](), 0.0, list[Part]()
     held: list[tuple[SplitName, float]] = [("heldout", shares.heldout), ("dev", shares.dev)]
     for split, share in held[: len(shares.splits) - 1]:
         found = [_portion(parts, whole, low, share) for whole, parts in groups]
-        if split == "dev" and not any(part.known().end for taken, _ in found for part in taken):
-            groups = [(_bytes(every), _in_order(part for _, parts in groups for part in parts))]
-            found = [_portion(groups[0][1], groups[0][0], low, share, least=1)]
+        wanted = come = 0.0
+        for (whole, parts), (taken, _) in zip(groups, found, strict=True):
+            if share * whole < LEAST:
+                wanted, come = wanted + share * _bytes(_texts(parts)), come + _bytes(_texts(taken))
+            elif any(_texts(taken)):
+                wanted, come = wanted + share * whole, come + share * whole
+        if not come or not wanted / 2 <= come <= 2 * wanted:
+            parts = _in_order(part for _, parts in groups for part in parts)
+            texts = list(_texts(parts))
+            no_text += set(parts) - set(texts)
+            groups = [(_bytes(itertools.chain(texts, *splits.values())), texts)]
+            found = [_portion(texts, groups[0][0], low, share, least=1)]
         splits[split] = [part for taken, _ in found for part in taken]
         groups = [(whole, left) for (whole, _), (_, left) in zip(groups, found, strict=True)]
         low += share
-    splits["train"] = [part for _, parts in groups for part in parts]
+    splits["train"] = [*no_text, *(part for _, parts in groups for part in parts)]
     return {split: sorted(splits[split], key=lambda part: part.name) for split in shares.splits}
 
 
 def _in_order(parts: Iterable[Part]) -> list[Part]:
     return sorted(parts, key=lambda part: (part.share, part.name))
+
+
+def _texts(parts: Iterable[Part]) -> Iterator[Part]:
+    """Those that are text, and not empty."""
+    return (part for part in parts if part.known().end)
 
 
 def _bytes(parts: Iterable[Part]) -> int:

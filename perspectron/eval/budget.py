@@ -133,9 +133,9 @@ def seconds_of(model: ModelConfig, train: TrainConfig) -> float:
 def settled(
     config: RunConfig, given: frozenset[str], budget: Budget, text: Shards, seconds: float
 ) -> RunConfig:
-    """The config with all that is not `given`: the number of updates from the budget, the learning rate, its warm-up,
-    and how often the loss is measured. seconds: what is left of the budget's minutes. ConfigError where they are not
-    enough for LEAST_UPDATES."""
+    """The config with all that is not `given`: the number of updates from the budget, the learning rate unless it
+    starts from the weights of a run, the warm-up, and how often the loss is measured. seconds: what is left of the
+    budget's minutes. ConfigError where they are not enough for LEAST_UPDATES."""
     train, unique = config.train, text.split("train").tokens
     batch, steps = train.batch_size * train.seq_len * train.accumulate, train.steps
     if budget.minutes is not None:
@@ -155,11 +155,10 @@ def settled(
         "eval_tokens": min(65536, max(8192, round(SHARE_MEASURED * 3 / MEASURED * steps * batch))),
     }
     found = {name: value for name, value in found.items() if name not in given}
-    rates: dict[str, Any] = {
-        "lr": presets.rate(design, size),
-        "warmup": presets.warmup(steps),
-    }
-    rates = {name: value for name, value in rates.items() if name not in given and not train.init}
+    rates: dict[str, Any] = {"warmup": presets.warmup(steps)}
+    if not train.init:
+        rates["lr"] = presets.rate(design, size)
+    rates = {name: value for name, value in rates.items() if name not in given}
     if "groups" not in given and not train.lora:
         rates["groups"] = "own"
     optim = replace(train.optim, **rates)

@@ -20,7 +20,7 @@ import torch
 from msgspec import Meta, Struct
 from torch import Tensor
 
-from perspectron.data.corpus import RULE
+from perspectron.data.corpus import RULES
 from perspectron.data.shuffle import ORDER
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.ternary import SHARE
@@ -223,10 +223,11 @@ def _of_ranks(files: Iterable[str]) -> bool:
 
 def run_config(values: Any, where: object) -> RunConfig:
     """A run's config from JSON. ConfigError as `load`; CheckpointError for one of a version that is no longer read."""
-    for name, version in (("order", ORDER), ("rule", RULE)):
-        if isinstance(values, dict) and (stored := values.get(name)) != version:
+    for name, versions in (("order", (ORDER,)), ("rule", RULES)):
+        if isinstance(values, dict) and (stored := values.get(name)) not in versions:
+            known = " or ".join(map(str, versions))
             raise CheckpointError(
-                f"{where}: {name} is {stored!r}, must be {version}; other versions are no longer read: train it again"
+                f"{where}: {name} is {stored!r}, must be {known}; other versions are no longer read: train it again"
             )
     return load(RunConfig, values, str(where))
 

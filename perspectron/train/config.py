@@ -24,7 +24,8 @@ class TrainConfig:
     tokenizer: str = "bpe"
     """ "bpe" is learned from the text; "bytes", "characters", or a tokenizer.json to use."""
     heldout: float = 0.05
-    """Share of the text that is never trained on."""
+    """Share of the text that is never trained on; with --init or --teacher, on the text of that run, as much as it
+    held out."""
     measured_on: Literal["heldout", "dev"] = "heldout"
     """Split on which the loss is measured during training. "dev", if the text has one, keeps choices away from the
     held-out text."""

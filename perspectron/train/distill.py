@@ -27,14 +27,18 @@ class Teacher:
         model, its = checkpoint.load_run(run)
         require(its.fingerprint == tokenizer.fingerprint, "teacher", str(run), "a run of the same tokenizer")
         self.model: LanguageModel = model.requires_grad_(False).to(device)
-        self.weight, self.temperature = weight, temperature
+        self.weight, self.temperature, self.ids = weight, temperature, tokenizer.vocab_size
 
     def term(self, student_BTV: Tensor, ids_BT: Tensor, targets_BT: Tensor, reset_BT: Tensor | None) -> Term:
-        """The term added to the student's loss for one batch."""
+        """The term added to the student's loss for one batch, of the ids that the tokenizer has: a vocabulary that was
+        filled up to a round size has more."""
         with torch.no_grad():
             teacher_BTV = self.model(ids_BT, reset_BT=reset_BT).logits
         counted_BT = targets_BT != IGNORE
-        value = divergence(student_BTV[counted_BT], teacher_BTV[counted_BT], self.temperature)
+        student_NV, teacher_NV = (
+            logits_BTV[counted_BT][:, : self.ids] for logits_BTV in (student_BTV, teacher_BTV)
+        )
+        value = divergence(student_NV, teacher_NV, self.temperature)
         return Term(value, self.weight)
 
 

@@ -29,12 +29,14 @@ class Estimate:
     seconds: float
     bytes: int
 
-    def whole(self, config: RunConfig, step: int = 0) -> float:
-        """Seconds of a run from an update on, measurements included: a token that is only read costs a third."""
+    def whole(self, config: RunConfig, heldout: int, step: int = 0) -> float:
+        """Seconds of a run from an update on, measurements included: a token that is only read costs a third. heldout:
+        tokens of the split on which the loss is measured."""
         train = config.train
         left = train.steps - step
         measured = 1 + (left // train.eval_every if train.eval_every else 0)
-        batches = train.eval_tokens / (train.batch_size * train.seq_len * train.accumulate)
+        tokens = min(train.eval_tokens or heldout, heldout)
+        batches = tokens / (train.batch_size * train.seq_len * train.accumulate)
         return self.seconds * (left + measured * batches / 3)
 
 

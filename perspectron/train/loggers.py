@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from perspectron.data import Split
 from perspectron.train.config import RunConfig
+from perspectron.train.metrics import bits_per_nat, read_metrics
 from perspectron.util.config import dump
 
 Kind = Literal["", "tensorboard", "wandb", "trackio"]
@@ -26,10 +27,13 @@ def logger(
 ) -> Iterator[Callable[[Any], None]]:
     """A function that takes the lines of metrics of a run which goes on from `step`; "" takes them and does nothing.
 
-    text: the training text, whose bytes per token turn nats into bits per byte. What the logger itself raises ends the
-    logging with a warning and not the training.
+    text: the training text, whose bytes per token turn nats into bits per byte; of completions, which have not those of
+    their prompts, what was measured last does, and before that their loss is left out. What the logger itself raises
+    ends the logging with a warning and not the training.
     """
-    bits = text.tokens / max(1, text.text_bytes) / math.log(2)
+    bits: float | None = text.tokens / max(1, text.text_bytes) / math.log(2)
+    if text.learned is not None:
+        bits = bits_per_nat(read_metrics(run)) if kind else None
     with contextlib.ExitStack() as stack:
         log: Log | None = None
 
@@ -49,14 +53,17 @@ def logger(
                 stack.callback(tell, close)
 
         def take(line: dict[str, Any]) -> None:
+            nonlocal bits
+            if text.learned is not None:
+                bits = bits_per_nat([line]) or bits
             if log is not None:
                 tell(lambda: log(values(line, bits), line["step"]))
 
         yield take
 
 
-def values(line: dict[str, Any], bits: float) -> dict[str, float]:
-    """A line of metrics by the names that loggers group by. bits: bits per byte of a nat per token."""
+def values(line: dict[str, Any], bits: float | None) -> dict[str, float]:
+    """A line of metrics by the names that loggers group by. bits: bits per byte of a nat per token, if known."""
     if "loss" not in line:
         return {
             f"{split}/bits_per_byte": line[name]
@@ -65,7 +72,7 @@ def values(line: dict[str, Any], bits: float) -> dict[str, float]:
         }
     found = {f"train/{name}": line[name] for name in ("lr", "grad_norm", "tokens", "tokens_per_second")}
     terms = {f"terms/{name}": value for name, value in line.get("aux", {}).items()}
-    return {"train/bits_per_byte": bits * line["loss"]} | found | terms
+    return found | terms | ({} if bits is None else {"train/bits_per_byte": bits * line["loss"]})
 
 
 def _tensorboard(run: Path, config: RunConfig, step: int) -> tuple[Log, Callable[[], object]]:

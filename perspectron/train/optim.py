@@ -25,12 +25,13 @@ class OptimConfig:
     """Weights with a rate and a decay of their own: "plain" is none, "own" as the authors of each mixer have them, or
     the kind of a mixer, such as "rwkv7", whose alone are taken. *"""
     lr: float = 1e-3
-    """Peak learning rate. `perspectron train` takes the one of the design and size (perspectron/presets/rates.py)."""
+    """Peak learning rate. `perspectron train` takes the one of the design and size (perspectron/presets/rates.py), with
+    --init and in stages this one."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Schedule after the warm-up: a cosine, or constant until the last `cooldown` share of the steps; a constant run
     can be given more steps later."""
     warmup: int = 50
-    """Warm-up steps, in which the rate rises linearly. *"""
+    """Warm-up steps, in which the rate rises linearly; in stages at most a fifth of each. *"""
     final: float = 0.1
     """Final rate as a share of the peak."""
     cooldown: float = 0.2

@@ -20,6 +20,7 @@ from perspectron.data import open_shards
 from perspectron.eval import budget, perplexity
 from perspectron.model.census import active_parameters
 from perspectron.train import checkpoint
+from perspectron.train.optim import OptimConfig
 from perspectron.train.pace import Pace
 from tests.cli.small import PLAIN
 from tests.refusals import in_a_line, names
@@ -146,6 +147,36 @@ def test_a_run_from_anothers_weights_reads_its_text(play, capsys):
     assert main(["train", "--init", "a", "--steps", "1", "--out", "b", *QUICK]) == 0
     a, b = (checkpoint.load_config(Path(name)) for name in ("a", "b"))
     assert a.train.data == b.train.data == str(play) and a.model == b.model
+
+
+def test_a_run_from_anothers_weights_warms_up_in_a_part_of_its_updates(play, capsys):
+    assert main(["train", "--data", "play.txt", "--steps", "1", "--out", "a", *PLAIN, *QUICK]) == 0
+    for name, more in {"b": [], "c": ["--lora", "rank=2"], "d": ["--warmup", "7"]}.items():
+        assert main(["train", "--init", "a", "--steps", "20", *more, "--out", name, *QUICK]) == 0
+    optims = [checkpoint.load_config(Path(name)).train.optim for name in "bcd"]
+    assert [optim.warmup for optim in optims] == [presets.warmup(20), presets.warmup(20), 7]
+    assert [optim.lr for optim in optims] == [OptimConfig.lr] * 3
+
+
+@pytest.mark.parametrize("named", ["init", "teacher"])
+def test_what_another_run_was_trained_on_is_not_held_out_after_it(named, play, capsys):
+    train = ["train", "--steps", "1", *QUICK]
+    assert main([*train, "--data", "play.txt", "--heldout", "0.02", "--out", "a", *PLAIN]) == 0
+    Path("other.txt").write_text(Path("play.txt").read_text())
+    train += [f"--{named}", "a", *(PLAIN if named == "teacher" else [])]
+    assert main([*train, "--data", "other.txt", "--out", "e"]) == 0
+    assert checkpoint.load_config(Path("e")).train.heldout == 0.05
+    train += ["--data", "play.txt"]
+    assert main([*train, "--out", "b"]) == 0
+    assert checkpoint.load_config(Path("b")).train.heldout == 0.02
+    held = [perspectron.data.open_shards(Path(name) / "data").split("heldout") for name in ("a", "b")]
+    assert held[0].text_bytes == held[1].text_bytes
+    capsys.readouterr()
+    assert main([*train, "--heldout", "0.05", "--out", "c"]) == 2
+    in_a_line(capsys.readouterr().err, "heldout", 0.05, 0.02)
+    assert not Path("c").exists()
+    assert main([*train, "--heldout", "0.01", "--out", "d"]) == 0
+    assert checkpoint.load_config(Path("d")).train.heldout == 0.01
 
 
 REFUSED = [

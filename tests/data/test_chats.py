@@ -7,6 +7,7 @@ import pytest
 
 from perspectron.cli.main import main
 from perspectron.data import open_corpus
+from perspectron.data.corpus import RULE
 from perspectron.data.records import Fields
 from perspectron.data.template import Template
 from perspectron.util.errors import DataError
@@ -179,6 +180,35 @@ def test_a_pair_and_the_talk_of_it_are_on_one_side(tmp_path):
     _, split = documents(lines(tmp_path / "a.jsonl", [*records, *({"messages": talk} for talk in talks)]))
     sides = [{document.text for document in part} for part in split.values()]
     assert len(set.union(*sides)) == 50 and not set.intersection(*sides)
+
+
+@pytest.mark.parametrize("talk", [False, True])
+def test_a_template_with_the_date_splits_alike_every_day(tmp_path, talk):
+    dated = "{{ strftime_now('%f') }} {% for m in messages %}{{ m.content }} {% endfor %}"
+    said = [
+        [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}."}] for i in range(60)
+    ]
+    records = [{"messages": one} for one in said]
+    if not talk:
+        records = [{"prompt": one["content"], "completion": other["content"]} for one, other in said]
+    template = Template(dated, "dated")
+    corpus, first = documents(lines(tmp_path / "a.jsonl", records), template)
+    names = {split: {document.name for document in part} for split, part in first.items()}
+    assert len(names["train"] | names["heldout"]) == 60 and not names["train"] & names["heldout"]
+    for split in corpus.splits:
+        again = list(corpus.documents(split))
+        assert {document.name for document in again} == names[split]
+    assert {d.prompt for d in again} != {d.prompt for d in first[corpus.splits[-1]]}  # it tells the time
+
+
+def test_prompts_that_an_earlier_rule_split_are_not_split_anew(tmp_path):
+    path = lines(
+        tmp_path / "a.jsonl", [{"prompt": f"{i}?", "completion": f"{i}.", "text": f"{i}"} for i in range(60)]
+    )
+    texts = [[d.text for d in open_corpus(str(path), rule=rule).documents("heldout")] for rule in (2, RULE)]
+    assert texts[0] == texts[1]
+    with refused(DataError, "rule", 2, RULE):
+        open_corpus(str(path), template=Template.named("plain"), rule=2)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])

@@ -83,7 +83,7 @@ def test_hidden_empty_and_irregular_files_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe")
-    corpus = open_corpus(str(tmp_path))
+    corpus = open_corpus(str(tmp_path), heldout=0.3)
     assert len(texts(corpus, "train") | texts(corpus, "heldout")) == 20
     assert corpus.skipped_count == 0
 

@@ -139,7 +139,7 @@ def test_a_large_vocabulary_takes_four_bytes(
 def test_a_separator_written_in_a_text_is_no_start(tokenizer: Tokenizer, tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).write_text("one <|endoftext|> two\n<|endoftext|>")
-    shards = encode(open_corpus(str(tmp_path)), tokenizer, tmp_path / "out")
+    shards = encode(open_corpus(str(tmp_path), heldout=0.5), tokenizer, tmp_path / "out")
     assert shards.split("train").starts.tolist() == [0]
     assert tokenizer.decode(shards.split("train").document(0).tolist()) == (tmp_path / "a").read_text()
 

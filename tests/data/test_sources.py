@@ -2,7 +2,10 @@
 
 import csv
 import gzip
+import itertools
 import json
+import random
+from fractions import Fraction
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +15,7 @@ from backports import zstd
 
 from perspectron.data import Corpus, SplitName, absolute, label, open_corpus, with_encoding
 from perspectron.data import reading as reading_module
+from perspectron.data.mixture import parts_of
 from perspectron.data.template import Template
 from perspectron.util.errors import DataError
 from tests.refusals import refused
@@ -171,6 +175,15 @@ def test_sources_by_their_full_path_and_short_name(tmp_path: Path, monkeypatch: 
     assert [label(s) for s in ("x/play.txt", "a=0.7:x b=0.3:y", "hf:owner/name:train", "d/*.parquet", "stdlib")] == [
         "play", "a-b", "name", "d", "stdlib",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("least", ["0.7", "0.00005", "0.000001", "0.123456", "1"])
+def test_every_weight_that_may_be_given_is_read_again(least: str) -> None:
+    rest = 1 - Fraction(least)
+    source = f"a={least}:/x.txt" + (f" b={float(rest):.6f}:/y.txt" if rest else "")
+    for kept in (absolute(source), with_encoding(source, "latin-1")):
+        assert [part.weight for part in parts_of(kept)] == [part.weight for part in parts_of(source)]
+        assert kept.startswith(f"a={least}:")
 
 
 # Tables that are text: .csv, .tsv, .json
@@ -354,6 +367,31 @@ def test_what_is_held_out_of_a_small_folder_is_the_same_with_a_dev_part(tmp_path
     assert whole == sum(file.stat().st_size for file in tmp_path.iterdir())
     assert sizes["heldout"] / whole == pytest.approx(0.05, rel=0.5)
     assert sizes["dev"] / whole == pytest.approx(dev, rel=0.5)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_small_folder_is_held_out_in_proportion_and_the_same_with_a_dev_part(
+    tmp_path: Path, seed: int
+) -> None:
+    """Kinds so small that whole files, by hash, would be nothing, or most of the text."""
+    draw = random.Random(seed)
+    for number in range(8):
+        root = tmp_path / str(number)
+        root.mkdir()
+        for i in range(draw.choice([1, 2, 3, 6])):
+            name = f"{seed}-{number}-{i}.{draw.choice(['txt', 'md', 'py'])}"
+            count = draw.choice([30, 60, 300, 1200])
+            (root / name).write_text("".join(f"{name} has line {j}\n" for j in range(count)))
+        if draw.random() < 0.3:
+            (root / "image.png").write_bytes(b"\x89PNG\xff" * draw.choice([10, 1000, 50_000]))
+        plain, parted = (read(open_corpus(str(root), 0.05, dev=dev)) for dev in (0.0, 0.05))
+        assert plain["heldout"] == parted["heldout"]
+        whole = sorted(line for path in root.glob("*-*") for line in path.read_text().splitlines())
+        for found in (plain, parted):
+            assert sorted("".join(itertools.chain(*found.values())).splitlines()) == whole
+            size = len("".join(itertools.chain(*found.values())))
+            for split in found.keys() - {"train"}:
+                assert 0.02 < len("".join(found[split])) / size < 0.11
 
 
 # Encodings

@@ -17,6 +17,7 @@ from perspectron.train.optim import OptimConfig
 from perspectron.train.prepare import prepare
 from perspectron.util.errors import CheckpointError, ConfigError
 from tests.refusals import refused
+from tests.train.conftest import small
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,22 @@ def test_the_step_adds_it_to_the_loss(runs, tmp_path, teacher):
     for name, parameter in student.named_parameters():
         torch.testing.assert_close(seen[name], parameter.grad, rtol=1e-9, atol=1e-12)
     assert all(p.grad is None and not p.requires_grad for p in trainer.teacher.model.parameters())
+
+
+@pytest.mark.parametrize(("its", "own"), [(320, 300), (300, 320), (320, 320)])
+def test_ids_that_no_token_has_are_left_out(runs, tmp_path, its, own):
+    """The vocabulary of an imported model is often filled up."""
+    sizes = {"d_model": 32, "layers": 1, "heads": 2, "hidden": 32}
+    models = [small("transformer-tiny", **sizes, vocab_size=size) for size in (its, own)]
+    runs.trainer(tmp_path / "its", models[0], steps=1, seed=1).fit()
+    trainer = runs.trainer(tmp_path / "own", models[1], teacher=str(tmp_path / "its"))
+    trainer.model.double()
+    trainer.teacher.model.double()
+    student, batch = copy.deepcopy(trainer.model), copy.deepcopy(trainer.loader).next_batch()
+    logits = [m(batch.ids_BT, reset_BT=batch.reset_BT).logits for m in (student, trainer.teacher.model)]
+    counted, known = batch.targets_BT != -100, runs.tokenizer.vocab_size
+    wanted = divergence(*(one[counted][:, :known] for one in logits), 1.0)
+    assert trainer.step()["aux"]["distill"] == pytest.approx(wanted.item(), rel=1e-12)
 
 
 def test_it_brings_the_student_nearer_to_the_teacher(runs, tmp_path, teacher):

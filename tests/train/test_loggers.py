@@ -1,5 +1,6 @@
 """Loggers get what metrics.jsonl has, with all losses in bits per byte, and none of them can end a training."""
 
+import json
 import sqlite3
 import warnings
 
@@ -8,8 +9,11 @@ from rich.console import Console
 
 from perspectron.cli.fit import _fit
 from perspectron.cli.main import main
+from perspectron.data import encode, open_corpus
+from perspectron.data.template import Template
 from perspectron.train import loggers
-from perspectron.train.metrics import read_metrics
+from perspectron.train.loop import Trainer
+from perspectron.train.metrics import bits_per_nat, read_metrics
 from tests.refusals import names
 from tests.waiting import until
 
@@ -86,6 +90,37 @@ def test_a_logger_that_fails_ends_with_a_warning_and_not_the_training(trained, m
         trainer, _ = trained("wandb")
     assert trainer.progress.step == 4 and closed == [True]
     assert [names(str(w.message), "metrics.jsonl") for w in said if "wandb" in str(w.message)] == [True]
+
+
+def test_the_loss_of_completions_is_in_bits_of_their_own_bytes(runs, tmp_path, monkeypatch):
+    """As they were measured: the text of the prompts is not learned."""
+    pairs = [{"prompt": f"What is {i} and {i}? " * 3, "completion": f"It is {2 * i}."} for i in range(80)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    corpus = open_corpus(str(tmp_path / "pairs.jsonl"), 0.2, template=Template.named("plain"))
+    shards = encode(corpus, runs.tokenizer, tmp_path / "data")
+    run, logged = tmp_path / "run", dict[int, dict[str, float]]()
+    fake = (lambda values, step: logged.setdefault(step, {}).update(values), lambda: None)
+    monkeypatch.setitem(loggers.OPEN, "wandb", lambda *_: fake)
+
+    def fit(until):
+        trainer = Trainer(run, runs.config(steps=6, eval_every=2), runs.tokenizer, shards)
+        with loggers.logger(
+            "wandb", run, trainer.config, shards.split("train"), trainer.progress.step
+        ) as log:
+            trainer.fit(until, report=log)
+
+    run.mkdir()
+    runs.tokenizer.save(run / "tokenizer.json")
+    fit(3)
+    fit(6)
+    lines = read_metrics(run)
+    bits = bits_per_nat(lines)
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    name = "train/bits_per_byte"
+    assert name not in logged[1] and name not in logged[2]
+    assert {step: logged[step][name] for step in (3, 4, 5, 6)} == {
+        step: pytest.approx(bits * losses[step]) for step in (3, 4, 5, 6)
+    }
 
 
 def test_an_unknown_logger_is_refused_with_those_that_there_are(capsys):

@@ -7,6 +7,7 @@ import perspectron
 from perspectron import presets
 from perspectron.data.loader import Batch
 from perspectron.train import estimate as precision
+from perspectron.train.config import RunConfig, TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,13 @@ def test_pairs_of_passes_decide(monkeypatch, load, half, chosen):
     ids = torch.zeros(1, 4, dtype=torch.int64)
     assert precision.faster(model, Batch(ids, ids, None, 4), torch.device("cpu")) == chosen
     assert taken == ["float32", "bfloat16"] * 6
+
+
+@pytest.mark.parametrize(("asked", "read"), [(0, 12_800), (6_400, 6_400), (65_536, 12_800)])
+def test_the_time_of_a_training_has_that_of_all_it_measures(asked, read):
+    """Of a split of 12,800 tokens, six times, with updates of 640 tokens."""
+    train = TrainConfig(steps=50, batch_size=4, seq_len=160, eval_every=10, eval_tokens=asked)
+    config = RunConfig(presets.get("transformer-tiny"), train)
+    whole = precision.Estimate(3.0, 0).whole(config, 12_800)
+    assert whole == pytest.approx(3.0 * 50 + 6 * read / 640)
+    assert precision.Estimate(3.0, 0).whole(config, 12_800, 45) == pytest.approx(3.0 * 5 + read / 640)
