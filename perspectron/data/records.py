@@ -92,8 +92,8 @@ class Fields:
             prompt = self.template.question(texts[0])
         except ConfigError as error:
             return Unreadable(f"the chat template fails on them: {error}")
-        said: Messages = [*question(texts[0]), {"role": "assistant", "content": texts[1]}]
-        return Sample(_key(said), ((prompt, texts[1], said[:1]),))
+        pair = [*question(texts[0]), {"role": "assistant", "content": texts[1]}]
+        return Sample(_key(pair), ((prompt, texts[1], pair[:1]),))
 
     def _talk(self, said: list[chats.Message], template: Template) -> Sample | Unreadable:
         texts = [message["content"] for message in said]

@@ -397,4 +397,6 @@ def test_settings_are_told_apart_by_sizes_alone():
 def test_the_committed_results_have_a_page(drawn, pytestconfig):
     folder = pytestconfig.rootpath / "results"
     results = json.loads((folder / "compare.json").read_text())
-    assert (folder / "compare.html").read_text() == html(results)
+    pages = [(folder / "compare.html").read_text(), html(results)]
+    # What cuts a picture is named after its edges, whose last bits differ from machine to machine.
+    assert len({re.sub(r"\bp[0-9a-f]{10}\b", "", page) for page in pages}) == 1
