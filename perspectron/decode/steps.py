@@ -48,6 +48,8 @@ from perspectron.ops.dispatch import check_consumed, owned, under_tracing
 ROWS = 8
 """Rows of a larger batch that take a step together. Their number is a multiple of it (`decode.batch.WIDTH`), so that a
 row has the same bits in batches of any size."""
+DISTURBANCE = 1e-6
+"""Part of each number of a state, by which it is moved to see what a model makes of last bits."""
 SMALL_BYTES, MOST_BYTES = 1 << 24, 1 << 30
 """Bytes of a state up to which each recording is checked with whole states, which takes three times as many for a
 moment; and, of the rows that take a step together, up to which it is where a step does not write into the state's own
@@ -251,11 +253,11 @@ _known: "weakref.WeakKeyDictionary[LanguageModel, Steps | Graphs]" = weakref.Wea
 
 
 def _disturbed(model: LanguageModel, state: LMState, ids: Sequence[int], rows: int) -> list[Tensor]:
-    """What the modules give after these tokens from a state whose numbers are a millionth larger or smaller."""
+    """What the modules give after these tokens from a state whose numbers are larger or smaller by DISTURBANCE."""
     for x in {x.data_ptr(): x for x in tensors(state)}.values():  # layers may share one memory
         if x.is_floating_point():
             random = torch.Generator(x.device).manual_seed(0)
-            x.mul_(1 + torch.empty_like(x).uniform_(-1e-6, 1e-6, generator=random))
+            x.mul_(1 + torch.empty_like(x).uniform_(-DISTURBANCE, DISTURBANCE, generator=random))
     for id in ids:
         hidden_B1D, state, _ = model.hidden(torch.full((rows, 1), id), state, consume_state=True)
     return [hidden_B1D[:, 0], model.head(hidden_B1D[:, 0]), *_filled(state)]

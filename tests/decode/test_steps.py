@@ -443,8 +443,10 @@ assert "torch._dynamo" not in sys.modules
 
 @pytest.mark.parametrize("design", ["gla", "perspective2", "transformer"])
 def test_what_a_last_bit_does_to_the_modules_themselves_is_no_fault_of_a_recording(design, monkeypatch):
-    """Thirty layers that become those of another model made 1.01e-4 of it, where 1e-4 was the bound."""
+    """Thirty layers that become those of another model made 1.01e-4 of it, where 1e-4 was the bound. Few layers make
+    nothing of a millionth that could be told from their own last bits, which are those of a processor."""
     monkeypatch.setattr(steps_module, "near", torch.equal)
+    monkeypatch.setattr(steps_module, "DISTURBANCE", 1e-4)
     model = small(design)
     assert recorded(model).step(torch.tensor([[3]]), read(model, 1)) is not None
     swapped = {"mul": "div", "div": "mul", "silu": "tanh"}
