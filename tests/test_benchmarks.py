@@ -22,6 +22,7 @@ import torch
 
 from benchmarks import common
 from perspectron.util.errors import DataError
+from tests.long import length
 from tests.refusals import refused
 from tests.waiting import PATIENCE
 
@@ -50,7 +51,6 @@ SCRIPTS = {
     "train": ["--dtypes", "bfloat16"],
     "updates": [],
     "elsewhere": [],
-    "before": ["--tree", str(ROOT)],
     "precision": [],
     "systems": [],
     "routing": [],
@@ -66,7 +66,6 @@ SCRIPTS = {
     "merging": ["--designs", "ssd"],
     "memories": [],
     "saves": [],
-    "fair": [],
     "clean": [],
     "determinism": [],
     "drafts": [],
@@ -77,11 +76,13 @@ SCRIPTS = {
     "perspectives": ["--repeats", "1"],
     "safety": ["--repeats", "1"],
     "hostile": ["--only", "quotes", "a million bad ids", "template: a string of 3 GB"],
-    "documents": ["--seeds", "1", "--data", sources()],
     "speedrun": ["--repeats", "1", "--data", sources()],
     "why": ["--data", sources()],
     "convert": ["--data", sources(), "--folder", tempfile.mkdtemp()],
 }
+SCRIPTS |= length(  # with nearly half of the time of all
+    {"before": ["--tree", str(ROOT)], "fair": [], "documents": ["--seeds", "1", "--data", sources()]}, {}
+)
 SCRIPTS |= {"llama_server": []} if find_spec("xllamacpp") and find_spec("gguf") else {}
 SCRIPTS |= {"llama_decode": [], "families": []} if find_spec("llama_cpp") and find_spec("gguf") else {}
 SCRIPTS |= {"exactness": []} if all(map(find_spec, ("xllamacpp", "llama_cpp", "gguf"))) else {}
@@ -158,6 +159,8 @@ def outcomes(tmp_path_factory):
 @pytest.fixture
 def results(outcomes):
     def of(name: str):
+        if name not in outcomes:
+            pytest.skip("runs where LONG_TESTS is set")
         code, out, err = outcomes[name]
         assert code == 0, err
         whole = json.loads(out)
@@ -298,7 +301,7 @@ def test_a_model_that_chats_is_converted_and_learns_chats_that_ended(tmp_path):
         (tmp_path / "text" / f"{i}.txt").write_text(f"The cat sat on mat {i}, and the dog on the log. " * 500)
     command = [
         sys.executable, str(ROOT / "benchmarks" / "convert.py"), "--quick", "--threads", "1", "--smollm2",
-        str(tmp_path / "small.gguf"), "--to", "kda", "--data", str(tmp_path / "text"), "--minutes", "0.6",
+        str(tmp_path / "small.gguf"), "--to", "kda", "--data", str(tmp_path / "text"), "--minutes", "0.3",
         "--folder", str(tmp_path / "runs"), "--json", str(tmp_path / "out.json"),
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

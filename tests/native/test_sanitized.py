@@ -25,7 +25,7 @@ assert native.available(), native.reason()
 class Few:
     def pytest_collection_modifyitems(self, items):
         functions = itertools.groupby(items, lambda item: item.nodeid.split("[")[0])
-        items[:] = [item for name, cases in functions for item in some(list(cases), 6, name)]
+        items[:] = [item for name, cases in functions for item in some(list(cases), 3, name)]
 
 sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[2:]], plugins=[Few()]))
 """
