@@ -14,6 +14,7 @@ from perspectron.cli.fit import fit_with_a_bar, nothing_left
 from perspectron.cli.options import Device, answer, count, table
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer, absolute, open_shards
+from perspectron.data.template import OWN
 from perspectron.opening import describe
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
@@ -25,7 +26,7 @@ from perspectron.train.pace import Pace
 from perspectron.train.prepare import prepare, training_batches
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
-from perspectron.util.files import locked
+from perspectron.util.files import locked, remove
 from perspectron.util.machine import memory_kept, pick_device
 
 MINUTES = 10.0  # where nothing says how long
@@ -86,28 +87,31 @@ class Convert:
         trained, model = described.of_run().train, described.model
         minutes = MINUTES if self.minutes is None and self.tokens is None else self.minutes or 0.0
         require(self.keep_attention != 1, "keep_attention", 1, "0 or ≥ 2: of 1, nothing is converted")
+        layers = list(in_place(model, self.to))
+        bound = "0: attention stays in at least one layer, and here is only one"
+        require(self.keep_attention == 0 or len(layers) > 1, "keep_attention", self.keep_attention, bound)
         require(bool(self.data or trained.data), "data", None, "given: the run does not name its text")
-        device = pick_device(self.device)
+        device, data = pick_device(self.device), absolute(self.data or trained.data)
         tokens = 0 if self.tokens is None else count(self.tokens, "tokens")
         window = min(WINDOW, trained.seq_len) if trained.data else WINDOW
         config = ConvertConfig(
-            str(described.path.resolve()), self.to, absolute(self.data or trained.data), self.keep_attention,
+            str(run.resolve()), self.to, data, self.keep_attention,
             window if self.window is None else self.window, tokens, minutes,
             *fitting(model, trained, tokens, device),
             heldout=trained.heldout if trained.data else ConvertConfig.heldout, seed=self.seed, dtype=self.dtype,
-            device=self.device,
+            device=self.device, template=OWN if trained.template and data == trained.data else "",
         )  # fmt: skip
         for stage in SHARES if config.tokens else ():
             config.steps(stage, model.positions)
-        require_both(
-            model, student(model, self.to, list(in_place(model, self.to)), config.window), config, device
-        )
+        require_both(model, student(model, self.to, layers, config.window), config, device)
         return config
 
     def _go(self, run: Path, config: ConvertConfig, began: float | None) -> int:
         console = progress()
         model = describe(Path(config.teacher)).model
-        train = TrainConfig(data=config.data, heldout=config.heldout, init=config.teacher)
+        train = TrainConfig(
+            data=config.data, heldout=config.heldout, template=config.template, init=config.teacher
+        )
         asked = RunConfig(model, train)
         longest = config.train(TEXT, 1, 1, model.positions)
         new = not run.exists()
@@ -146,7 +150,12 @@ class Convert:
                     print(json.dumps(row), flush=True)
                 console.print(f"{row['stage']}: held-out {row['bits_per_byte']:.3f} bits per byte")
 
-            stopped = conversion.go(fit, report)
+            try:
+                stopped = conversion.go(fit, report)
+            except ConfigError:  # the minutes are too few
+                if new and not checkpoint.paths(conversion.folder(1)):
+                    remove(run)
+                raise
         if stopped is not None:
             with contextlib.suppress(OSError):
                 console.print(f"stopped and saved; resume with: perspectron convert --resume {run}")

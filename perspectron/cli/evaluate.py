@@ -58,7 +58,8 @@ class Eval:
     seq_len: int | None = None
     """Tokens in a window, and of the ring that attention has with memory carried (default: as in training)."""
     tokens: int | None = None
-    """Number of tokens to measure, from the start; 0 is all (default: all, or fewer in the other suites)."""
+    """Number of tokens to measure, in suite perplexity from the start, in others from all over the text; 0 is all
+    (default: all, or fewer in the other suites)."""
     cache: Cache = None
     device: Device = "auto"
     seed: int | None = None

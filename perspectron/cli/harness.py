@@ -7,6 +7,7 @@ this registers ours and then runs the harness.
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +84,20 @@ def register() -> None:
         """A run that `open_answers` opened; the harness itself names a batch size, a device and the largest batch
         size."""
 
-        def __init__(self, run: str, **options: Any) -> None:
+        def __init__(self, run: str = "", **options: Any) -> None:
             super().__init__()
+            for name in options:
+                one_of(name, signature(open_answers).parameters, "model_args")
+            require(bool(run), "model_args", "", "run=DIR, a run or an artifact")
             self.answers = open_answers(run, **options)
             self._device = self.answers.model.device
 
         @property
         def tokenizer_name(self) -> str:
             return self.answers.tokenizer.fingerprint
+
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            raise ConfigError("--apply_chat_template: leave it out; a run reads the text of a task as it is")
 
         def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
             return self._answer("loglikelihood", requests, self._pairs)

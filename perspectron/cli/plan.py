@@ -1,6 +1,6 @@
 """`perspectron plan`."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -8,7 +8,7 @@ import torch
 import tyro
 from rich.table import Table
 
-from perspectron.cli.options import Json, Sets, answer, describe, rate, size, table
+from perspectron.cli.options import Json, Sets, answer, describe, differences, rate, size, table
 from perspectron.cli.plan_training import plan_training
 from perspectron.opening import Folder
 from perspectron.stream import speed
@@ -21,7 +21,9 @@ from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import safe_join
 
-CONTEXT = 8192
+CONTEXT, SEQ_LEN = 8192, 2048
+OF_DECODING = ("ram", "vram", "disk", "bandwidth", "pcie", "context", "shared", "trace")
+OF_TRAINING = ("gpus", "local", "memory", "seq_len", "recompute", *(item.name for item in fields(Layout)))
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,17 @@ class Plan:
     """With --train: GPUs per machine."""
     memory: str | None = None
     """With --train: memory of each GPU, such as 80G."""
-    seq_len: int = 2048
-    """With --train: tokens in a window."""
+    seq_len: int | None = None
+    """With --train: tokens in a window (default: 2048, or as many as a table of positions has)."""
     recompute: bool = False
     """With --train: recompute activations in the backward pass."""
     layout: Layout = field(default_factory=Layout)
 
     def __call__(self) -> int:
+        unused, when = (OF_DECODING, "with") if self.train else (OF_TRAINING, "without")
+        for flag, (value, _) in differences(self, Plan(self.model)).items():
+            name = flag.removeprefix("--").replace("-", "_")
+            require(name not in unused, name, str(value), f"left out {when} --train")
         if self.train:
             return self._training()
         if self.ram is None:
@@ -100,14 +106,14 @@ class Plan:
         return answer(self.json, fields, _bytes(needed), *lines, *speeds)
 
     def _training(self) -> int:
-        for name in ("ram", "vram", "disk", "bandwidth", "pcie", "context", "shared", "trace"):
-            require(getattr(self, name) is None, name, str(getattr(self, name)), "left out with --train")
         if self.memory is None:
             raise ConfigError("plan --train needs --memory, that of a GPU, such as 80G")
         room, folder = size(self.memory, "memory"), describe(self.model, self.set)
-        local = min(self.local, self.gpus)
+        local, most = min(self.local, self.gpus), folder.model.positions
+        seq_len = min(SEQ_LEN, most or SEQ_LEN) if self.seq_len is None else self.seq_len
+        require(seq_len <= (most or seq_len), "seq_len", seq_len, f"≤ {most:,}, the learned positions")
         return plan_training(
-            folder.model, self.layout, self.gpus, local, room, self.seq_len, self.recompute, self.json
+            folder.model, self.layout, self.gpus, local, room, seq_len, self.recompute, self.json
         )
 
     def _needs(self, folder: Folder) -> Needs:

@@ -18,6 +18,7 @@ from perspectron.data.loader import IGNORE, windows
 from perspectron.eval.reading import LEAST, ROWS
 from perspectron.eval.subject import Subject
 from perspectron.util.config import require
+from perspectron.util.errors import DataError
 from perspectron.util.stats import Floats, bootstrap, middle
 
 SIMULATIONS = 100
@@ -25,7 +26,7 @@ SIMULATIONS = 100
 
 @dataclass(frozen=True)
 class Options:
-    """tokens: of the text, from its start, in windows as in training; 0 is all. bins: of equally many tokens."""
+    """tokens: from all over the text, in windows as in training; 0 is all. bins: of equally many tokens."""
 
     tokens: int = 16384
     bins: int = 15
@@ -65,7 +66,10 @@ def predictions(subject: Subject, limit: int | None) -> Predictions:
             target_N = batch.targets_BT[real_BT].to(model.device)
             parts.append(Predictions(*judged(logits_NV, target_N), (row_N + first).numpy()))
             first += len(batch.ids_BT)
-    return Predictions(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    found = Predictions(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    if not len(found.window_N):
+        raise DataError(f"{subject.text.name}: no completion among the tokens measured; measure more of it")
+    return found
 
 
 def judged(logits_NV: Tensor, target_N: Tensor) -> tuple[Floats, Floats, Floats]:
@@ -89,8 +93,9 @@ def summary(predicted: Predictions, bins: int = 15, seed: int = 0) -> dict[str, 
     bins = min(bins, N)
     bin_N = np.empty(N, dtype=np.int64)
     bin_N[np.argsort(predicted.confidence_N, kind="stable")] = np.arange(N) * bins // N
-    gap_WK = _sums(predicted.confidence_N - predicted.correct_N, predicted.window_N, bin_N, bins)
-    count_WK = _sums(np.ones(N), predicted.window_N, bin_N, bins)
+    window_N = np.unique(predicted.window_N, return_inverse=True)[1]  # without those of prompts alone
+    gap_WK = _sums(predicted.confidence_N - predicted.correct_N, window_N, bin_N, bins)
+    count_WK = _sums(np.ones(N), window_N, bin_N, bins)
     ece = float(_ece(gap_WK.sum(0), N))
     low, high = _span(gap_WK, count_WK, ece, seed) or (None, None)
     count_K = count_WK.sum(0)

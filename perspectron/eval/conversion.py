@@ -28,7 +28,7 @@ from perspectron.util.files import read_json
 class Options:
     """tokens: to read for the loss by position, over `stretches`; 0 is all. pairs: that are to be recalled, of random
     tokens, in so many texts, at once and `later`, after so many tokens of held-out text. contexts: at which a token is
-    timed, in so many rounds."""
+    timed, in so many rounds; those past a table of positions are left out."""
 
     tokens: int = 4 * 32768
     stretches: int = 4
@@ -44,6 +44,7 @@ class Options:
         for name, least in (("pairs", 1), ("contexts", 8)):
             values = getattr(self, name)
             require(all(value >= least for value in values), name, values, f"each ≥ {least}")
+        require(len(self.contexts) >= 1, "contexts", self.contexts, "at least one")
 
 
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def recall(subject: Subject, options: Options) -> dict[str, float]:
         told_BT, asked_BT = pairs_BN2.flatten(1), again_BN2.flatten(1)
         for name, text_T in {str(N): between_T[:0], f"{N} later": between_T}.items():
             ids_BT = torch.cat([told_BT, text_T.expand(len(told_BT), -1), asked_BT], 1)
-            if ids_BT.shape[1] > longest or len(between_T) < options.later:
+            if ids_BT.shape[1] > longest or 0 < len(text_T) < options.later:
                 continue
             hits = [
                 _hits(subject, part_BT, 2 * N) for part_BT in ids_BT.split(max(1, CHUNK // ids_BT.shape[1]))
@@ -102,14 +103,16 @@ def _hits(subject: Subject, ids_BT: Tensor, asked: int) -> int:
 
 
 def costs(both: Mapping[str, Subject], options: Options) -> dict[str, Any]:
-    """Bytes of one conversation's state, and milliseconds of a token in turns, by context."""
-    configs = {name: one.model.config for name, one in both.items()}
-    device = next(iter(both.values())).model.device
+    """Bytes of one conversation's state, and milliseconds of a token in turns, by context; those past a table of
+    positions are left out."""
+    first = next(iter(both.values())).model
+    contexts = [n for n in options.contexts if n <= (first.config.positions or n)]
     models = {
-        name: timing.decode_model(config, max(options.contexts), device) for name, config in configs.items()
+        name: timing.decode_model(one.model.config, max(contexts, default=0), first.device)
+        for name, one in both.items()
     }
     found: dict[str, Any] = {name: {} for name in models}
-    for context in options.contexts:
+    for context in contexts:
         decoded = timing.decoding(models, context, rounds=options.rounds, visit=4)
         for name, one in decoded.items():
             ms = asdict(Spread.middle([1e3 * s for s in one.seconds])) if one.seconds else None

@@ -7,6 +7,7 @@ table read everything, with the state carried from chunk to chunk.
 Shapes: B rows, T time, D model width, V vocabulary, M tokens that are scored.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -180,6 +181,7 @@ def _wanted(options: Mapping[str, Any]) -> tuple[tuple[str, ...], int | None, Sa
         one_of(name, GENERATION, "generation option")
     until = options.get("until") or ()
     until = (until,) if isinstance(until, str) else tuple(filter(None, until))
+    require(all(isinstance(stop, str) for stop in until), "until", until, "strings")
     sampling = SamplingConfig(temperature=0.0)
     if options.get("do_sample"):
         temperature, top_p = _number(options, "temperature", 1.0), _number(options, "top_p", 1.0)
@@ -192,5 +194,5 @@ def _number(options: Mapping[str, Any], name: str, otherwise: float) -> float:
     """Null is as if it were not given."""
     value = options.get(name)
     value = otherwise if value is None else value
-    require(isinstance(value, int | float), name, value, "a number or null")
+    require(isinstance(value, int | float) and math.isfinite(value), name, value, "a finite number or null")
     return float(value)

@@ -97,6 +97,9 @@ class Options:
 
     tokens: int = 0
 
+    def __post_init__(self) -> None:
+        require(self.tokens == 0 or self.tokens >= 2, "tokens", self.tokens, "0 or ≥ 2")
+
 
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     """The fields of `Heldout` in windows, and `context`, the mean tokens before a target; under "streaming" those of

@@ -232,6 +232,10 @@ MISTAKES = [
     (["plan", "perspective-tiny", "--ram", "1G", "--context", "-1"], ["context", -1]),
     (["plan", "gpt2-tiny", "--ram", "1G", "--shared", "3bit"], ["shared", "3bit"]),
     (["plan", "{tmp}", "--ram", "1G"], ["{tmp}"]),
+    (["plan", "gpt2-tiny", "--ram", "1G", "--gpus", "8"], ["gpus", 8, "--train"]),
+    (["plan", "gpt2-tiny", "--ram", "1G", "--seq-len", "64"], ["seq_len", 64, "--train"]),
+    (["plan", "gpt2-tiny", "--ram", "1G", "--context-parallel", "2"], ["context_parallel", 2, "--train"]),
+    (["plan", "gpt2-tiny", "--memory", "80G"], ["memory", "80G", "--train"]),
     (["plan", "{run}", "--ram", "1G", "--set", "rank=2"], ["set"]),
     (["plan", "perspective-tiny", "--ram", "1G", "--trace", "{tmp}/none"], ["none"]),
     (["plan", "perspective-tiny", "--ram", "1G", "--trace", "{text}"], ["{text}"]),
@@ -395,6 +399,13 @@ def test_a_training_that_cannot_be_is_refused_by_its_option(capsys, more, named)
     command = ["plan", "perspective-tiny", "--train", "--memory", "80G", *more]
     assert main(command) == 2
     in_a_line(capsys.readouterr().err, *named)
+
+
+def test_windows_of_a_training_end_with_the_table_of_positions(capsys):
+    command = ["plan", "gpt2-tiny", "--train", "--memory", "80G"]
+    assert asked(capsys, *command) == asked(capsys, *command, "--seq-len", "1024")
+    assert main([*command, "--seq-len", "1025"]) == 2
+    in_a_line(capsys.readouterr().err, "seq_len", 1025, "1,024")
 
 
 def test_a_training_that_does_not_fit_is_said(capsys):

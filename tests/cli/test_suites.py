@@ -124,6 +124,8 @@ def test_the_harness_computes_as_eval_does(run, text, capsys):
         (["--suite", "nope"], ["suite", "nope", *SUITES]),
         (["--suite", "position", "--set", "bins=4"], ["position", "bins", "tokens"]),
         (["--suite", "calibration", "--set", "bins=0"], ["bins", 0]),
+        (["--tokens", "1"], ["tokens", 1]),
+        (["--suite", "conversion", "--set", "contexts=[]"], ["contexts"]),
         (["--suite", "calibration", "--set", "bins=many"], ["calibration.bins", "many"]),
         (["--suite", "robustness", "--seed", "-1"], ["seed", -1]),
         (["--suite", "position", "--seed", "1"], ["seed", 1, "position"]),

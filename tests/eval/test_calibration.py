@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from copy import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from perspectron.eval import calibration
 from perspectron.eval.calibration import Options, Predictions, judged, measure, predictions, summary
-from perspectron.util.errors import ConfigError
+from perspectron.util.errors import ConfigError, DataError
 from tests.refusals import refused
 
 
@@ -58,6 +60,21 @@ def test_the_interval_is_over_windows_not_tokens():
     assert width[0] == pytest.approx(width[1], rel=0.2)
     apart = summary(alike._replace(window_N=np.arange(16 * 120)))
     assert apart["ece_high"] - apart["ece_low"] < width[0] / 2
+
+
+def test_windows_of_prompts_alone_are_not_among_those_resampled():
+    """Nothing of them is measured: they change no number, and where too few are left there is no interval."""
+    every = drawn(lambda c: c, windows=6, per_window=8)
+    assert summary(every._replace(window_N=every.window_N * 50)) == summary(every)
+    assert summary(every._replace(window_N=np.full(48, 7)))["ece_low"] is None
+
+
+def test_tokens_of_which_none_is_learned_are_no_measurement(subject):
+    it = subject("transformer")
+    prompts = copy(it.text)
+    prompts.learned = np.append(it.text.starts[1:], it.text.tokens)  # each document is one
+    with refused(DataError, it.text.name):
+        measure(replace(it, split=prompts))
 
 
 @pytest.mark.parametrize(("windows", "known"), [(1, False), (3, False), (4, True)])

@@ -163,7 +163,12 @@ def test_null_is_as_if_it_were_not_given(subject):
     plain = {"temperature": 1.0, "max_gen_toks": 6}
     found = [asked.continuations([("fox", {"do_sample": True} | options)]) for options in (null, plain)]
     assert found[0] == found[1]
-    for name, value in (("temperature", "hot"), ("max_gen_toks", [6])):
+    for name, value in (
+        ("temperature", "hot"),
+        ("max_gen_toks", [6]),
+        ("max_tokens", math.nan),
+        ("until", [3]),
+    ):
         with refused(ConfigError, name):
             asked.continuations([("fox", {"do_sample": True, name: value})])
 
@@ -225,6 +230,25 @@ def scored_by_the_harness(
         path.name.split("_")[1]: [json.loads(line) for line in path.read_text().splitlines()]
         for path in (folder / "out").rglob("samples_*.jsonl")
     }
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the extra eval")
+def test_what_the_harness_is_asked_in_vain_is_refused():
+    from lm_eval.api.registry import get_model
+
+    from perspectron.cli.harness import NAME, register
+
+    register()
+    model = get_model(NAME)
+    for given, named in (
+        ({}, "run"),
+        ({"pretrained": "gpt2"}, "pretrained"),
+        ({"run": "x", "peft": 1}, "peft"),
+    ):
+        with refused(ConfigError, "model_args", named):
+            model.create_from_arg_obj(given, {"batch_size": 1, "max_batch_size": None, "device": "cpu"})
+    with refused(ConfigError, "--apply_chat_template"):
+        model.__new__(model).apply_chat_template([])
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from perspectron.model.mixer import config_of
 from perspectron.model.model import build
 from perspectron.model.transfer import Heads
 from perspectron.opening import open_model
-from perspectron.train import checkpoint
+from perspectron.train import checkpoint, loop
 from perspectron.train.convert import run as conversions
 from perspectron.train.convert.build import attention_in, heads_of, in_place, student, targets, transferred
 from perspectron.train.convert.config import LONGER, RATES, SHARES, ConvertConfig
@@ -279,6 +279,22 @@ def test_it_resumes_bit_for_bit(stage, runs, tmp_path, teacher, monkeypatch):
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert whole.notes["rows"] == again.notes["rows"]
     assert whole.notes["layers"] == again.notes["layers"]
+
+
+def test_a_stage_killed_before_its_first_checkpoint_keeps_the_dtype_it_chose(
+    runs, tmp_path, teacher, monkeypatch
+):
+    """Another timing would choose another one, and end with other weights."""
+    seen = []
+
+    def killed(trainer, name, ends):
+        seen.append(trainer.config.train.dtype)
+        return 15
+
+    for faster in ("bfloat16", "float32"):
+        monkeypatch.setattr(loop, "faster", lambda *_, dtype=faster: dtype)
+        conversion(tmp_path / "out", teacher, runs, dtype="auto").go(killed)
+    assert seen == ["bfloat16", "bfloat16"]
 
 
 def test_stopped_where_layers_are_chosen_it_knows_them_later(runs, tmp_path, teacher, monkeypatch):

@@ -32,7 +32,7 @@ class ConvertConfig:
     """teacher: the run. to: a design whose recurrence it is, such as perspective2. keep: one attention layer in so many
     is kept; 0 keeps none. window: of attention that is kept; 0 leaves it as it is. tokens: of all stages; 0 where
     `minutes` says how long. seq_len, batch_size: of the first two stages. shares, rates: by stage, `SHARES` and `RATES`
-    of the version that began it."""
+    of the version that began it. template: "own" where the text has prompts and completions."""
 
     teacher: str
     to: str = "perspective2"
@@ -49,6 +49,7 @@ class ConvertConfig:
     device: str = "auto"
     shares: dict[str, float] = field(default_factory=lambda: dict(SHARES))
     rates: dict[str, float] = field(default_factory=lambda: dict(RATES))
+    template: str = ""
 
     def __post_init__(self) -> None:
         one_of(self.to, presets.DESIGNS, "to")
@@ -68,7 +69,7 @@ class ConvertConfig:
         seq_len = self.seq_len * longer
         rate = self.rates[stage] * presets.rate(self.to, size)
         values = {
-            "data": self.data, "heldout": self.heldout, "steps": steps,
+            "data": self.data, "heldout": self.heldout, "template": self.template, "steps": steps,
             "batch_size": max(1, self.batch_size * self.seq_len // seq_len), "seq_len": seq_len,
             "seed": self.seed + list(SHARES).index(stage), "dtype": self.dtype, "device": self.device,
             "eval_every": 0, "save_every": max(1, steps // 8), "keep": 1,

@@ -16,7 +16,7 @@ from perspectron.model.model import LanguageModel
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.convert.build import heads_of, in_place, student, transferred
-from perspectron.train.convert.config import LAYERS, LEAST_UPDATES, TEXT, WHOLE, ConvertConfig
+from perspectron.train.convert.config import LAYERS, LEAST_UPDATES, TEXT, WHOLE, ConvertConfig, on_meta
 from perspectron.train.convert.layers import LayerTrainer, costs, kept, learning
 from perspectron.train.estimate import without_trace
 from perspectron.train.heldout import heldout
@@ -151,39 +151,38 @@ class Conversion:
             before = self.folder(number - 1)
             self.tokenizer.save(folder / "tokenizer.json")
             if stage == TEXT:
-                origin.carry(Path(self.config.teacher), folder)
+                origin.carry(checkpoint.run_of(Path(self.config.teacher)), folder)
             timed, before_stage = self.config.minutes > 0, time.monotonic()
             steps = LEAST_UPDATES if timed else self.config.steps(stage, self.teacher.config.positions)
-            trainer = kind(folder, self.planned(stage, before, steps), self.tokenizer, self.shards)
+            begun = (folder / "config.json").is_file()  # but stopped before its first checkpoint
+            dtype = checkpoint.load_config(folder).train.dtype if begun else self.config.dtype
+            trainer = kind(folder, self.planned(stage, before, steps, dtype), self.tokenizer, self.shards)
             if timed:
                 ends = self.ends(stage)
                 took = seconds(trainer)
                 steps = int((ends - time.monotonic()) / took)
-                if stage == LAYERS and steps < LEAST_UPDATES:
+                if stage == LAYERS and steps < LEAST_UPDATES and self.began is not None:
                     whole = LEAST_UPDATES * took / min(self.config.shares.values())
-                    if self.began is not None:
-                        whole += before_stage - self.began
-                    least = whole / (1 - CLOSING) / 60
+                    least = (whole + before_stage - self.began) / (1 - CLOSING) / 60
                     require(False, "minutes", self.config.minutes, f"≥ {math.ceil(least)}, or else tokens")
                 steps = max(steps, LEAST_UPDATES)
-                settled = self.planned(stage, before, steps).train
-                settled = replace(settled, dtype=trainer.config.train.dtype)
+                settled = self.planned(stage, before, steps, trainer.config.train.dtype).train
                 trainer.config = replace(trainer.config, train=settled)
                 checkpoint.save_config(folder, trainer.config)
         if trainer.progress.step >= trainer.config.train.steps:
             return None
         return fit(trainer, stage, ends)
 
-    def planned(self, stage: str, before: Path, steps: int) -> RunConfig:
+    def planned(self, stage: str, before: Path, steps: int, dtype: str) -> RunConfig:
         """The config of a stage that starts from the folder of the one before."""
-        model, _ = checkpoint.load_run(before)
-        more: dict[str, Any] = {"init": str(before.resolve())}
+        model = checkpoint.load_config(before).model
+        more: dict[str, Any] = {"init": str(before.resolve()), "dtype": dtype}
         if stage != TEXT:
             more |= {"teacher": self.config.teacher, "teacher_mix": 1.0}
         if stage == LAYERS:
-            more["only"] = learning(model, self.layers)
-        size, positions = active_parameters(model.config), model.config.positions
-        return RunConfig(model.config, self.config.train(stage, steps, size, positions, **more))
+            more["only"] = learning(on_meta(model), self.layers)
+        size = active_parameters(model)
+        return RunConfig(model, self.config.train(stage, steps, size, model.positions, **more))
 
     def ends(self, stage: str) -> float:
         """When the stage is to end: after its share of what is left of the time, or of all in one that goes on."""

@@ -1,0 +1,75 @@
+"""`perspectron convert` as a user types it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from perspectron.cli.main import main
+from perspectron.data.template import Template
+from perspectron.model.model import build
+from perspectron.opening import save
+from perspectron.train import checkpoint
+from perspectron.train.convert.run import config_of
+from tests.cli.small import PLAIN, TRAIN
+from tests.refusals import in_a_line
+
+SMALL = ["--tokens", "3000", "--dtype", "float32", "--to", "gdn", "--json"]
+
+
+def trained(folder: Path, data: Path, *options: str) -> Path:
+    given = ["--data", str(data), "--out", str(folder), "--steps", "2", "--dtype", "float32"]
+    assert main(["train", *given, *PLAIN, "layers=2", *TRAIN, *options]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> Path:
+    """A run that learns completions after prompts. It has two checkpoints, the first of which is the better one."""
+    folder = tmp_path_factory.mktemp("chats")
+    records = [{"prompt": f"What is {i} plus {i}?", "completion": f" It is {2 * i}."} for i in range(200)]
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, records)))
+    options = [
+        "--template",
+        "plain",
+        "--save-every",
+        "1",
+        "--eval-every",
+        "1",
+        "--lr",
+        "3",
+        "--eval-tokens",
+        "0",
+    ]
+    return trained(folder / "run", folder / "chats.jsonl", *options)
+
+
+def test_a_run_that_learned_completions_is_converted_by_its_own_text(chats, tmp_path, capsys):
+    """Of a checkpoint it is that one's weights which are taken, not the best one's."""
+    first, last = checkpoint.found_in(chats)
+    assert first.progress.heldout < last.progress.heldout
+    capsys.readouterr()
+    assert main(["convert", str(last.path), "--out", str(tmp_path / "out"), *SMALL]) == 0
+    made = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert made["rows"][0]["bits_per_byte"] == pytest.approx(last.progress.heldout, rel=1e-5)
+    assert made["rows"][0]["measured"] < 300  # completions alone
+    assert Template.of(tmp_path / "out").text == Template.named("plain").text
+    assert config_of(tmp_path / "out").teacher == str(last.path)
+
+
+def test_one_layer_of_attention_does_not_stay_in_silence(chats, tmp_path, capsys):
+    model, tokenizer = checkpoint.load_run(chats)
+    one = replace(model.config, blocks=model.config.blocks[:1])
+    save(build(one), tokenizer, tmp_path / "run")
+    given = ["--data", str(chats.parent / "chats.jsonl"), "--out", str(tmp_path / "out")]
+    assert main(["convert", str(tmp_path / "run"), *given, *SMALL]) == 2
+    in_a_line(capsys.readouterr().err, "keep_attention", 4, 0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_few_minutes_leave_no_folder(chats, tmp_path, capsys):
+    few = ["--to", "gdn", "--dtype", "float32", "--minutes", "0.0001"]
+    assert main(["convert", str(chats), "--out", str(tmp_path / "out"), *few]) == 2
+    assert "minutes" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
