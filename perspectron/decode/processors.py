@@ -127,7 +127,7 @@ class Step:
         for hook in self.hooks:
             logits_NV = ask(hook, _alike, hook.logits, logits_NV, self)
         if self.row.early > 0:
-            logits_NV = logits_NV.index_fill(1, torch.tensor([*self.row.ends]), -torch.inf)
+            logits_NV = logits_NV.index_fill(1, torch.tensor([*self.row.ends], dtype=torch.int64), -torch.inf)
         return logits_NV
 
     def judge(self, id: int) -> int:

@@ -1,10 +1,13 @@
 """Hooks of decoding: a user's own, transformers' logits processors, and one that fails in the middle of a batch."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 
+from perspectron.data.specials import Specials
+from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.processors import Hook, Mark
 from perspectron.decode.rows import Rows
@@ -127,6 +130,35 @@ class Ban:
         self.seen.append(input_ids[0].tolist())
         scores[:, self.id] = -torch.inf
         return scores
+
+
+def test_a_logits_processor_sees_all_of_a_session_wherever_it_was_cut(perspective, tokenizer, tmp_path):
+    ids, short = [5 + at % 90 for at in range(400)], SamplingConfig(temperature=0, repetition_window=3)
+    for sampling in (SamplingConfig(temperature=0), short):
+        waits, read = (Session(perspective, tokenizer) for _ in range(2))
+        waits.append(ids)
+        read.read(ids[:260]).read(ids[260:]).save(tmp_path / "a")
+        loaded = Session.load(tmp_path / "a", perspective, tokenizer)
+        for session in (waits, read, loaded):
+            ban = Ban(1)
+            session.say(2, sampling=sampling, hooks=[ban])
+            assert ban.seen == [[0, *ids], [0, *ids, session.tokens[400]]]
+
+
+def test_a_logits_processor_sees_what_a_conversation_remembers_once(perspective, tokenizer, tmp_path):
+    session, ban = Session(perspective, tokenizer).read([*[7] * 130, 0, 8, 9]), Ban(1)
+    session.save(tmp_path / "a")
+    talk = Conversation.load(tmp_path / "a", perspective)
+    assert talk.pending[0][-3:] == [0, 8, 9]  # of which recent has two
+    generate(perspective, tokenizer, [[4]], max_tokens=1, conversation=talk, hooks=[ban])
+    assert ban.seen == [[*[7] * 130, 0, 8, 9, 4]]
+
+
+def test_no_token_ends_the_text_of_a_tokenizer_without_any(perspective, tokenizer):
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.specials = Specials()
+    expected = generate(perspective, tokenizer, ["the cat"], max_tokens=4)
+    assert generate(perspective, tokenizer, ["the cat"], max_tokens=4, min_tokens=3).ids == expected.ids
 
 
 def test_a_logits_processor_sees_the_text_and_changes_what_is_drawn_but_no_logprob(perspective, tokenizer):
