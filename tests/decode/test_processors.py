@@ -79,6 +79,35 @@ def test_a_row_whose_hook_raises_ends_and_the_others_keep_every_bit(model, token
     assert failing.remove(2).rows == 1 and failing.active == []
 
 
+class Wanting(Hook):
+    """Has one token taken, whatever was drawn."""
+
+    def __init__(self, token) -> None:
+        self.token = token
+
+    def verdict(self, step, id):
+        return Mark(token=self.token)
+
+
+@pytest.mark.parametrize("token", [10**6, -1, 1.5])
+def test_a_token_that_there_is_not_ends_the_row_whose_hook_wants_it(perspective, tokenizer, token):
+    expected = drain(_rows(perspective, tokenizer))
+    pieces = drain(_rows(perspective, tokenizer, [Wanting(token)]))
+    for row in (0, 1, 3, 4):
+        assert _drawn(pieces, row) == _drawn(expected, row)
+    [ended] = _drawn(pieces, 2)
+    assert ended.finished == "error"
+    with refused(PerspectronError, "Wanting"):
+        raise ended.error
+
+
+def test_a_token_of_a_tensor_is_taken_and_saved(perspective, tokenizer, tmp_path):
+    session = Session(perspective, tokenizer).read("the cat")
+    session.say(2, hooks=[Wanting(torch.tensor(7))])
+    session.save(tmp_path / "a")
+    assert Session.load(tmp_path / "a", perspective, tokenizer).tokens[-2:] == [7, 7]
+
+
 def test_an_error_of_ours_in_a_hook_is_said_as_it_is_and_generate_raises_it(perspective, tokenizer):
     error = ConfigError("width = 3, must be 4")
     with refused(ConfigError, "width", 3):
