@@ -45,6 +45,8 @@ from perspectron.util.registry import part
 
 UNDERLINED, DIM = "\033[4m{}\033[24m", "\033[2m{}\033[22m"
 PROMPT = "def read_lines(path):\n"  # of a measurement
+MEASURED = {"prompts", "max_tokens", "sampling", "device", "cache", "verify", "bench", "json"}
+"""Options that a measurement takes."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ class Generate:
             conversation = replace(conversation, state=conversation.state.to(device))
             if conversation.begins and len(self.prompts) > 1:
                 conversation = Conversation.stack([conversation.fork() for _ in self.prompts])
+        safe = self.safety is not None or self.action == Generate.action
+        require(safe, "action", self.action, "left out without --safety")
         full = self.save_state is not None or self.state_dtype == "full"
         require(full, "state_dtype", self.state_dtype, "full without --save-state")
         texts, start = self._texts(conversation), time.perf_counter()
@@ -211,12 +215,10 @@ class Generate:
         require(len(self.prompts) <= 1, "prompts", len(self.prompts), "at most 1 with --bench")
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1 with --bench")
         require(self.device in ("auto", "cpu"), "device", self.device, "left out with --bench")
-        left_out = "load_state save_state stop adapt adapter save_adapter warm perspectives safety draft"
-        for name in left_out.split():
-            value = getattr(self, name)
-            require(value in (None, (), False), name, value, "left out with --bench")
-        for name, value in vars(self.sampling).items():
-            require(value == getattr(Asked(), name), name, value, "left out with --bench")
+        plain = Generate(self.run)
+        for name, value in (*vars(self).items(), *vars(self.sampling).items()):
+            known = getattr(plain, name, getattr(plain.sampling, name, None))
+            require(name in MEASURED or value == known, name, value, "left out with --bench")
 
     def _adapter(self, model: LanguageModel, texts: list[str]) -> Any:
         """An adapter for each row, as a hook, if any is asked for."""

@@ -41,7 +41,7 @@ class Kept:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._asking = path.with_name(f"{path.name}.asked")
+        self._asking = path.parent / f"{path.name}.asked"
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

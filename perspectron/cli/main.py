@@ -4,6 +4,7 @@ The module of a command is imported when it is asked for: torch takes ten times 
 """
 
 import contextlib
+import errno
 import functools
 import io
 import math
@@ -152,6 +153,12 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], object
     except BrokenPipeError:
         sys.stdout = io.StringIO()  # whoever read our output has gone; nothing more to flush to
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.EACCES):
+            raise
+        told = ConfigError(f"{error.filename}: {error.strerror}")
+        print(f"perspectron: error: {told}", file=sys.stderr)
+        return told.exit_code
 
 
 def _run(arguments: list[str], prepare: Callable[[], object]) -> int:

@@ -1,5 +1,6 @@
 """`perspectron state`: files of memories."""
 
+import os
 import sys
 import time
 from collections.abc import Generator
@@ -212,20 +213,15 @@ class Rebase:
     device: Device = "auto"
 
     def __call__(self) -> int:
-        require(
-            self.onto != "" or self.model is not None or self.after > 0,
-            "onto",
-            self.onto,
-            "given, or model, or after",
-        )
+        given = self.onto != "" or self.model is not None or self.after != 0
+        require(given, "onto", self.onto, "given, or model, or after")
         opened_ = _model(self.run, self.file, self.device)
         session = _begun(opened_).loaded(self.file)
         begun = _begun(opened_ if self.model is None else _model(self.model, self.file, self.device))
-        named = Path(self.onto)
-        require(
-            named.is_file() or named.suffix != ".state", "onto", self.onto, "a file that is there, or a text"
-        )
-        if named.is_file():
+        there = os.path.isfile(self.onto)  # a long text is no name
+        known = there or not self.onto.endswith(".state")
+        require(known, "onto", self.onto, "a file that is there, or a text")
+        if there:
             begun = begun.loaded(self.onto)
         elif self.onto:
             _worked("reading", begun.reading(self.onto))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from perspectron.decode import reading
 from perspectron.decode.history import exhausted
 from perspectron.decode.saved import alike
 from perspectron.decode.session import Session
@@ -74,7 +75,7 @@ def diffing(
 
 def ids_of(session: Session, text: Sequence[int] | str, field: str = "on") -> list[int]:
     """The ids of a text. ConfigError, which names the field: too many, or outside the vocabulary."""
-    ids = session.tokenizer.encode(text) if isinstance(text, str) else list(text)
+    ids = reading.ids_of(text, session.tokenizer, field)
     require(len(ids) <= MOST, f"{field}: tokens", len(ids), f"≤ {MOST}")
     V = session.tokenizer.vocab_size
     for id in (min(ids, default=0), max(ids, default=0)):

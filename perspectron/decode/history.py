@@ -128,15 +128,15 @@ def history(path: Path | str) -> History:
         extra: Any = parse_json(header.get("extra", ""), room=JSON_ROOM)
         own = extra.get("session")
         if own is None:
-            pending = extra["conversation"]["pending"]
-            own = {"ids": pending[0], "drawn": [0] * len(pending[0]), "before": -1}
+            [pending] = extra["conversation"]["pending"]
+            own = {"ids": pending, "drawn": [0] * len(pending), "before": -1}
         ids, drawn, before = own["ids"], [*map(int, own["drawn"])], own["before"]
         good = len(drawn) == len(ids) and set(drawn) <= {0, 1} and type(before) is int
         if not (
             good and -1 <= before <= len(ids) and all(type(id) is int and 0 <= id < 1 << 40 for id in ids)
         ):
             raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise StateError(f"{path}: not a conversation of one row, which alone has a log") from None
     begun = max(0, before)
     events = checked(extra.get("log", []), len(ids) - begun, path)

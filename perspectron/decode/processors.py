@@ -8,6 +8,7 @@ its own row with that error.
 Shapes: N states of one row, D model width, V vocabulary, T time.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -127,7 +128,7 @@ class Step:
         for hook in self.hooks:
             logits_NV = ask(hook, _alike, hook.logits, logits_NV, self)
         if self.row.early > 0:
-            logits_NV = logits_NV.index_fill(1, torch.tensor([*self.row.ends]), -torch.inf)
+            logits_NV = logits_NV.index_fill(1, torch.tensor([*self.row.ends], dtype=torch.int64), -torch.inf)
         return logits_NV
 
     def judge(self, id: int) -> int:
@@ -136,7 +137,14 @@ class Step:
             verdict = ask(hook, hook.verdict, self, id)
             if verdict is not None:
                 self.verdicts[named(hook)] = verdict
-                id = id if verdict.token is None else verdict.token
+                id = id if verdict.token is None else ask(hook, self._known, verdict.token)
+        return id
+
+    def _known(self, token: int) -> int:
+        """A token that a hook asks for, as a number of Python's."""
+        V, id = self.row.vocabulary.vocab_size, operator.index(token)
+        if not 0 <= id < V:
+            raise ValueError(f"token {id}, must be ≥ 0 and < {V}")
         return id
 
     def take(self, id: int) -> bool:

@@ -4,6 +4,8 @@ Shapes: B batch, T time, D model width, V vocabulary.
 """
 
 import itertools
+import operator
+import reprlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from perspectron import native
+from perspectron.decode.row import Vocabulary
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.experts.router import Views
 from perspectron.model.block import Block
@@ -134,6 +137,18 @@ def whole(model: LanguageModel) -> int:
         return 0
     promised = [block.exact_cells for block in cast("list[Block]", model.blocks)]
     return max(promised) if promised and all(promised) else 0
+
+
+def ids_of(text: str | Sequence[int], tokenizer: Vocabulary, field: str) -> list[int]:
+    """The ids of a text, or ids of any whole numbers, such as a tensor's. ConfigError, naming the field: neither."""
+    if isinstance(text, str):
+        return tokenizer.encode(text)
+    try:
+        if not isinstance(text, bytes):
+            return [operator.index(id) for id in text]
+    except TypeError:
+        pass
+    raise ConfigError(f"{field} = {reprlib.repr(text)}, must be a text or its ids")
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, row: int) -> None:

@@ -137,8 +137,6 @@ class Row:
     start: int = 0
     """Tokens of `unread` that are read."""
     finished: Finish | None = None
-    past: Sequence[int] = ()
-    """The text before `unread`, where it is known for drafts."""
     path: Path | None = None
     """Keys of the prefixes in which the prompt is read; None where they are not stored."""
     stop: int | None = None

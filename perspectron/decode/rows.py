@@ -5,7 +5,7 @@ Shapes: B batch, D model width, V vocabulary.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from numbers import Integral
 
 import torch
@@ -16,7 +16,7 @@ from perspectron.decode.batch import Batch, Read
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.drafts import Drafter
 from perspectron.decode.processors import Hook, Processor, Step, ask, hooks_of
-from perspectron.decode.reading import CHUNK, check_ids, check_room, lengths
+from perspectron.decode.reading import CHUNK, check_ids, check_room, ids_of, lengths
 from perspectron.decode.row import Piece, Row, TextStream, Vocabulary
 from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite, sample
 from perspectron.decode.store import PrefixStore
@@ -61,6 +61,9 @@ class Rows:
         require(known >= V, "vocab_size of the tokenizer", V, f"≤ that of the model, {known}")
         if store is not None:
             require(chunk == store.chunk, "chunk", chunk, f"that of the store, {store.chunk}")
+            require(
+                store.model.number == model.number, "store", "of another model", "of the model of the rows"
+            )
         self.model, self.tokenizer, self.chunk, self.store = model, tokenizer, chunk, store
         self._rows: dict[int, Row] = {}
         self._reading: list[Row] = []
@@ -105,7 +108,7 @@ class Rows:
         shares: bool = True,
         lead: int = 0,
         drawn: bool | None = None,
-        past: Sequence[int] = (),
+        past: Sequence[int] | None = None,
         fresh: bool = False,
     ) -> int:
         """Add a row and return its handle. The following steps read its prompt and draw from it.
@@ -120,20 +123,19 @@ class Rows:
         shares: the prompt begins at what the store has, and is stored; else it is read from its first token.
         drawn: the first token that the conversation has not read was drawn; where it is the only one, it is read as it
         would have been, in a step. None: it was if any were. lead: tokens since one at which a call of `chunk` began.
-        past: the text that the conversation has read, for drafts.
+        past: the tokens that the conversation has read, for hooks and drafts; None: those that it remembers.
         fresh: nothing was read before what the conversation waits to read; its state is a trained one.
         ConfigError: ids outside the vocabulary, a number out of bounds, settings that do not go together, more tokens
         than a table of learned positions has left. StateError: a conversation of another model, or of several rows.
         What a hook raises as it begins.
         """
         V = self.tokenizer.vocab_size
-        require(not isinstance(prompt, bytes), "prompt", prompt, "a text or its ids")
         _check_request(V, max_tokens, min_tokens, stop, stop_ids, logprobs)
         handle, model = self._next, self.model
         stream = handle if stream is None else stream
         require(0 <= stream < 2**64, "stream", stream, "≥ 0 and < 2^64")
         special = self.tokenizer.specials
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = ids_of(prompt, self.tokenizer, "prompt")
         if conversation is None and not whole:
             ids = special.begun(ids)
         own = Conversation(LMState(()), [[]], [[]], [0]) if conversation is None else conversation
@@ -153,8 +155,10 @@ class Rows:
         check_room(model.config.room, length, lengths(unread, special.reset), max_tokens, handle)
         known = [*own.recent[0], *(id for id in ids if id not in special.silent)]
         recent = known[-sampling.repetition_window :]
-        apart = [] if own.recent[0][-len(own.pending[0]) :] == own.pending[0] else own.pending[0]
-        known = [*own.recent[0], *apart, *ids]
+        if past is None:  # what is remembered ends with what waits, but for silent tokens
+            waits = sum(id not in special.silent for id in own.pending[0])
+            past = own.recent[0][: max(0, len(own.recent[0]) - waits)]
+        known = [*past, *unread]
         row = Row(
             handle, self.tokenizer, unread, fresh or state is None, known, recent, own.drawn[0], max_tokens, sampling,
             stream, TextStream(stop), logprobs, state, min_tokens, special.stops.union(stop_ids),
@@ -162,7 +166,7 @@ class Rows:
         begun = [ask(hook, hook.begin, row) for hook in (*self._shared, *hooks_of(hooks))]
         self._rows[handle], self._hooks[handle] = row, begun
         shares = shares and all(hook.shares_prefixes for hook in begun)
-        row.lead, row.past = lead, past
+        row.lead = lead
         row.from_drawn = bool(own.pending[0]) and (own.drawn[0] > 0 if drawn is None else drawn)
         if self.store is not None and conversation is None and shares:
             row.path = self.store.path(unread, reset=special.reset)
@@ -395,8 +399,9 @@ def _check_request(
 ) -> None:
     """ConfigError for a number, a stop string or an id of `Rows.add` that is out of bounds."""
     require(isinstance(max_tokens, Integral) and max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
-    require(not isinstance(stop, str), "stop", stop, "a list of strings")
-    require(all(stop), "stop", list(stop), "strings of at least one character")
+    strings = isinstance(stop, Collection) and not isinstance(stop, str)
+    strings = strings and all(isinstance(one, str) and one for one in stop)
+    require(strings, "stop", stop, "a list of strings of at least one character")
     if logprobs is not None:
         require(0 <= logprobs <= V, "logprobs", logprobs, f"≥ 0 and ≤ {V}, the tokens there are")
     counts = isinstance(min_tokens, Integral) and 0 <= min_tokens <= max_tokens

@@ -6,6 +6,7 @@ Shapes: B batch, V vocabulary.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -41,6 +42,10 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "repetition_window", "seed"):
+            value = getattr(self, name)
+            require(isinstance(value, Integral), name, value, "a whole number")
+            object.__setattr__(self, name, int(value))  # numpy's have too few bits for the noise
         require(0 <= self.temperature < math.inf, "temperature", self.temperature, "≥ 0 and finite")
         require(self.top_k >= 0, "top_k", self.top_k, "≥ 0")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "> 0 and ≤ 1")

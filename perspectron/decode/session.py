@@ -18,7 +18,7 @@ from perspectron.decode.kept import Account, Hold
 from perspectron.decode.log import Log
 from perspectron.decode.marks import Marks
 from perspectron.decode.places import Path as Prefixes
-from perspectron.decode.reading import CHUNK, check_ids, lengths, read_all, whole
+from perspectron.decode.reading import CHUNK, check_ids, ids_of, lengths, read_all, whole
 from perspectron.decode.row import Vocabulary
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite
@@ -118,12 +118,8 @@ class Session:
     @property
     def left(self) -> int | None:
         """How many tokens more the document may have, and one that is drawn and not read; None for any number."""
-        if not (most := self._rows.model.config.room):
-            return None
-        length_B = None if self._state is None else self._state.document_length_B
-        counts = lengths(self._ids[self._read :], self._rows.tokenizer.specials.reset)
-        before = int(length_B[0]) if length_B is not None and len(counts) == 1 else 0
-        return most - before - counts[-1] + 1
+        most = self._rows.model.config.room
+        return most - self._lengths([])[-1] + 1 if most else None
 
     @property
     def text(self) -> str:
@@ -193,8 +189,7 @@ class Session:
         """Go on with a text that waits until it is needed; errors as `read`. The tokenizer's prefix stands before a
         text once, also where ids begin with it; before `whole` ones, as of a chat template, unless they lack it."""
         tokenizer = self._rows.tokenizer
-        require(not isinstance(text, bytes), "text", text, "a text or its ids")
-        ids = tokenizer.encode(text) if isinstance(text, str) else list(text)
+        ids = ids_of(text, tokenizer, "text")
         if self.whole and len(self._ids) == self._before:
             if not self._calls:
                 prefix = [] if whole and tokenizer.specials.lacks(ids) else [*tokenizer.specials.prefix]
@@ -257,22 +252,19 @@ class Session:
     def enter(self, rows: Rows, **settings: Any) -> int:
         """Let the text join others under way, with the settings of `Rows.add`: its row. Until it leaves the session is
         as it was. ConfigError as `Rows.add`."""
-        unread = self._ids[self._read :]
+        read = self._read
+        past, unread = self._ids[:read], self._ids[read:]
+        recent = self._recent(settings.get("sampling", SamplingConfig()).repetition_window)
         if self._state is None:
             require(len(unread) > 0, "text", "", "read before: this tokenizer puts nothing before a text")
             if self._start is None:
                 return rows.add(unread, whole=True, **settings)
-            window = settings.get("sampling", SamplingConfig()).repetition_window
-            talk = Conversation(self._start.fork(), [unread], [self._recent(window)], [0])
-            return rows.add("", conversation=talk, fresh=True, **settings)
-        sampling = settings.get("sampling", SamplingConfig())
-        recent, read = self._recent(sampling.repetition_window), self._read
+            talk = Conversation(self._start.fork(), [unread], [recent], [0])
+            return rows.add("", conversation=talk, past=past, fresh=True, **settings)
         # The row goes on in the memory of the state; the session sees it as it is now.
         state, self._state = self._state, self._state.fork()
         talk = Conversation(state, [unread], [recent], [sum(self._drawn[:])])
-        if rows.drafts is not None:
-            settings["past"] = self._ids[:read]
-        settings |= {"lead": read - self._cell(read), "drawn": self._was_drawn(read)}
+        settings |= {"past": past, "lead": read - self._cell(read), "drawn": self._was_drawn(read)}
         return rows.add("", conversation=talk, **settings)
 
     def leave(self, rows: Rows, row: int, ids: Sequence[int]) -> None:
@@ -517,8 +509,14 @@ class Session:
 
     def _check_positions(self, ids: list[int]) -> None:
         if positions := self._rows.model.config.room:
-            length = max(lengths([*self._ids[:], *ids], self._rows.tokenizer.specials.reset))
+            length = max(self._lengths(ids))
             require(length <= positions, "tokens of one document", length, f"≤ positions = {positions}")
+
+    def _lengths(self, ids: list[int]) -> list[int]:
+        """Tokens of the document under way, with those that wait and these, and of each that begins in them."""
+        first, *others = lengths([*self._ids[self._read :], *ids], self._rows.tokenizer.specials.reset)
+        length_B = None if self._state is None else self._state.document_length_B
+        return [first + (0 if length_B is None else int(length_B[0])), *others]
 
     def _cut(self, T: int, calls: int, state: LMState | None) -> "Session":
         """A session of the first T tokens, of which so many calls have made the state."""

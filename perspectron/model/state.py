@@ -344,7 +344,7 @@ def packed(
         header["extra"] = json.dumps({} if extra is None else extra)
         if not isinstance(parse_json(header["extra"], room=JSON_ROOM), dict):
             raise ValueError("it must be an object")
-    except ValueError as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise StateError(f"{path}: extra cannot be stored as JSON ({error})") from None
     if dtype != "full":
         narrow.tensors(path, tensors, header, dtype)

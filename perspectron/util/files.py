@@ -121,6 +121,8 @@ def atomic(path: Path) -> Iterator[Path]:
     Raises StorageError for an OSError (full disk, read-only folder), and before anything is written where `path` is
     neither a regular file nor a folder: a link is not followed and a device not replaced.
     """
+    if not path.name:
+        raise StorageError(f"{path}: not written (Is a directory)")
     temporary, aside = temporary_beside(path), temporary_beside(path)
     _written.update((temporary.name, aside.name))
     try:

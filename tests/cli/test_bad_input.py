@@ -1,6 +1,8 @@
 """What people bring from elsewhere and cannot be read: one line that says what would work, and nothing is written."""
 
+import errno
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
@@ -14,6 +16,21 @@ from perspectron.cli import options
 from perspectron.cli.main import command_of, commands, main
 from perspectron.train.config import TrainConfig
 from tests.refusals import in_a_line
+
+
+def test_a_name_that_is_too_long_or_in_a_folder_that_is_closed_is_refused_in_a_line(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    """As where a prompt stands in the place of the run."""
+    assert main(["generate", "the cat sat. " * 400]) == 2
+    in_a_line(capsys.readouterr().err, "the")
+
+    def closed(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "exists", closed)
+    assert main(["generate", str(tmp_path / "run"), "the cat"]) == 2
+    in_a_line(capsys.readouterr().err, tmp_path / "run")
 
 
 @pytest.fixture

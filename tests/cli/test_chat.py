@@ -18,7 +18,7 @@ from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from tests.cli.small import PLAIN
-from tests.refusals import names
+from tests.refusals import in_a_line, names
 from tests.waiting import until
 
 QUICK = ["--seq-len", "32", "--batch-size", "2", "--dtype", "float32", "--steps", "2"]
@@ -121,6 +121,7 @@ def test_state_and_help_and_quit(talk):
         ("/save", "/save needs a file, as in /save talk.state"),
         ("/save {tmp}/a", "/save: there is nothing to save yet"),
         ("/load {tmp}/none", "none: no such file"),
+        ("/load .", ".: unreadable (not a regular file)"),
         ("/back", "/back = '1', must be used after /fork, which keeps a point"),
         ("/back x", "/back = 'x', must be"),
     ],
@@ -129,6 +130,13 @@ def test_a_mistake_ends_a_script_in_one_line(line, words, talk, tmp_path):
     code, said, beside = talk(line.format(tmp=tmp_path), "the cat")
     assert code == 2 and said == "" and words in beside and beside.count("\n") == 1
     assert not (tmp_path / "a").exists()
+
+
+def test_a_folder_is_no_file_of_a_talk(talk, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for code, _, beside in (talk("the cat", "/save ."), talk("the cat", options=("--keep", "."))):
+        assert code == 2
+        in_a_line(beside, ".")
 
 
 def test_on_a_terminal_a_mistake_is_told_and_the_talk_goes_on(run, capsys, monkeypatch):

@@ -50,6 +50,13 @@ def test_a_memory_is_read_compared_and_replayed_with_the_model_of_its_folder(the
     assert main(["state", "diff", "run/a.state", "run/b.state"]) == 0
 
 
+def test_a_text_may_be_longer_than_a_name(there) -> None:
+    text = "the cat sat. " * 400
+    assert main(["state", "rebase", "run/a.state", "--onto", text, "--out", "c.state"]) == 0
+    ids = history(Path("c.state")).ids
+    assert load("run")[1].decode(ids).startswith(text)
+
+
 def test_the_past_is_looked_into(there, capsys) -> None:
     """What the model says at the end and not at the start is said from some token on."""
     _, tokenizer = load("run")
@@ -73,6 +80,8 @@ REFUSED = [
     ("rebase run/a.state --onto a.txt --out c.state", ["a.txt"]),
     ("rebase run/a.state --onto typo.state --out c.state", ["onto", "typo.state"]),
     ("rebase run/a.state --after 999 --out c.state", ["after", 999]),
+    ("rebase run/a.state --after -1 --out c.state", ["after", -1]),
+    ("log run/two.state", ["run/two.state"]),
     ("merge run/a.state run/nosuch.state --out c.state", ["run/nosuch.state"]),
 ]
 
@@ -82,6 +91,7 @@ def test_what_cannot_be_is_refused_in_a_line(there, capsys, line, named) -> None
     Path("empty.txt").touch()
     Path("odd.txt").write_bytes(b"a\xff")
     shutil.copy("run/a.state", "a.state")
+    assert main(["generate", "run", "a", "b", "--max-tokens", "2", "--save-state", "run/two.state"]) == 0
     capsys.readouterr()
     assert main(["state", *line.split()]) == 2
     in_a_line(capsys.readouterr().err, *named)

@@ -88,6 +88,7 @@ def test_mistakes_are_a_line(run, capsys):
         ),
         (("generate", run / "run", "x", "--safety", run / "fine.txt"), [run / "fine.txt"]),
         (("generate", run / "run", "x", "--bench", "--perspectives"), ["perspectives"]),
+        (("generate", run / "run", "x", "--action", "stop"), ["action", "stop"]),
         (("perspective", "views", run / "run", "--out", "c", "--tokens", 10**7), [10**7]),
         (("perspective", "views", run / "run", "--out", "c", "--probe", 1), ["probe", 1.0]),
         (("perspective", "views", run / "run", "--out", "c", "--flag", 2), ["flag", 2.0]),

@@ -138,6 +138,9 @@ def test_a_file_without_a_log_has_one_without_times(model, tokenizer, tmp_path) 
     talk.save(tmp_path / "bare", model)
     told = history(tmp_path / "bare")
     assert (told.whole, told.tokens, told.entries[0].when) == (False, 1, None)
+    generate(model, tokenizer, ["a", "b"], max_tokens=3).conversation.save(tmp_path / "two", model)
+    with refused(StateError, tmp_path / "two"):
+        history(tmp_path / "two")
 
 
 @pytest.mark.parametrize(

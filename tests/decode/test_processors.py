@@ -1,10 +1,13 @@
 """Hooks of decoding: a user's own, transformers' logits processors, and one that fails in the middle of a batch."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 
+from perspectron.data.specials import Specials
+from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.processors import Hook, Mark
 from perspectron.decode.rows import Rows
@@ -76,6 +79,35 @@ def test_a_row_whose_hook_raises_ends_and_the_others_keep_every_bit(model, token
     assert failing.remove(2).rows == 1 and failing.active == []
 
 
+class Wanting(Hook):
+    """Has one token taken, whatever was drawn."""
+
+    def __init__(self, token) -> None:
+        self.token = token
+
+    def verdict(self, step, id):
+        return Mark(token=self.token)
+
+
+@pytest.mark.parametrize("token", [10**6, -1, 1.5])
+def test_a_token_that_there_is_not_ends_the_row_whose_hook_wants_it(perspective, tokenizer, token):
+    expected = drain(_rows(perspective, tokenizer))
+    pieces = drain(_rows(perspective, tokenizer, [Wanting(token)]))
+    for row in (0, 1, 3, 4):
+        assert _drawn(pieces, row) == _drawn(expected, row)
+    [ended] = _drawn(pieces, 2)
+    assert ended.finished == "error"
+    with refused(PerspectronError, "Wanting"):
+        raise ended.error
+
+
+def test_a_token_of_a_tensor_is_taken_and_saved(perspective, tokenizer, tmp_path):
+    session = Session(perspective, tokenizer).read("the cat")
+    session.say(2, hooks=[Wanting(torch.tensor(7))])
+    session.save(tmp_path / "a")
+    assert Session.load(tmp_path / "a", perspective, tokenizer).tokens[-2:] == [7, 7]
+
+
 def test_an_error_of_ours_in_a_hook_is_said_as_it_is_and_generate_raises_it(perspective, tokenizer):
     error = ConfigError("width = 3, must be 4")
     with refused(ConfigError, "width", 3):
@@ -127,6 +159,35 @@ class Ban:
         self.seen.append(input_ids[0].tolist())
         scores[:, self.id] = -torch.inf
         return scores
+
+
+def test_a_logits_processor_sees_all_of_a_session_wherever_it_was_cut(perspective, tokenizer, tmp_path):
+    ids, short = [5 + at % 90 for at in range(400)], SamplingConfig(temperature=0, repetition_window=3)
+    for sampling in (SamplingConfig(temperature=0), short):
+        waits, read = (Session(perspective, tokenizer) for _ in range(2))
+        waits.append(ids)
+        read.read(ids[:260]).read(ids[260:]).save(tmp_path / "a")
+        loaded = Session.load(tmp_path / "a", perspective, tokenizer)
+        for session in (waits, read, loaded):
+            ban = Ban(1)
+            session.say(2, sampling=sampling, hooks=[ban])
+            assert ban.seen == [[0, *ids], [0, *ids, session.tokens[400]]]
+
+
+def test_a_logits_processor_sees_what_a_conversation_remembers_once(perspective, tokenizer, tmp_path):
+    session, ban = Session(perspective, tokenizer).read([*[7] * 130, 0, 8, 9]), Ban(1)
+    session.save(tmp_path / "a")
+    talk = Conversation.load(tmp_path / "a", perspective)
+    assert talk.pending[0][-3:] == [0, 8, 9]  # of which recent has two
+    generate(perspective, tokenizer, [[4]], max_tokens=1, conversation=talk, hooks=[ban])
+    assert ban.seen == [[*[7] * 130, 0, 8, 9, 4]]
+
+
+def test_no_token_ends_the_text_of_a_tokenizer_without_any(perspective, tokenizer):
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.specials = Specials()
+    expected = generate(perspective, tokenizer, ["the cat"], max_tokens=4)
+    assert generate(perspective, tokenizer, ["the cat"], max_tokens=4, min_tokens=3).ids == expected.ids
 
 
 def test_a_logits_processor_sees_the_text_and_changes_what_is_drawn_but_no_logprob(perspective, tokenizer):

@@ -3,6 +3,7 @@ import itertools
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -210,11 +211,22 @@ def test_logits_that_are_not_finite_are_refused_with_their_row(row: list[float],
         ("repetition_window", 0),
         ("seed", -1),
         ("seed", 2**64),
+        ("seed", 1.5),
+        ("top_k", 2.5),
+        ("top_k", None),
+        ("repetition_window", 1.5),
     ],
 )
 def test_config_errors_name_field_and_value(field: str, value: float) -> None:
     with refused(ConfigError, field, value):
         SamplingConfig(**{field: value})
+
+
+def test_whole_numbers_of_numpy_draw_as_those_of_python() -> None:
+    logits_BV, counts = torch.zeros(2, 50), {"recent": [[], []], "drawn": 0}
+    ours, theirs = (SamplingConfig(seed=kind(3), top_k=kind(40)) for kind in (int, np.int64))
+    expected = sample(logits_BV, config=ours, streams=[0, 1], **counts)
+    assert torch.equal(sample(logits_BV, config=theirs, streams=[0, 1], **counts), expected)
 
 
 def test_config_round_trip_and_wrong_rows() -> None:

@@ -6,6 +6,7 @@ import gc
 import random
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 
@@ -233,6 +234,44 @@ def test_what_is_wrong_is_said_and_changes_nothing(perspective, tokenizer, tmp_p
         Session(table, tokenizer).read([5] * 64)
     with refused(ConfigError, 65, "positions", 64):
         Session(table, tokenizer).read([*[5] * 64, 0, 5])  # also one that ends
+
+
+def test_what_is_remembered_but_not_known_takes_positions_too(tokenizer, tmp_path) -> None:
+    table = small("gpt2")
+    generate(table, tokenizer, [[5] * 50], max_tokens=1).conversation.save(tmp_path / "a", table)
+    session = Session.load(tmp_path / "a", table, tokenizer)
+    for going_on in (session.read, session.append, lambda ids: [*session.predicting(ids)]):
+        with refused(ConfigError, "positions", 64):
+            going_on([7] * 13)
+    assert len(session.tokens) == 1 and session.left == 13 and session.fork().read([7] * 12).left == 1
+    assert session.read([0, *[7] * 63]).left == 1  # another document has them all
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, tuple])
+def test_ids_may_be_any_whole_numbers(kind, perspective, tokenizer, tmp_path) -> None:
+    ids, store = prompt_of(20, 1), PrefixStore(perspective, chunk=CHUNK)
+    expected = session_of(perspective, tokenizer).read(ids)
+    text = expected.say(5, sampling=GREEDY)
+    session = session_of(perspective, tokenizer, store=store).read(kind(ids))
+    assert session.say(5, sampling=GREEDY) == text
+    session.save(tmp_path / "a")
+    assert Session.load(tmp_path / "a", perspective, tokenizer).tokens == expected.tokens
+    made = generate(perspective, tokenizer, [kind(ids)], max_tokens=5, sampling=GREEDY)
+    made.conversation.save(tmp_path / "b", perspective)
+    assert made.texts == [text]
+
+
+@pytest.mark.parametrize("text", [[1.5], ["a"], [[5, 6]], torch.tensor([[5, 6]]), 5, None, b"a"])
+def test_what_is_neither_a_text_nor_ids_is_refused_and_leaves_a_session_as_it_was(
+    text, perspective, tokenizer
+) -> None:
+    session = Session(perspective, tokenizer).read("the")
+    for reading in (session.read, session.append, lambda text: [*session.likely(text, 1)]):
+        with refused(ConfigError, "text"):
+            reading(text)
+    assert session.text == "the"
+    with refused(ConfigError):
+        generate(perspective, tokenizer, [text])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from perspectron.decode.store import PrefixStore
 from perspectron.model.model import LanguageModel, build
 from perspectron.model.state import LMState
 from perspectron.train.optim import OptimConfig, optimizer_of
-from perspectron.util.errors import StateError
+from perspectron.util.errors import ConfigError, StateError
 from tests.decode.conftest import VOCAB, make
 from tests.decode.test_rows import equal, prompt_of
 from tests.refusals import refused
@@ -348,3 +348,10 @@ def test_a_store_of_other_weights_is_refused(optimizer, tokenizer, tmp_path) -> 
         with refused(StateError):
             use()
     answered(model, tokenizer, prompt, PrefixStore(model, chunk=CHUNK))
+
+
+def test_the_store_of_another_model_is_refused(tokenizer) -> None:
+    model, other = small("transformer"), small("transformer")
+    for made in (Rows, Session):
+        with refused(ConfigError, "store"):
+            made(model, tokenizer, chunk=CHUNK, store=PrefixStore(other, chunk=CHUNK))

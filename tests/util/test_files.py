@@ -7,9 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from perspectron.util.errors import ArtifactError
-from perspectron.util.files import locked, parse_json, read_json, safe_join
+from perspectron.util.errors import ArtifactError, StorageError
+from perspectron.util.files import atomic, locked, parse_json, read_json, safe_join
 from tests.refusals import refused
+
+
+@pytest.mark.parametrize("path", [".", "..", "/", ""])
+def test_a_folder_is_not_written_over_by_a_file(path: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").touch()
+    with refused(StorageError, Path(path)), atomic(Path(path)) as temporary:
+        temporary.touch()
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
 
 
 def test_names_do_not_lead_out_of_a_folder(tmp_path: Path) -> None:
