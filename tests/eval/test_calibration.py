@@ -72,7 +72,7 @@ def test_windows_of_prompts_alone_are_not_among_those_resampled():
 def test_tokens_of_which_none_is_learned_are_no_measurement(subject):
     it = subject("transformer")
     prompts = copy(it.text)
-    prompts.learned = np.append(it.text.starts[1:], it.text.tokens)  # each document is one
+    prompts.learned = np.full(it.text.documents, it.text.tokens)
     with refused(DataError, it.text.name):
         measure(replace(it, split=prompts))
 
