@@ -7,6 +7,7 @@ import tyro
 
 from perspectron.cli.options import Json, answer, needs, open_model, say
 from perspectron.cli.progress import Work
+from perspectron.opening import describe
 from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError
 from perspectron.util.files import read_json
@@ -38,6 +39,7 @@ class Export:
     def __call__(self) -> int:
         one = (self.hf is None) != (self.onnx is None)
         require(one, "hf, onnx", None if self.hf is None else "both", "one of them: what to write")
+        describe(self.run).of_run()  # an artifact is refused before it is loaded
         return self._hf(self.hf) if self.hf is not None else self._onnx(self.onnx or Path())
 
     def _hf(self, out: Path) -> int:
@@ -70,7 +72,6 @@ class Export:
 
         with Work(f"writing {out}"):
             opened = open_model(self.run)
-            opened.folder.of_run()
             report = onnx.export(opened.model, opened.tokenizer, out, context=self.context)
         return answer(
             self.json,

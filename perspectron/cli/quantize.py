@@ -53,7 +53,7 @@ class Quantize:
 
     def __call__(self) -> int:
         require(self.windows is None or self.windows >= 1, "windows", self.windows, "≥ 1")
-        require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
+        require(self.tokens == 0 or self.tokens >= 2, "tokens", self.tokens, "0 or ≥ 2")
         require(not self.out.exists(), "out", str(self.out), "a new folder")
         folder = describe(self.run)
         config = folder.of_run()

@@ -100,6 +100,7 @@ class Serve:
         import uvicorn
         from sse_starlette.sse import AppStatus
 
+        from perspectron.opening import describe
         from perspectron.serve.web.app import create
 
         AppStatus.disable_automatic_graceful_drain()  # what is under way when the server stops comes to its end
@@ -112,7 +113,10 @@ class Serve:
                 objects = objects_of(str(self.store))
                 objects.check()
             # All first: to open an artifact may change the number of threads, which stores tell apart.
-            opened = [open_model(run, self.cache) for run in self.runs]
+            streamed = {run for run in self.runs if describe(run).experts is not None}
+            bound = "left out without a model that has experts on disk"
+            require(self.cache is None or bool(streamed), "cache", self.cache, bound)
+            opened = [open_model(run, self.cache if run in streamed else None) for run in self.runs]
             served = [
                 self._served(*each, folder or own, objects) for each in zip(self.runs, opened, strict=True)
             ]

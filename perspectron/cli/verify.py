@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from perspectron.eval.engines import Server
     from perspectron.eval.exactness import Row
 
+OF_A_RUN = ("cache", "here")
+"""Options of a run; but for the run and `json` all others are of a server."""
 NARROWER = {"avx512": ("avx2", "scalar"), "avx2": ("scalar",)}
 """Instruction sets to try beside the one in use."""
 TORCH = {
@@ -95,6 +97,12 @@ class Verify:
             str(self.run),
             "given, or --server, and not both",
         )
+        of_server = self.server is not None
+        for field in fields(self):
+            if field.name not in ("run", "server", "json") and (field.name in OF_A_RUN) == of_server:
+                bound = f"left out with{'' if of_server else 'out'} --server"
+                value = getattr(self, field.name)
+                require(value == field.default, field.name, value, bound)
         return self._verify_run() if self.server is None else self._verify_server(self.server)
 
     def _verify_server(self, address: str) -> int:
@@ -135,14 +143,12 @@ class Verify:
             require(getattr(self, name) >= least, name, getattr(self, name), f"≥ {least}")
         require(self.tokens % 2 == 0, "tokens", self.tokens, "even: half of an answer is saved")
         require(self.tolerance >= 0, "tolerance", self.tolerance, "≥ 0")
-        require(self.cache is None, "cache", self.cache, "left out with --server")
 
     def _verify_run(self) -> int:
         from perspectron.decode import verify
 
         assert self.run is not None
-        for name in ("model", "api_key", "save", "beside", "seed"):
-            require(getattr(self, name) is None, name, getattr(self, name), "left out without --server")
+        streamed = None if self.cache is None else open_model(self.run, self.cache)
         opened = open_model(self.run)
         with Work(f"verifying {self.run}"):
             ways = verify.ways(opened.model, opened.tokenizer)
@@ -151,8 +157,7 @@ class Verify:
             for other in () if self.here else NARROWER.get(isa, ()):
                 for together, digest in enumerate(_elsewhere(self.run, other)):
                     ways.append(verify.Way(bool(together), other, digest, False))
-        if self.cache is not None:
-            streamed = open_model(self.run, self.cache)
+        if streamed is not None:
             for together in (False, True):
                 digest = verify.digest(streamed.model, streamed.tokenizer, together=together)
                 ways.append(verify.Way(together, f"experts in {self.cache}", digest, True))

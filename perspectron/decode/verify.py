@@ -17,6 +17,7 @@ from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.model.model import LanguageModel
+from perspectron.util.config import require
 
 BATCHES = (1, 2, 7, 8, 9, 33, 64)
 PIECES = (1, 5, CHUNK, CHUNK + 1)
@@ -73,8 +74,9 @@ def digest(
 ) -> str:
     """The digest of the tokens and all logits drawn after one text. others: texts that are under way beside it, half
     of which join after its first token. piece: tokens of the text that are given at once; 0 is all."""
-    V, positions = tokenizer.vocab_size, model.config.room
-    length = min(CHUNK + 22, positions - DRAWN) if positions else CHUNK + 22
+    V, room = tokenizer.vocab_size, model.config.room or CHUNK + 3 * DRAWN
+    require(room >= 2 * DRAWN, "positions", room, f"≥ {2 * DRAWN} to be verified")
+    length = min(CHUNK + 22, room - DRAWN)
     words = torch.tensor([id for id in range(V) if id not in tokenizer.specials.silent])
     ids, session = _text(0, length, words), Session(model, tokenizer)
     for start in range(0, length, piece or length):
@@ -83,9 +85,8 @@ def digest(
 
     def join(numbers: Sequence[int]) -> None:
         for number in numbers:
-            rows.add(
-                _text(number, 1 + number % 9, words), max_tokens=2 * DRAWN + number % DRAWN, stream=number
-            )
+            text = _text(number, 1 + number % 9, words)
+            rows.add(text, max_tokens=min(2 * DRAWN + number % DRAWN, room - len(text)), stream=number)
 
     join(range(1, 1 + others // 2))
     row = session.enter(rows, max_tokens=DRAWN, sampling=greedy, stream=0, logprobs=V)

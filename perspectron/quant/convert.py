@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.experts.fetched import Held, PackedMixture, Shard
-from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.layer import EXPERTS, RoutedSwiGLU
 from perspectron.experts.mixture import Mixture
 from perspectron.experts.ternary import converted
 from perspectron.model import half
@@ -85,11 +85,7 @@ def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor |
     for index in range(len(model.blocks)):
         work.block(index)
     work.head()
-    report.bytes = bytes_of(model)
-    if report.experts:
-        float_experts = (m for m in model.modules() if isinstance(m, RoutedSwiGLU))
-        for ffn in float_experts:
-            report.bytes["float32"] -= sum(getattr(ffn, name).nbytes for name in MATRICES)
+    report.bytes = bytes_of(model, without=EXPERTS)
     return report
 
 

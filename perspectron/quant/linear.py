@@ -4,7 +4,7 @@ Shapes: N rows (outputs), K columns (inputs), V vocabulary, D width.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Self
 
 import torch
@@ -116,11 +116,14 @@ class QuantEmbedding(_Matrix):
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.format}"
 
 
-def bytes_of(module: nn.Module) -> dict[str, int]:
-    """The bytes of parameters and buffers, by what they are: a format's name, or a dtype's for what is not packed."""
+def bytes_of(module: nn.Module, *, without: Collection[str] = ()) -> dict[str, int]:
+    """The bytes of parameters and buffers, by what they are: a format's name, or a dtype's for what is not packed.
+    without: names that modules have for those not to count."""
     found = Counter[str]()
     for name, tensor in (*module.named_buffers(), *module.named_parameters()):
         owner, _, own = name.rpartition(".")
+        if own in without:
+            continue
         part = module.get_submodule(owner)
         packed = isinstance(part, _Matrix) and own in ("codes", "scales")
         found[str(part.format if packed else tensor.dtype).removeprefix("torch.")] += tensor.nbytes

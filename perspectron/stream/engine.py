@@ -72,6 +72,8 @@ class StreamedModel(LanguageModel):
         return {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        dtype = fn(torch.empty(0, dtype=torch.float32)).dtype
+        require(dtype == torch.float32, "dtype", str(dtype), "float32, in which a packed model computes")
         super()._apply(fn, recurse)
         if self.cache is not None:
             self._place(self.cache)
@@ -173,6 +175,8 @@ def load_artifact(
     """
     return_memory()
     header = artifact.read_header(folder)
+    streams = header.experts is not None or cache_bytes is None
+    require(streams, "cache", cache_bytes, "left out for a model without experts on disk")
     manifest = artifact.read_manifest(folder, header)
     if verify:
         artifact.verify(folder, manifest)

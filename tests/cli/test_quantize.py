@@ -11,7 +11,7 @@ from perspectron.cli import quantize
 from perspectron.cli.main import main
 from perspectron.stream.cache import ShardCache
 from perspectron.stream.usage import Usage
-from tests.cli.small import TRAIN
+from tests.cli.small import PLAIN, TRAIN
 from tests.refusals import in_a_line, names
 
 SMALL = [
@@ -60,6 +60,7 @@ def test_quantize_refuses_a_folder_that_is_there_an_artifact_and_no_windows(run,
     in_a_line(refusal(capsys, "quantize", run, "--out", artifact), "out", artifact)
     in_a_line(refusal(capsys, "quantize", artifact, "--out", tmp_path / "a"), artifact)
     in_a_line(refusal(capsys, "quantize", run, "--out", tmp_path / "a", "--windows", 0), "windows", 0)
+    in_a_line(refusal(capsys, "quantize", run, "--out", tmp_path / "a", "--tokens", 1), "tokens", 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -178,6 +179,32 @@ def test_a_cache_that_cannot_be_and_options_for_artifacts_are_refused_by_name(
         in_a_line(refusal(capsys, "generate", artifact, "x"), "manifest.json")
     finally:
         (tmp_path / "manifest.json").rename(artifact / "manifest.json")
+
+
+def test_a_cache_without_experts_is_refused_and_before_anything_is_verified(
+    run, artifact, tmp_path, text, capsys, monkeypatch
+):
+    plain, dense = tmp_path / "plain", tmp_path / "dense"
+    options = ("--data", text, "--out", plain, "--steps", 2, *PLAIN, *TRAIN)
+    said(capsys, "train", *options)
+    said(capsys, "quantize", plain, "--out", dense, "--calibrate", "none")
+    in_a_line(refusal(capsys, "generate", dense, "x", "--cache", "20K"), "cache", "20K")
+    monkeypatch.setattr("perspectron.decode.verify.ways", None)
+    for one in (run, dense):
+        in_a_line(refusal(capsys, "verify", one, "--cache", "20K"), "cache", "20K")
+    in_a_line(refusal(capsys, "serve", run, dense, "--cache", "20K", "--port", 0), "cache", "20K")
+    opened = list[tuple[Path, str | None]]()
+    monkeypatch.setattr("perspectron.cli.serve.open_model", lambda *given: opened.append(given))
+    monkeypatch.setattr("perspectron.cli.serve.Serve._served", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["serve", str(dense), str(artifact), "--cache", "20K", "--port", "0"])
+    assert opened == [(dense, None), (artifact, "20K")]
+
+
+def test_an_artifact_is_not_exported_and_not_loaded_for_it(artifact, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("perspectron.cli.export.open_model", None)
+    for kind in ("--hf", "--onnx"):
+        in_a_line(refusal(capsys, "export", artifact, kind, tmp_path / "out"), "run", artifact)
 
 
 def test_synthesize_writes_an_artifact_that_generates(tmp_path, text, capsys):

@@ -16,10 +16,11 @@ from perspectron.cli.main import main
 from perspectron.data import Tokenizer
 from perspectron.decode import batch, verify
 from perspectron.ops import fused
+from perspectron.util.errors import ConfigError
 from tests.decode.conftest import make
 from tests.decode.test_steps import ATTENTION, attentive
 from tests.decode.test_store import small
-from tests.refusals import names
+from tests.refusals import names, refused
 
 pytestmark = pytest.mark.cpu_only("the same bits alone and together are promised on a CPU")
 
@@ -95,6 +96,17 @@ def test_activations_end_at_no_piece_of_a_thread() -> None:
         torch.set_num_threads(before)
     assert torch.equal(*found)
     torch.testing.assert_close(found[0], F.silu(x))
+
+
+def test_a_model_of_few_positions_is_verified_and_one_of_too_few_refused(tokenizer) -> None:
+    sizes = {"vocab_size": tokenizer.vocab_size, "layers": 1, "d_model": 32, "heads": 2}
+    model, short = (
+        perspectron.build(presets.get("gpt2-tiny", **sizes, positions=count)).eval() for count in (16, 15)
+    )
+    found = verify.ways(model, tokenizer, batches=(1, 9), pieces=(3,), threads=(1,))
+    assert len({way.digest for way in found if not way.together}) == 1
+    with refused(ConfigError, "positions", 15):
+        verify.digest(short, tokenizer)
 
 
 def test_what_differs_is_seen(tokenizer, monkeypatch) -> None:

@@ -151,6 +151,13 @@ def test_a_factor_of_scaled_positions_that_is_1_is_none(tmp_path):
     assert config.blocks[-1].mixer.rope_scaling.attention_factor is None
 
 
+def test_positions_that_a_gguf_says_are_not_scaled_have_no_factor(llama, tmp_path):
+    for kind, factor in (("none", None), ("linear", 4.0)):
+        write(tmp_path / "m.gguf", llama[0], "llama", rope__scaling__type=kind, rope__scaling__factor=4.0)
+        scaling = foreign.read(tmp_path / "m.gguf").model.config.blocks[0].mixer.rope_scaling
+        assert (scaling and scaling.factor) == factor
+
+
 @torch.no_grad()
 def test_factors_of_falcon_h1_are_in_the_weights_of_a_gguf(tmp_path):
     factors = {

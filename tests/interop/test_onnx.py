@@ -194,6 +194,16 @@ def test_what_is_not_exported_is_named(
     assert not list(tmp_path.iterdir())
 
 
+def test_keys_and_values_in_bfloat16_are_refused_before_anything_is_written(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    block = BlockConfig(AttentionConfig(4, 1e4, cache="bfloat16"), SwiGLUConfig(16))
+    model = build(ModelConfig("half", 280, 16, (block,)), 0)
+    with refused(ConfigError, "blocks[0].mixer.cache", "bfloat16"):
+        onnx.export(model, tokenizer, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_whose_tokens_differ_is_not_written(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

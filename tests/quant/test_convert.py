@@ -118,7 +118,7 @@ def test_what_is_packed_and_what_is_not(floats, design):
     assert report.before == before
     experts = [module for module in modules.values() if isinstance(module, RoutedSwiGLU)]
     held = sum(tensor.nbytes for tensor in model.state_dict().values())
-    held -= sum(w.nbytes for ffn in experts for w in (ffn.gate_EFD, ffn.up_EFD, ffn.down_EDF))
+    held -= sum(w.nbytes for ffn in experts for w in (ffn.gate_EFD, ffn.up_EFD, ffn.down_EDF, ffn.load_E))
     assert sum(report.bytes.values()) == held
     if design == "perspective":
         assert report.experts == 12

@@ -291,6 +291,16 @@ def test_threads_that_generate_at_once_give_what_each_gives_alone(full):
         assert list(pool.map(text, range(6))) == alone
 
 
+def test_a_packed_model_takes_no_other_dtype_and_stays_as_it_is(full):
+    model, _ = load_artifact(full)
+    with torch.inference_mode():
+        before = model(ids()).logits
+        for cast in (model.bfloat16, model.half, model.double):
+            with refused(ConfigError, "dtype", "float32"):
+                cast()
+        assert torch.equal(model.float().to("cpu")(ids()).logits, before)
+
+
 @pytest.mark.skipif(not native.available(), reason="no native library")
 def test_a_recording_does_not_heed_the_default_dtype(full):
     found, before = [], torch.get_default_dtype()

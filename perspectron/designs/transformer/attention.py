@@ -124,6 +124,11 @@ class Attention(Mixer):
         H, G = self.options.heads, self.options.groups
         self.qkv_proj = nn.Linear(d_model, (H + 2 * G) * self.width, bias=self.options.bias)
 
+    def require_onnx(self, name: str) -> None:
+        """Refused with keys and values in bfloat16, which NumPy does not have."""
+        bound = "'full' to be exported to ONNX: import the model without --cache"
+        require(self.options.cache == "full", f"{name}.cache", self.options.cache, bound)
+
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> Cache | Ring:

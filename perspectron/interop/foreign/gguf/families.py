@@ -167,8 +167,9 @@ def unattended(fields: Fields) -> Values:
 
 def _rope_scaling(fields: Fields) -> Values:
     """How rotary positions are scaled."""
-    kind, factor = fields.get("rope.scaling.type", "none"), fields.real("rope.scaling.factor", 0.0)
+    kind, factor = fields.get("rope.scaling.type", "linear"), fields.real("rope.scaling.factor", 0.0)
     factor = factor or fields.real("rope.scale_linear", 0.0)
+    factor = 1.0 if kind == "none" else factor  # which llama.cpp then passes over
     scale = fields.real("rope.scaling.attn_factor", 1.0)
     if kind != "yarn" and scale != 1:
         raise fields.error("rope.scaling.attn_factor", scale, "1 without yarn")
