@@ -301,10 +301,11 @@ def test_a_model_that_chats_is_converted_and_learns_chats_that_ended(tmp_path):
         (tmp_path / "text" / f"{i}.txt").write_text(f"The cat sat on mat {i}, and the dog on the log. " * 500)
     command = [
         sys.executable, str(ROOT / "benchmarks" / "convert.py"), "--quick", "--threads", "1", "--smollm2",
-        str(tmp_path / "small.gguf"), "--to", "kda", "--data", str(tmp_path / "text"), "--minutes", "0.3",
+        str(tmp_path / "small.gguf"), "--to", "kda", "--data", str(tmp_path / "text"), "--minutes", "0.6",
         "--folder", str(tmp_path / "runs"), "--json", str(tmp_path / "out.json"),
     ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "out.json").read_text())["results"]
     assert len(found["answers"]) == 20 and found["chats"]["bits_per_byte"] > 0
     assert {"position", "recall", "cost"} <= found["beside"].keys()
