@@ -33,7 +33,7 @@ from perspectron.opening import Opened, open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.convert.config import RATES, SHARES, TEXT, UPDATES, WHOLE, ConvertConfig
-from perspectron.train.convert.run import FILE, MEASURED, config_of
+from perspectron.train.convert.run import FILE, MEASURED, config_of, limit_of
 from perspectron.train.heldout import heldout
 from perspectron.train.loop import Trainer
 from perspectron.train.optim import OptimConfig
@@ -326,14 +326,17 @@ def on_text(run: Path, converted: Path) -> float:
     """Held-out bits per byte of the text of a conversion."""
     opened = open_model(run)
     _, shards, _ = prepare(converted, checkpoint.load_config(converted))
-    return measured(opened.model, shards, opened.tokenizer, config_of(converted))
+    limit = limit_of(json.loads((converted / FILE).read_text()))
+    return measured(opened.model, shards, opened.tokenizer, config_of(converted), limit)
 
 
-def measured(model: LanguageModel, shards: Shards, tokenizer: Tokenizer, asked: ConvertConfig) -> float:
+def measured(
+    model: LanguageModel, shards: Shards, tokenizer: Tokenizer, asked: ConvertConfig, limit: int = MEASURED
+) -> float:
     """Held-out bits per byte, as a conversion measures them."""
     found = heldout(
         model, shards.split("heldout"), tokenizer, seq_len=asked.seq_len,
-        batch_size=asked.batch_size, limit_tokens=MEASURED, spread=True,
+        batch_size=asked.batch_size, limit_tokens=limit, spread=True,
     )  # fmt: skip
     return found.bits_per_byte
 

@@ -133,7 +133,7 @@ class Convert:
                     f"encoded as {config.teacher} encodes",
                 )
                 training_batches(RunConfig(model, longest), shards)
-                conversion = Conversion(run, config, tokenizer, shards, began)
+                conversion = Conversion(run, config, tokenizer, shards, began, Work)
             console.print(summary)
 
             def fit(trainer: Trainer, stage: str, ends: float | None) -> int | None:

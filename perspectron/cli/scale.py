@@ -98,6 +98,8 @@ class Scale:
         found = write(out, study)
         console.print(_table(study, found))
         console.print(scaling.sentence(found))
+        if crossings := scaling.crossing_rows(found):
+            console.print(table("where lines cross", scaling.CROSSING, crossings))
         console.print(f"report: {out / scaling.PAGE}; numbers: {out / scaling.RESULTS}")
         if late.is_set():
             console.print(

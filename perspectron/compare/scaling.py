@@ -115,6 +115,21 @@ class Law(NamedTuple):
         at, alpha, beta = self.fits[seed]
         return at - beta * math.log(ratio), alpha + beta
 
+    def mean(self) -> tuple[float, float, float]:
+        """(log A, α, β), of all seeds."""
+        at, alpha, beta = (statistics.fmean(values) for values in zip(*self.fits.values(), strict=True))
+        return at, alpha, beta
+
+    def off(self) -> float:
+        """The largest share by which a mean loss lies off the law."""
+        at, alpha, beta = self.mean()
+        return max(
+            abs(statistics.fmean(each.values()) / math.exp(at - alpha * math.log(N) - beta * math.log(D)) - 1)
+            for each, N, D in zip(
+                self.losses.values(), self.parameters.values(), self.tokens.values(), strict=True
+            )
+        )
+
 
 def folder_of(out: Path, at: Point) -> Path:
     """That of the comparison at a point."""
@@ -244,17 +259,11 @@ def fitted(law: Law, seed: int, study: Study) -> tuple[float, float, float]:
 
 
 def told(law: Law) -> dict[str, Any]:
-    """A law with its intervals; an exponent that the points cannot tell is None. off: the largest share by which a mean
-    loss lies off it."""
+    """A law with its intervals; an exponent that the points cannot tell is None."""
     if not law.fits:
         return {"alpha": None, "beta": None}
-    logs, *exponents = zip(*law.fits.values(), strict=True)
-    at, alpha, beta = (statistics.fmean(values) for values in (logs, *exponents))
-    off = max(
-        abs(statistics.fmean(each.values()) / math.exp(at - alpha * math.log(N) - beta * math.log(D)) - 1)
-        for each, N, D in zip(law.losses.values(), law.parameters.values(), law.tokens.values(), strict=True)
-    )
-    found: dict[str, Any] = {"A": math.exp(at), "seeds": len(law.fits), "off": off}
+    _, *exponents = zip(*law.fits.values(), strict=True)
+    found: dict[str, Any] = {"A": math.exp(law.mean()[0]), "seeds": len(law.fits), "off": law.off()}
     for name, values in zip(("alpha", "beta"), exponents, strict=True):
         found[name] = (
             {"mean": statistics.fmean(values), "interval": interval(values)} if any(values) else None
@@ -265,7 +274,9 @@ def told(law: Law) -> dict[str, Any]:
 def crossings(laws: dict[str, Law], study: Study) -> list[dict[str, Any]]:
     """Where the lines of two designs cross for as many tokens for a parameter: the parameters, with their interval over
     the seeds that both have. Only those whose whole interval lies within FAR of the sizes, and whose lines meet in one
-    order in every seed; of one seed there is no interval."""
+    order in every seed; of one seed there is no interval. off: the share by which losses lie off both lines; moved: the
+    factor by which that moves the crossing; both None where there are no more points than exponents."""
+    spare = len(study.points) > 1 + (len(study.sizes) > 1) + (len(study.per_parameter) > 1)
     found, low, high = list[dict[str, Any]](), study.sizes[0] / FAR, study.sizes[-1] * FAR
     if len(study.sizes) == 1:
         return found
@@ -280,9 +291,11 @@ def crossings(laws: dict[str, Law], study: Study) -> list[dict[str, Any]]:
             if math.log(low) <= ends[0] and ends[1] <= math.log(high):
                 first = a if steeper[0] > 0 else b  # the steeper is ahead of it beyond
                 span = [math.exp(end) for end in ends] if len(logs) > 1 else None
+                off = one.off() + other.off() if spare else None
                 found.append({
                     "designs": [a, b], "per_parameter": ratio, "parameters": math.exp(statistics.fmean(logs)),
-                    "interval": span, "ahead_beyond": first,
+                    "interval": span, "ahead_beyond": first, "off": off,
+                    "moved": None if off is None else math.exp(off / abs(statistics.fmean(steeper))),
                     "trained": study.sizes[0] <= math.exp(statistics.fmean(logs)) <= study.sizes[-1],
                 })  # fmt: skip
     return found
@@ -298,7 +311,7 @@ def losses_at(found: dict[str, Any], at: Point, score: str) -> dict[str, dict[in
 
 
 def sentence(found: dict[str, Any], score: str = WINDOWS) -> str:
-    """What follows: who is ahead at each end, told apart from whom, and whether that is going to change."""
+    """What follows: who is ahead at each end, and told apart from whom."""
     study, ahead = found["study"], list[str]()
     ends = [Point(study["sizes"][i], study["per_parameter"][i]) for i in (0, -1)]
     for at in dict.fromkeys(ends):
@@ -306,16 +319,26 @@ def sentence(found: dict[str, Any], score: str = WINDOWS) -> str:
             ahead.append(_ahead(at, losses))
     if not ahead:
         return "Nothing has finished yet."
-    parts = [f"Scored {SCORES[score]}: {'; '.join(ahead)}."]
+    return f"Scored {SCORES[score]}: {'; '.join(ahead)}."
+
+
+CROSSING = ("ahead beyond it", "of", "tokens for each", "parameters", "trained there", "moved by")
+"""Heads of `crossing_rows`."""
+
+
+def crossing_rows(found: dict[str, Any], score: str = WINDOWS) -> list[list[str]]:
+    """Where lines cross. The last column is the factor by which the losses that lie off both lines move it."""
+    rows = []
     for cross in found["crossings"][score]:
         behind = next(name for name in cross["designs"] if name != cross["ahead_beyond"])
-        where, span = f"{short(cross['parameters'])} parameters", cross["interval"]
-        where += f" ({short(span[0])} to {short(span[1])})" if span else " (one seed)"
-        one, other = presets.title(cross["ahead_beyond"]), presets.title(behind)
-        many = "" if len(study["per_parameter"]) == 1 else f", {cross['per_parameter']:g} tokens for each"
-        far = "" if cross["trained"] else ", where nothing was trained"
-        parts.append(f"The line of {one} passes below that of {other} at {where}{many}{far}.")
-    return " ".join(parts)
+        span = cross["interval"]
+        rows.append([
+            presets.title(cross["ahead_beyond"]), presets.title(behind), f"{cross['per_parameter']:g}",
+            short(cross["parameters"]) + (f" ({short(span[0])} to {short(span[1])})" if span else " (one seed)"),
+            "yes" if cross["trained"] else "no",
+            "too few points" if cross["moved"] is None else f"{cross['moved']:.1f}",
+        ])  # fmt: skip
+    return rows
 
 
 def _ahead(at: Point, losses: dict[str, dict[int, float]]) -> str:

@@ -1,6 +1,7 @@
 """The cost of a training: memory before a model is built; time, memory and the faster precision, measured."""
 
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from perspectron.util.machine import Peak, free_memory, memory, resident
 
 PER_PARAMETER = 16  # bytes in training: weight, gradient and two moments, float32
 PER_LOGIT = 12  # logits, their logarithms of probabilities, their gradient
+LONG = 20.0  # seconds, of all ranks, after which no more passes are begun to choose a precision
 
 
 @dataclass(frozen=True)
@@ -117,13 +119,29 @@ def training_pass(model: LanguageModel, batch: Batch, device: torch.device, dtyp
     return time.perf_counter() - start
 
 
+def products(device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds of the three products of a linear layer, forwards and backwards, by the fastest of three."""
+    x, w = torch.ones(2, 256, 256, device=device, dtype=dtype)
+    best = math.inf
+    for _ in range(3):
+        start = time.perf_counter()
+        sum(y[0, 0].item() for y in (x @ w.T, x.T @ w, x @ w))
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
 def faster(model: LanguageModel, batch: Batch, device: torch.device) -> Literal["float32", "bfloat16"]:
     """ "bfloat16" if a training pass over `batch` is faster with it, by the median of five pairs after one to warm up:
-    the passes of a pair follow each other, so that a machine that is busy for a while slows both. A difference below 2%
-    is none: float32."""
+    the passes of a pair follow each other, so that a machine that is busy for a while slows both. After LONG no pair is
+    begun; if the first takes so long, it decides. A difference below 2% is none: float32. So it is, without a pass,
+    where products of bfloat16 take twice the time: processors without them can need a hundred times as long."""
+    full, half = (products(device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    if ranks.all_reduce_sum(torch.tensor(float(half > 2 * full), device=device)).item():
+        return "float32"
+    ratios, took = list[float](), torch.zeros((), device=device)
     with without_trace(model):
-        pairs = [
-            [training_pass(model, batch, device, dtype) for dtype in ("float32", "bfloat16")]
-            for _ in range(6)
-        ]
-    return "bfloat16" if statistics.median(full / half for full, half in pairs[1:]) > 1.02 else "float32"
+        while len(ratios) < 6 and ranks.all_reduce_sum(took).item() < LONG:
+            full, half = (training_pass(model, batch, device, dtype) for dtype in ("float32", "bfloat16"))
+            ratios.append(full / half)
+            took += full + half
+    return "bfloat16" if statistics.median(ratios[1:] or ratios) > 1.02 else "float32"

@@ -117,11 +117,32 @@ def test_laws_and_crossings_are_those_of_the_numbers_they_were_made_of():
     assert cross["parameters"] == pytest.approx(1.01 * 4e6) and not cross["trained"]
     known = {"transformer": "a", "kda": "b"}  # names that have titles
     named = [dict(each, design=name) for name, of in known.items() for each in cells if each["design"] == of]
-    for sizes, said in ((study.sizes, True), ((100_000, 8_000_000), False)):
+    for sizes, trained, moved in (
+        (study.sizes, "no", "1.0"),
+        ((100_000, 8_000_000), "yes", "too few points"),
+    ):
         within = dataclasses.replace(study, designs=tuple(known), sizes=sizes)
-        (cross,) = scaling.crossings({name: found[of] for name, of in known.items()}, within)
-        line = scaling.sentence({"study": dump(within), "cells": named, "crossings": {WINDOWS: [cross]}})
-        assert ("where nothing was trained" in line) == said
+        made = scaling.crossings({name: found[of] for name, of in known.items()}, within)
+        (row,) = scaling.crossing_rows({"study": dump(within), "cells": named, "crossings": {WINDOWS: made}})
+        assert row[:2] == ["KDA", "Transformer"] and row[-2:] == [trained, moved]
+
+
+def test_a_crossing_says_how_far_losses_off_the_lines_move_it():
+    """Each loss is 2% above or below its line, whose falls differ by 0.05."""
+    study = Study(("kda", "transformer"), (100_000, 300_000, 900_000), seeds=2)
+    laws = {"kda": (20.0, 0.15), "transformer": (20.0 * 4e5**0.05, 0.2)}
+    apart = (0.01, -0.02, 0.01)  # which a straight line leaves as it is
+    cells = [
+        cell(name, size, seed, A * size**-alpha * math.exp(bend))
+        for name, (A, alpha) in laws.items()
+        for size, bend in zip(study.sizes, apart, strict=True)
+        for seed in range(2)
+    ]
+    (cross,) = scaling.crossings(scaling.laws_of(cells, study, WINDOWS), study)
+    assert cross["off"] == pytest.approx(2 * (1 - math.exp(-0.02)))
+    assert cross["moved"] == pytest.approx(math.exp(0.8), rel=0.02)
+    (row,) = scaling.crossing_rows({"crossings": {WINDOWS: [cross]}})
+    assert row[-1] == "2.2"
 
 
 def test_more_tokens_for_a_parameter_have_an_exponent_of_their_own():

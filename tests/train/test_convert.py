@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -342,6 +343,47 @@ def test_too_few_minutes_are_told_what_would_do(runs, tmp_path, teacher, monkeyp
     enough = conversion(tmp_path / "enough", teacher, runs, tokens=0, minutes=8.0)
     enough.began = time.monotonic() - 60 * 3.5
     assert enough.go(lambda trainer, stage, ends: 15) == 15
+
+
+def test_too_few_minutes_are_refused_after_a_pass_of_the_teacher(runs, tmp_path, teacher, monkeypatch):
+    """Nothing that takes long comes before: no text is measured."""
+    monkeypatch.setattr(conversions, "pass_seconds", lambda model, seq_len: 0.1)
+    made = conversion(tmp_path / "out", teacher, runs, tokens=0, minutes=4.0)
+    made.began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"minutes = 4.0, must be ≥ \d+, or else tokens"):
+        made.go()
+    assert not made.notes["rows"]
+
+
+def test_measurements_take_a_small_part_of_the_minutes(runs, tmp_path, teacher, monkeypatch):
+    """The same held-out tokens after each stage, also of a conversion that goes on."""
+    said = []
+
+    @contextmanager
+    def doing(what):
+        said.append(what)
+        yield
+
+    monkeypatch.setattr(conversions, "pass_seconds", lambda model, seq_len: 0.05)
+    made = conversion(tmp_path / "out", teacher, runs, tokens=0, minutes=10.0)
+    made.began, made.doing = time.monotonic(), doing
+    made.allot()
+    window = 0.05 * made.config.seq_len
+    limit, windows = made.notes["limit"], made.notes["windows"]
+    assert 0.8 * 0.03 * 600 <= limit * 0.05 <= 0.03 * 600
+    assert windows < 4 * made.config.batch_size
+    assert 0.1 * 600 / 2 <= windows * window * (2 + len(made.layers)) <= 0.1 * 600
+    assert sum(len(batch.ids_BT) for batch in made.batches(10)) in range(
+        windows - made.config.batch_size + 1, windows + 1
+    )
+    made.go(lambda trainer, stage, ends: trainer.fit(until=1) or (15 if stage == "whole" else None))
+    monkeypatch.setattr(conversions, "pass_seconds", None)  # a resumed one asks no more
+    again = Conversion(made.run, asked_of(made.run), runs.tokenizer, runs.shards)
+    again.go(lambda trainer, stage, ends: trainer.fit(until=2))
+    assert {row["measured"] for row in again.notes["rows"]} == {limit}
+    assert [what.split(":")[0] for what in said[:3]] == [
+        "timing a pass of the teacher", "measuring on held-out text", "taking over the teacher's weights",
+    ]  # fmt: skip
 
 
 def test_what_cannot_be_converted_is_refused(runs, tmp_path, teacher):

@@ -11,7 +11,7 @@ from perspectron.train.config import RunConfig, TrainConfig
 
 
 @pytest.mark.parametrize(
-    ("load", "half", "chosen"),
+    ("load", "half", "chosen"),  # tenths of a second for each pair
     [
         ([1, 1, 1, 1, 1, 1], 0.9, "bfloat16"),
         (
@@ -29,12 +29,42 @@ def test_pairs_of_passes_decide(monkeypatch, load, half, chosen):
 
     def timed(_, __, ___, dtype: str) -> float:
         taken.append(dtype)
-        return load[(len(taken) - 1) // 2] * (half if dtype == "bfloat16" else 1.0)
+        return 0.1 * load[(len(taken) - 1) // 2] * (half if dtype == "bfloat16" else 1.0)
 
     monkeypatch.setattr(precision, "training_pass", timed)
+    monkeypatch.setattr(precision, "products", lambda device, dtype: 1.0)
     ids = torch.zeros(1, 4, dtype=torch.int64)
     assert precision.faster(model, Batch(ids, ids, None, 4), torch.device("cpu")) == chosen
     assert taken == ["float32", "bfloat16"] * 6
+
+
+@pytest.mark.parametrize(("seconds", "pairs"), [(30.0, 1), (4.0, 3)])
+def test_large_models_have_fewer_pairs(monkeypatch, seconds, pairs):
+    model = perspectron.build(presets.get("gla", vocab_size=40, d_model=16, layers=1, heads=2, hidden=16))
+    taken = []
+
+    def timed(_, __, ___, dtype: str) -> float:
+        taken.append(dtype)
+        return seconds * (0.9 if dtype == "bfloat16" else 1.0)
+
+    monkeypatch.setattr(precision, "training_pass", timed)
+    monkeypatch.setattr(precision, "products", lambda device, dtype: 1.0)
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    assert precision.faster(model, Batch(ids, ids, None, 4), torch.device("cpu")) == "bfloat16"
+    assert len(taken) == 2 * pairs
+
+
+def test_no_pass_is_made_where_products_tell(monkeypatch):
+    """A pass in bfloat16 can take minutes there."""
+    monkeypatch.setattr(precision, "training_pass", None)
+    monkeypatch.setattr(precision, "products", lambda device, dtype: 1.0 if dtype == torch.float32 else 2.1)
+    model = perspectron.build(presets.get("gla", vocab_size=40, d_model=16, layers=1, heads=2, hidden=16))
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    assert precision.faster(model, Batch(ids, ids, None, 4), torch.device("cpu")) == "float32"
+
+
+def test_products_are_timed():
+    assert 0 < precision.products(torch.device("cpu"), torch.float32) < 60
 
 
 @pytest.mark.parametrize(("asked", "read"), [(0, 12_800), (6_400, 6_400), (65_536, 12_800)])

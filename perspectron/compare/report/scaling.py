@@ -9,7 +9,18 @@ from perspectron.compare.plan import REFERENCE
 from perspectron.compare.report import figures
 from perspectron.compare.report.page import Section, rendered
 from perspectron.compare.report.tables import estimate
-from perspectron.compare.scaling import PAGE, RESULTS, SCORES, Point, Study, collected, losses_at, sentence
+from perspectron.compare.scaling import (
+    CROSSING,
+    PAGE,
+    RESULTS,
+    SCORES,
+    Point,
+    Study,
+    collected,
+    crossing_rows,
+    losses_at,
+    sentence,
+)
 from perspectron.presets.rates import FALL
 from perspectron.util import plot
 from perspectron.util.files import write_json, write_text
@@ -91,6 +102,12 @@ def _section(found: dict[str, Any], score: str) -> list[Section]:
             for name, law in laws
         ]  # fmt: skip
         tables.append(Table(caption, ["design", "α", "β", "A", "off"], rows))
+    if crossings := crossing_rows(found, score):
+        caption = (
+            "Where two lines cross, if all seeds say so; moved by: the factor by which the losses off the two lines "
+            "move it, beside the interval."
+        )
+        tables.append(Table(caption, list(CROSSING), [[Cell(text) for text in row] for row in crossings]))
     slug = score.partition("_")[0]
     drawn = [plot.draw([chart], slug=f"{slug}{i}-") for i, chart in enumerate(charts(found, score))]
     return [Section(slug, f"Loss, {SCORES[score]}", sentence(found, score), drawn, tables)]

@@ -1,8 +1,10 @@
 """A conversion in its folder, from where it is to its end."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,15 @@ from perspectron.util.files import read_json, write_json
 from perspectron.util.machine import pick_device
 
 FILE, STAGES, FOLDERS = "convert.json", "stages", ("0-taken", "1-layers", "2-chosen", "3-whole")
-MEASURED = 65536  # held-out tokens
-CLOSING = 0.03  # of the time: for what is measured at the end
-ASKED = 4  # batches by which layers are chosen, and as many for distances
+MEASURED = 65536  # held-out tokens, at most
+CLOSING = 0.03  # of the time: for what is measured after a stage, and the last of these is left for
+CHOOSING = 0.1  # of the time, at most: for the layers that keep attention, and the distances that attention looks back
+ASKED = 4  # batches by which each of these is found, at most
 Row = dict[str, Any]
 Fit = Callable[[Trainer, str, float | None], int | None]
 """Trains a stage until a time of the monotonic clock, if there is one; the signal that ended it, or None."""
+Doing = Callable[[str], AbstractContextManager[object]]
+"""The context of a piece of work that it names."""
 
 
 def paced(trainer: Trainer, name: str, ends: float | None) -> int | None:
@@ -44,7 +49,7 @@ def paced(trainer: Trainer, name: str, ends: float | None) -> int | None:
 
 class Conversion:
     """One conversion. began: time of the monotonic clock from which the minutes of a new one count; None for one that
-    goes on."""
+    goes on. doing: hears of what is done between stages."""
 
     def __init__(
         self,
@@ -53,9 +58,10 @@ class Conversion:
         tokenizer: Tokenizer,
         shards: Shards,
         began: float | None = None,
+        doing: Doing = nullcontext,
     ) -> None:
         self.run, self.config, self.tokenizer, self.shards = run, config, tokenizer, shards
-        self.notes, self.began = noted(run, config), began
+        self.notes, self.began, self.doing = noted(run, config), began, doing
         self.device = pick_device(config.device)
         self.teacher = checkpoint.load_run(Path(config.teacher))[0].requires_grad_(False).to(self.device)
         self.layers = list(in_place(self.teacher.config, config.to))
@@ -65,14 +71,19 @@ class Conversion:
 
     def go(self, fit: Fit = paced, report: Callable[[Row], None] = lambda row: None) -> int | None:
         """Do what is left. Returns the number of the signal that stopped it, or None."""
+        if not self.notes["rows"] and self.config.minutes > 0:
+            with self.doing("timing a pass of the teacher"):
+                self.allot()
         self.note(report, "teacher", self.teacher)
         if not checkpoint.paths(self.folder(0)):
-            self.take()
+            with self.doing("taking over the teacher's weights"):
+                self.take()
         if (signal := self.train(1, LAYERS, fit)) is not None:
             return signal
         self.note(report, "each layer alone", self.folder(1))
         if not checkpoint.paths(self.folder(2)):
-            self.choose()
+            with self.doing("choosing the layers that keep attention"):
+                self.choose()
         self.note(report, "layers chosen", self.folder(2))
         if (signal := self.train(3, WHOLE, fit)) is not None:
             return signal
@@ -82,6 +93,23 @@ class Conversion:
         self.note(report, "text", self.run)
         return None
 
+    def allot(self) -> None:
+        """Note how much of the text is read where nothing is learned, by the seconds of a pass of the teacher.
+        ConfigError where the minutes cannot do, as far as these tell."""
+        notes, minutes, seq_len = self.notes, self.config.minutes, self.config.seq_len
+        window = seq_len * pass_seconds(self.teacher, seq_len)
+        notes["limit"] = seq_len * max(4, at_most(MEASURED // seq_len, CLOSING * 60 * minutes / window))
+        whole = CHOOSING * 60 * minutes / window / (2 + len(self.layers))
+        notes["windows"] = at_most(ASKED * self.config.batch_size, whole)
+
+        def least(passes: int) -> float:
+            """Minutes, if an update costs so many passes of the teacher."""
+            updates = self.config.batch_size * LEAST_UPDATES * passes / min(self.config.shares.values())
+            return window * (updates + 2 + len(self.layers)) / (1 - CLOSING) / 60
+
+        enough = self.began is None or minutes >= least(1)
+        require(enough, "minutes", minutes, f"≥ {math.ceil(least(3))}, or else tokens")
+
     def note(self, report: Callable[[Row], None], name: str, model: LanguageModel | Path) -> None:
         """Measure a stage's end, once."""
         if any(row["stage"] == name for row in self.notes["rows"]):
@@ -90,10 +118,11 @@ class Conversion:
         if isinstance(model, Path):
             opened = checkpoint.open_run(model)
             model, tokens = opened.model.to(self.device), opened.checkpoint.progress.tokens
-        found = heldout(
-            model, self.shards.split("heldout"), self.tokenizer, seq_len=self.config.seq_len,
-            batch_size=self.config.batch_size, limit_tokens=MEASURED, spread=True,
-        )  # fmt: skip
+        with self.doing(f"measuring on held-out text: {name}"):
+            found = heldout(
+                model, self.shards.split("heldout"), self.tokenizer, seq_len=self.config.seq_len,
+                batch_size=self.config.batch_size, limit_tokens=limit_of(self.notes), spread=True,
+            )  # fmt: skip
         row = {
             "stage": name,
             "tokens": tokens,
@@ -106,12 +135,17 @@ class Conversion:
 
     def batches(self, number: int) -> list[Batch]:
         """Of the text to train on: what is chosen by them is not measured by them."""
+        windows = int(self.notes.get("windows", ASKED * self.config.batch_size))
+        size = min(windows, self.config.batch_size)
         train = TrainConfig(
-            data=self.config.data, seed=self.config.seed + number,
-            batch_size=self.config.batch_size, seq_len=self.config.seq_len,
-        )  # fmt: skip
+            data=self.config.data,
+            seed=self.config.seed + number,
+            batch_size=size,
+            seq_len=self.config.seq_len,
+        )
         loader = training_batches(RunConfig(self.teacher.config, train), self.shards)
-        return [loader.next_batch() for _ in range(ASKED)]
+        following = iter(loader.next_batch, None)
+        return list(itertools.islice((batch for batch in following if batch.targets), windows // size))
 
     def export(self, number: int, model: LanguageModel) -> None:
         steps = self.config.train(LAYERS, 1, 1, 0)
@@ -156,10 +190,13 @@ class Conversion:
             steps = LEAST_UPDATES if timed else self.config.steps(stage, self.teacher.config.positions)
             begun = (folder / "config.json").is_file()  # but stopped before its first checkpoint
             dtype = checkpoint.load_config(folder).train.dtype if begun else self.config.dtype
-            trainer = kind(folder, self.planned(stage, before, steps, dtype), self.tokenizer, self.shards)
+            planned = self.planned(stage, before, steps, dtype)
+            with self.doing(f"preparing stage {stage}"):  # which of two precisions is faster, perhaps
+                trainer = kind(folder, planned, self.tokenizer, self.shards)
             if timed:
                 ends = self.ends(stage)
-                took = seconds(trainer)
+                with self.doing(f"timing an update of stage {stage}"):
+                    took = seconds(trainer)
                 steps = int((ends - time.monotonic()) / took)
                 if stage == LAYERS and steps < LEAST_UPDATES and self.began is not None:
                     whole = LEAST_UPDATES * took / min(self.config.shares.values())
@@ -177,6 +214,8 @@ class Conversion:
         """The config of a stage that starts from the folder of the one before."""
         model = checkpoint.load_config(before).model
         more: dict[str, Any] = {"init": str(before.resolve()), "dtype": dtype}
+        if "limit" in self.notes:
+            more["eval_tokens"] = self.notes["limit"]
         if stage != TEXT:
             more |= {"teacher": self.config.teacher, "teacher_mix": 1.0}
         if stage == LAYERS:
@@ -200,6 +239,26 @@ def noted(run: Path, config: ConvertConfig) -> dict[str, Any]:
         write_json(run / FILE, {"config": dump(config), "layers": [], "rows": []})
     notes: dict[str, Any] = read_json(run / FILE, CheckpointError)
     return notes
+
+
+def at_most(most: int, number: float) -> int:
+    return max(1, min(most, int(number)))
+
+
+def limit_of(notes: dict[str, Any]) -> int:
+    """Held-out tokens of each measurement of a conversion."""
+    return int(notes.get("limit", MEASURED))
+
+
+@torch.inference_mode()
+def pass_seconds(model: LanguageModel, seq_len: int) -> float:
+    """Seconds that a token takes in a pass over one window, measured on the faster of two."""
+    ids_BT, took = torch.zeros(1, seq_len, dtype=torch.int64, device=model.device), math.inf
+    for _ in range(2):
+        start = time.perf_counter()
+        model(ids_BT).logits[0, -1, 0].item()
+        took = min(took, time.perf_counter() - start)
+    return took / seq_len
 
 
 def seconds(trainer: Trainer) -> float:
