@@ -83,7 +83,7 @@ class Plan:
         unused, when = (OF_DECODING, "with") if self.train else (OF_TRAINING, "without")
         for flag, (value, _) in differences(self, Plan(self.model)).items():
             name = flag.removeprefix("--").replace("-", "_")
-            require(name not in unused, name, str(value), f"left out {when} --train")
+            require(name not in unused, name, getattr(self, name, value), f"left out {when} --train")
         if self.train:
             return self._training()
         if self.ram is None:
