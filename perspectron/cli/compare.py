@@ -35,9 +35,11 @@ from perspectron.compare.report.summary import STREAMING, ranked
 from perspectron.compare.run import Cell, Rate
 from perspectron.data import Tokenizer, absolute, with_encoding
 from perspectron.eval.suites import BESIDE_LOSS
+from perspectron.train.estimate import slow
 from perspectron.util.config import between_commas, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import locked
+from perspectron.util.machine import pick_device
 
 DESIGNS = "perspective,adr,lens,drm,gpt2,transformer,gla,ssd"
 QUICK: dict[str, Any] = {
@@ -269,6 +271,7 @@ def _summary(what: Plan) -> list[str]:
         f"{s.tokens:,} tokens ({s.match} matched), windows of {s.seq_len}, {s.dtype}, "
         f"{s.threads} thread{'s' * (s.threads > 1)} each"
     ]
+    lines += slow(pick_device(s.device), s.dtype)
     if "OMP_NUM_THREADS" in os.environ and here != s.threads:
         lines.append(
             f"OMP_NUM_THREADS is {here}; this comparison began with {s.threads} and goes on so, as other numbers of "

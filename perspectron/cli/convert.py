@@ -21,6 +21,7 @@ from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.convert.build import in_place, student
 from perspectron.train.convert.config import SHARES, TEXT, WINDOW, ConvertConfig, fitting, require_both
 from perspectron.train.convert.run import Conversion, config_of, noted
+from perspectron.train.estimate import slow
 from perspectron.train.loop import Trainer
 from perspectron.train.pace import Pace
 from perspectron.train.prepare import prepare, training_batches
@@ -134,7 +135,8 @@ class Convert:
                 )
                 training_batches(RunConfig(model, longest), shards)
                 conversion = Conversion(run, config, tokenizer, shards, began, Work)
-            console.print(summary)
+            for line in [summary, *slow(conversion.device, config.dtype)]:
+                console.print(line)
 
             def fit(trainer: Trainer, stage: str, ends: float | None) -> int | None:
                 console.print(f"{stage}: {trainer.config.train.steps:,} updates")

@@ -22,7 +22,7 @@ from perspectron.eval.written import heats, written
 from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import Layout, RunConfig, launched
-from perspectron.train.estimate import Estimate, require_room
+from perspectron.train.estimate import Estimate, require_room, slow
 from perspectron.train.loggers import Kind, logger
 from perspectron.train.loop import Trainer
 from perspectron.train.metrics import HELDOUT, Metrics, measured, read_metrics
@@ -90,7 +90,8 @@ def fit(
                         trainer = together.trainer(run, config, tokenizer, shards, paced=paced, **options)
                     else:
                         trainer = Trainer(run, config, tokenizer, shards, **options)
-        console.print(summary)
+        for line in [summary, *slow(device, config.train.dtype)]:
+            console.print(line)
         finished = checkpoint.path_of(run, config.train.steps).is_dir()
         if trainer is None:
             code = _fit_staged(run, config, tokenizer, shards, allow_changed, as_json, console, log)

@@ -13,8 +13,10 @@ from perspectron.cli.progress import Work
 from perspectron.compare import pool, search
 from perspectron.compare.plan import Settings, plan, threads_for
 from perspectron.data import absolute, with_encoding
+from perspectron.train.estimate import slow
 from perspectron.util.config import between_commas, require
 from perspectron.util.files import locked
+from perspectron.util.machine import pick_device
 
 SHOWN = 10  # candidates of a rung
 
@@ -91,6 +93,8 @@ class Search:
                     f"{len(everyone)} candidates of {self.design}, {settings.params:,} parameters; rungs of "
                 )
                 console.print(told + ", ".join(f"{tokens:,}" for tokens in rungs) + " tokens")
+                for line in slow(pick_device(settings.device), settings.dtype):
+                    console.print(line)
                 results = search.halve(
                     self.out, what, everyone, rungs, self.keep,
                     lambda cells: train(self.out, what, cells, self.jobs, console),

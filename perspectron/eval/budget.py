@@ -4,16 +4,17 @@ text."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from perspectron import presets
 from perspectron.data import Corpus, Shards
 from perspectron.data.vocabulary import BYTES
-from perspectron.eval.timing import Dtype, Setting, seconds_per_step
+from perspectron.eval.timing import Dtype, Setting, stepper, take_turns, timed
 from perspectron.model.census import active_parameters
 from perspectron.model.config import ModelConfig
 from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER, room
+from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER, precisions, room
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 from perspectron.util.machine import pick_device
@@ -22,6 +23,7 @@ SMALLEST, LARGEST = 200_000, 10**12  # parameters of a model that is chosen
 FIRST = 500_000  # parameters of the model that is timed first
 GROWTH = 0.8  # exponent with which time grows with the parameters, until a second size was timed
 ROUNDS = 2  # of timing, after one that is left out
+SLOW = 5.0  # seconds of an update that is timed once
 ENOUGH = 64 << 20  # bytes of text that are counted
 BYTES_PER_TOKEN = 3.0  # about: before there is a tokenizer
 MEASURED = 8  # times that the loss is measured and a checkpoint written
@@ -123,11 +125,15 @@ def _in_time(model: Callable[[float], ModelConfig], train: TrainConfig, seconds:
 
 
 def seconds_of(model: ModelConfig, train: TrainConfig) -> float:
-    """Seconds of an update here, measured on a few."""
-    setting = Setting(train.batch_size, train.seq_len, train.device)
-    dtypes: list[Dtype] = ["float32", "bfloat16"] if train.dtype == "auto" else [train.dtype]
-    (found,) = seconds_per_step({"": model}, setting, dtypes, ROUNDS, {"": train.optim}).values()
-    return min(min(times) for times in found.values()) * train.accumulate
+    """Seconds of an update here, measured on a few; on the first where it is SLOW."""
+    device = pick_device(train.device)
+    step = stepper(model, Setting(train.batch_size, train.seq_len, train.device), train.optim)
+    dtypes: list[Dtype] = precisions(device) if train.dtype == "auto" else [train.dtype]
+    turns = {dtype: timed(partial(step, dtype), device) for dtype in dtypes}
+    found = min(turn() for turn in turns.values())
+    if found < SLOW:
+        found = min(map(min, take_turns(turns, ROUNDS, warmup=0).values()))
+    return found * train.accumulate
 
 
 def settled(

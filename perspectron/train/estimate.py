@@ -130,13 +130,26 @@ def products(device: torch.device, dtype: torch.dtype) -> float:
     return best
 
 
+def precisions(device: torch.device) -> list[Literal["float32", "bfloat16"]]:
+    """Those that training may be faster in: float32 alone where products of bfloat16 take twice the time. Processors
+    without them can need a hundred times as long."""
+    full, half = (products(device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    slow = ranks.all_reduce_sum(torch.tensor(float(half > 2 * full), device=device)).item()
+    return ["float32"] if slow else ["float32", "bfloat16"]
+
+
+def slow(device: torch.device, dtype: str) -> list[str]:
+    """A line to say where a precision is slow; else none."""
+    if dtype != "bfloat16" or "bfloat16" in precisions(device):
+        return []
+    return ["bfloat16 is slow on this processor, which has no products of it; --dtype float32 is faster"]
+
+
 def faster(model: LanguageModel, batch: Batch, device: torch.device) -> Literal["float32", "bfloat16"]:
     """ "bfloat16" if a training pass over `batch` is faster with it, by the median of five pairs after one to warm up:
     the passes of a pair follow each other, so that a machine that is busy for a while slows both. After LONG no pair is
-    begun; if the first takes so long, it decides. A difference below 2% is none: float32. So it is, without a pass,
-    where products of bfloat16 take twice the time: processors without them can need a hundred times as long."""
-    full, half = (products(device, dtype) for dtype in (torch.float32, torch.bfloat16))
-    if ranks.all_reduce_sum(torch.tensor(float(half > 2 * full), device=device)).item():
+    begun; if the first takes so long, it decides. A difference below 2% is none: float32."""
+    if len(precisions(device)) == 1:
         return "float32"
     ratios, took = list[float](), torch.zeros((), device=device)
     with without_trace(model):

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import perspectron
 from perspectron import presets
@@ -19,7 +20,7 @@ from perspectron.cli.train import defaults
 from perspectron.data import open_shards
 from perspectron.eval import budget, perplexity
 from perspectron.model.census import active_parameters
-from perspectron.train import checkpoint
+from perspectron.train import checkpoint, estimate
 from perspectron.train.optim import OptimConfig
 from perspectron.train.pace import Pace
 from tests.cli.small import PLAIN
@@ -112,6 +113,13 @@ def test_too_few_minutes_are_refused_with_how_many_it_takes(play, capsys, monkey
     assert main(["train", "--data", "play.txt", "--minutes", "0.2", *PLAIN, *QUICK]) == 2
     in_a_line(capsys.readouterr().err.splitlines()[-1], "minutes", 0.2, 3)
     assert not list(Path("runs").iterdir())
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("bfloat16", 1), ("float32", 0)])
+def test_a_precision_that_is_slow_here_is_told_once(play, capsys, monkeypatch, dtype, said):
+    monkeypatch.setattr(estimate, "products", lambda _, of: 3.0 if of == torch.bfloat16 else 1.0)
+    assert main(["train", "--data", "play.txt", "--steps", "1", *PLAIN, *QUICK[:-1], dtype]) == 0
+    assert capsys.readouterr().err.count("--dtype float32") == said
 
 
 def test_a_second_run_of_a_text_has_a_folder_of_its_own(play, capsys):

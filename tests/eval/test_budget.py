@@ -4,7 +4,7 @@ import pytest
 
 from perspectron import presets
 from perspectron.data import open_corpus
-from perspectron.eval import budget
+from perspectron.eval import budget, timing
 from perspectron.eval.budget import Budget, sized
 from perspectron.model.census import active_parameters
 from perspectron.train.config import TrainConfig
@@ -51,6 +51,19 @@ def test_the_size_follows_from_tokens_and_from_passes(machine):
     passes = sized("perspective2", Budget(passes=2), train, 2_000_000, 0, 0)
     assert passes == tokens
     assert machine == []
+
+
+@pytest.mark.parametrize(("takes", "dtype", "wanted"), [
+    (0.1, "auto", ["float32", "bfloat16"] * 3), (9.0, "auto", ["float32", "bfloat16"]), (9.0, "float32", ["float32"]),
+])  # fmt: skip
+def test_a_slow_update_is_timed_once(monkeypatch, takes, dtype, wanted):
+    clock, calls = iter(x * takes for x in range(100)), []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(budget, "stepper", lambda *_: calls.append)
+    monkeypatch.setattr(budget, "precisions", lambda device: ["float32", "bfloat16"])
+    train = TrainConfig(dtype=dtype, accumulate=2, device="cpu")
+    assert budget.seconds_of(presets.get("transformer-tiny"), train) == pytest.approx(2 * takes)
+    assert sorted(calls) == sorted(wanted)
 
 
 def test_a_long_text_is_estimated_from_the_share_that_was_read(tmp_path, monkeypatch):
