@@ -107,7 +107,8 @@ def _section(found: dict[str, Any], score: str) -> list[Section]:
             "Where two lines cross, if all seeds say so; moved by: the factor by which the losses off the two lines "
             "move it, beside the interval."
         )
-        tables.append(Table(caption, list(CROSSING), [[Cell(text) for text in row] for row in crossings]))
+        rows = [[Cell(first, f"of {other}"), *map(Cell, rest)] for first, other, *rest in crossings]
+        tables.append(Table(caption, [CROSSING[0], *CROSSING[2:]], rows))
     slug = score.partition("_")[0]
     drawn = [plot.draw([chart], slug=f"{slug}{i}-") for i, chart in enumerate(charts(found, score))]
     return [Section(slug, f"Loss, {SCORES[score]}", sentence(found, score), drawn, tables)]
