@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from perspectron.data import Shards, Tokenizer, encode, open_corpus, open_shards, origin
+from perspectron.data import Shards, Tokenizer, encode, is_encoded, open_corpus, open_shards, origin
 from perspectron.data.template import Template, tokens_of
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.suggested import Asked, suggested
@@ -95,7 +95,7 @@ class Opened:
         known = trained is not None and trained.data != ""
         require(known, "data", None, "given: the artifact does not say what it was trained on")
         assert trained is not None
-        if (Path(trained.data) / "manifest.json").is_file():
+        if is_encoded(trained.data):
             shards = open_shards(Path(trained.data))
             if shards.tokenizer_fingerprint != self.tokenizer.fingerprint:
                 raise DataError(

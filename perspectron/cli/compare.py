@@ -24,16 +24,18 @@ from perspectron.compare.plan import (
     PLAN,
     Plan,
     Settings,
+    check_designs,
     models_of_designs,
     plan,
     read,
     threads_for,
+    vocabulary_in,
 )
 from perspectron.compare.pool import Ended
 from perspectron.compare.report import tables
 from perspectron.compare.report.summary import STREAMING, ranked
 from perspectron.compare.run import Cell, Rate
-from perspectron.data import Tokenizer, absolute, with_encoding
+from perspectron.data import absolute, with_encoding
 from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.train.estimate import slow
 from perspectron.util.config import between_commas, require
@@ -145,7 +147,8 @@ class Compare:
         if self.quick:
             short = f"seeds: {self.seeds}, tokens: {self.tokens}, one learning rate for all designs"
             say(f"a first look ({short}), from which no conclusion follows")
-        models_of_designs(replace(settings, vocab_size=self._vocabulary()))  # said before the text is read
+        vocab_size = vocabulary_in(self.data, self.vocab_size)
+        check_designs(replace(settings, vocab_size=vocab_size))  # said before the text is read
         with locked(folder), Work("encoding the text and planning"):
             what = plan(folder, "designs", settings, models_of_designs, threads_for(self.jobs))
         return finish(folder, what, self.jobs, console)
@@ -168,15 +171,6 @@ class Compare:
         out.mkdir(parents=True, exist_ok=True)
         results.write(out, whole)
         return out / results.PAGE
-
-    def _vocabulary(self) -> int:
-        """Size of the vocabulary: as asked for, or that of tokenised text."""
-        if not (Path(self.data) / "manifest.json").is_file():
-            return self.vocab_size
-        has = Tokenizer.load(Path(self.data) / "tokenizer.json").vocab_size
-        fits = self.vocab_size in (0, has)
-        require(fits, "vocab_size", self.vocab_size, f"{has}, that of {self.data}, or left out")
-        return has
 
     def settings(self) -> Settings:
         return Settings(

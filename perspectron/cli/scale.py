@@ -17,7 +17,7 @@ from perspectron.cli.console import Console, progress
 from perspectron.cli.options import BatchSize, Device, Jobs, SeqLen, count, table
 from perspectron.cli.progress import Work
 from perspectron.compare import pool, run, scaling
-from perspectron.compare.plan import Plan, models_of_designs, plan, threads_for
+from perspectron.compare.plan import Plan, models_of_designs, plan, threads_for, vocabulary_in
 from perspectron.compare.report.scaling import write
 from perspectron.compare.report.summary import WINDOWS
 from perspectron.compare.run import Rate
@@ -121,7 +121,8 @@ class Scale:
         study = Study(
             tuple(between_commas(self.designs)), tuple(count(size, "sizes") for size in between_commas(self.sizes)),
             tuple(self._ratios()), self.seeds, absolute(with_encoding(self.data, self.encoding)), self.heldout,
-            self.dev, self.vocab_size, self.seq_len, self.batch_size, self.rates, self.dtype, self.device,
+            self.dev, vocabulary_in(self.data, self.vocab_size), self.seq_len, self.batch_size, self.rates, self.dtype,
+            self.device,
         )  # fmt: skip
         if kept.is_file():
             known: Study = load(Study, read_json(kept, ConfigError), str(kept))
@@ -149,7 +150,7 @@ class Scale:
     def _all(self, out: Path, study: Study, console: Console) -> int:
         """The comparison at each point, from the smallest on."""
         with locked(out), Work("encoding the text and planning"):
-            scaling.text_of(out, study)
+            scaling.encode_text(out, study)
             plans = {at: self._plan(out, study, at) for at in study.points}
             write_json(out / STUDY, dump(study))  # one that grows is kept once it can be trained
         if len(study.points) == 1:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from perspectron import presets
-from perspectron.data import Shards, Tokenizer, encode, made_in, open_corpus, open_shards
+from perspectron.data import Shards, Tokenizer, encode, is_encoded, made_in, open_corpus, open_shards
 from perspectron.data.loader import Loader
 from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.eval.timing import Setting, seconds_per_step
@@ -161,8 +161,16 @@ def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
 
 def data_of(out: Path, settings: Settings) -> Path:
     """Folder of the tokenised text."""
-    data = Path(settings.data)
-    return data if (data / "manifest.json").is_file() else safe_join(out, DATA, ConfigError)
+    return Path(settings.data) if is_encoded(settings.data) else safe_join(out, DATA, ConfigError)
+
+
+def vocabulary_in(data: str, asked: int) -> int:
+    """Size of the vocabulary: as asked for, or that of tokenised text. ConfigError where the two differ."""
+    if not is_encoded(data):
+        return asked
+    has = Tokenizer.load(Path(data) / "tokenizer.json").vocab_size
+    require(asked in (0, has), "vocab_size", asked, f"{has}, that of {data}, or left out")
+    return has
 
 
 def plan(
@@ -282,6 +290,12 @@ def optimizer_in(name: str, model: ModelConfig) -> OptimConfig:
     with torch.device("meta"):
         recipe_of(LanguageModel(model), config.groups)
     return config
+
+
+def check_designs(settings: Settings) -> None:
+    """ConfigError for a design that is unknown, cannot meet the budget, or asks for a recipe that is not its own."""
+    for name, (model, *_) in models_of_designs(settings).items():
+        optimizer_in(name, model)
 
 
 def train_config(

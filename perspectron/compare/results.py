@@ -161,10 +161,9 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
         key: "; ".join(dict.fromkeys(str(part["conditions"].get(key, "")) for part in parts))
         for key in parts[0]["conditions"]
     }
-    everyone = {
-        **parts[0]["plan"],
-        "rates": sorted({rate for part in parts for rate in part["plan"].get("rates", ())}),
-    }
+    everyone = dict(parts[0]["plan"])
+    for name in ("rates", "warmups"):
+        everyone[name] = sorted({value for part in parts for value in part["plan"].get(name, ())})
     everyone["reference"] = REFERENCE if REFERENCE in designs else next(iter(designs))
     compressors: dict[str, float] = next(
         (part["compressors"] for part in parts if part.get("compressors")), {}

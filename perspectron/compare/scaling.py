@@ -1,7 +1,7 @@
 """A scaling study: the same designs compared at several sizes and numbers of tokens for a parameter, and the laws that
 their losses follow.
 
-DIR/SIZE-RATIO is the comparison at one of the points, DIR/text the text in one vocabulary for all. A law is log L =
+DIR/SIZE-RATIO is the comparison at one of the points, DIR/data the text in one vocabulary for all. A law is log L =
 log A − α log N − β log D, by least squares for each seed; where all points have one ratio D/N, α is what both gain and
 there is no β. Intervals are Student's over the seeds, so that designs are compared on the same seeds. A loss that no
 model gets below is not fitted: a few sizes cannot tell it from a smaller α, and `off` shows how straight the lines are.
@@ -21,9 +21,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from perspectron import presets
-from perspectron.compare.plan import ASKED, DATA, Settings, asked, models_of_designs, optimizer_in
+from perspectron.compare.plan import ASKED, DATA, Settings, asked, check_designs, prepare
 from perspectron.compare.report.summary import STREAMING, WINDOWS
-from perspectron.data import Shards, Tokenizer, encode, made_in, open_corpus, open_shards
+from perspectron.data import is_encoded
 from perspectron.presets.rates import FALL, PASSES, rate
 from perspectron.util.config import at_least, dump, require
 from perspectron.util.errors import ConfigError
@@ -32,9 +32,10 @@ from perspectron.util.numbers import fixed, short
 from perspectron.util.stats import interval, paired
 
 VERSION = 2
-STUDY, TEXT, RESULTS, PAGE = "scale.json", "text", "scale-results.json", "scale.html"
+STUDY, RESULTS, PAGE = "scale.json", "scale-results.json", "scale.html"
 WARMUP = 0.2
 FAR = 10.0  # crossings further from the sizes that were trained than by this factor are not told
+MOST_MOVED = 1000.0  # factor from which on it is not told by how much a crossing moves
 SCORES = {WINDOWS: "in windows", STREAMING: "memory carried"}
 
 
@@ -64,7 +65,8 @@ class Study:
             values = getattr(self, name)
             require(len(values) >= 1, name, values, "one or more")
             require(list(values) == sorted(set(values)), name, values, "growing")
-        require(self.per_parameter[0] > 0, "per_parameter", self.per_parameter, "> 0")
+        finite = self.per_parameter[0] > 0 and math.isfinite(self.per_parameter[-1])
+        require(finite, "per_parameter", self.per_parameter, "> 0 and finite")
         names = {short(size) for size in self.sizes}
         require(len(names) == len(self.sizes), "sizes", self.sizes, "apart by more than a thousandth")
         at_least(1, self, "seeds")
@@ -121,14 +123,13 @@ class Law(NamedTuple):
         return at, alpha, beta
 
     def off(self) -> float:
-        """The largest share by which a mean loss lies off the law."""
+        """The largest share by which a mean loss lies off the law, both of the seeds that have all points."""
         at, alpha, beta = self.mean()
-        return max(
-            abs(statistics.fmean(each.values()) / math.exp(at - alpha * math.log(N) - beta * math.log(D)) - 1)
-            for each, N, D in zip(
-                self.losses.values(), self.parameters.values(), self.tokens.values(), strict=True
-            )
-        )
+        shares = []
+        for point, losses in self.losses.items():
+            log = at - alpha * math.log(self.parameters[point]) - beta * math.log(self.tokens[point])
+            shares.append(abs(statistics.fmean(losses[seed] for seed in self.fits) / math.exp(log) - 1))
+        return max(shares)
 
 
 def folder_of(out: Path, at: Point) -> Path:
@@ -136,26 +137,22 @@ def folder_of(out: Path, at: Point) -> Path:
     return safe_join(out, f"{short(at.size)}-{at.ratio:g}", ConfigError)
 
 
-def text_of(out: Path, study: Study) -> tuple[Tokenizer, Shards]:
-    """The text in the vocabulary of all sizes, encoded once. ConfigError where a training would read it more than
-    PASSES times."""
-    folder = out / TEXT
-    if not (folder / "manifest.json").is_file():
-        corpus = open_corpus(study.data, study.heldout, dev=study.dev)
-        encode(corpus, made_in(folder, "bpe", corpus, study.vocabulary), folder)
-    tokenizer, shards = Tokenizer.load(folder / "tokenizer.json"), open_shards(folder)
+def encode_text(out: Path, study: Study) -> None:
+    """Encode the text in the vocabulary of all sizes, once. ConfigError where a training would read it more than PASSES
+    times."""
+    _, shards = prepare(out, study.settings(study.points[0]))
     there, most = shards.split("train").tokens, study.tokens(study.points[-1])
     few = f"the text has {there:,} tokens to train on, of which more than {PASSES:g} passes teach little"
     bound = f"≤ {PASSES * there / study.sizes[-1]:.3g}: {few}"
     require(most <= PASSES * there, "per_parameter", study.per_parameter[-1], bound)
-    return tokenizer, shards
 
 
 def text_at(out: Path, study: Study, at: Point) -> None:
-    """Give the comparison at a point a copy of the text, as if it had encoded it, so that the folder can be moved."""
+    """Give the comparison at a point a copy of the text, as if it had encoded it, so that the folder can be moved. Text
+    that `tokenize` encoded stays where it is."""
     folder, settings = folder_of(out, at) / DATA, study.settings(at)
-    if not (folder / ASKED).is_file():
-        shutil.copytree(out / TEXT, folder, dirs_exist_ok=True)
+    if not is_encoded(study.data) and not (folder / ASKED).is_file():
+        shutil.copytree(out / DATA, folder, dirs_exist_ok=True)
         write_json(folder / ASKED, asked(settings))
 
 
@@ -166,9 +163,7 @@ def checked(study: Study) -> None:
         bound = f"given, such as 4e-3 8e-3 1.6e-2: none is known for {name}"
         require(name in presets.DESIGNS, "rates", "none", bound)
     for size in study.sizes:
-        models = models_of_designs(study.settings(Point(size, study.per_parameter[0])))
-        for name, (model, *_) in models.items():
-            optimizer_in(name, model)
+        check_designs(study.settings(Point(size, study.per_parameter[0])))
 
 
 def transferred(out: Path, study: Study, at: Point) -> dict[str, float]:
@@ -295,19 +290,25 @@ def crossings(laws: dict[str, Law], study: Study) -> list[dict[str, Any]]:
                 found.append({
                     "designs": [a, b], "per_parameter": ratio, "parameters": math.exp(statistics.fmean(logs)),
                     "interval": span, "ahead_beyond": first, "off": off,
-                    "moved": None if off is None else math.exp(off / abs(statistics.fmean(steeper))),
+                    "moved": None if off is None else _moved(off / abs(statistics.fmean(steeper))),
                     "trained": study.sizes[0] <= math.exp(statistics.fmean(logs)) <= study.sizes[-1],
                 })  # fmt: skip
     return found
 
 
+def _moved(log: float) -> float:
+    return math.exp(log) if log < math.log(MOST_MOVED) else MOST_MOVED
+
+
 def losses_at(found: dict[str, Any], at: Point, score: str) -> dict[str, dict[int, float]]:
-    """Losses at a point by design and seed, the lowest mean first."""
+    """Losses at a point by design and seed, the lowest mean first; designs that lack seeds of others come last."""
     losses: dict[str, dict[int, float]] = {}
     for cell in found["cells"]:
         if (cell["size"], cell["per_parameter"]) == at and cell.get(score) is not None:
             losses.setdefault(cell["design"], {})[cell["seed"]] = cell[score]
-    return dict(sorted(losses.items(), key=lambda item: statistics.fmean(item[1].values())))
+    most = max(map(len, losses.values()), default=0)
+    order = {name: (len(each) < most, statistics.fmean(each.values())) for name, each in losses.items()}
+    return {name: losses[name] for name in sorted(losses, key=order.__getitem__)}
 
 
 def sentence(found: dict[str, Any], score: str = WINDOWS) -> str:
@@ -336,9 +337,15 @@ def crossing_rows(found: dict[str, Any], score: str = WINDOWS) -> list[list[str]
             presets.title(cross["ahead_beyond"]), presets.title(behind), f"{cross['per_parameter']:g}",
             short(cross["parameters"]) + (f" ({short(span[0])} to {short(span[1])})" if span else " (one seed)"),
             "yes" if cross["trained"] else "no",
-            "too few points" if cross["moved"] is None else f"{cross['moved']:.1f}",
+            _factor(cross["moved"]),
         ])  # fmt: skip
     return rows
+
+
+def _factor(moved: float | None) -> str:
+    if moved is None:
+        return "too few points"
+    return f"{moved:.1f}" if moved < MOST_MOVED else f"{MOST_MOVED:,.0f} or more"
 
 
 def _ahead(at: Point, losses: dict[str, dict[int, float]]) -> str:

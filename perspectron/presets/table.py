@@ -162,9 +162,9 @@ def variant(name: str) -> tuple[Design, dict[str, Any]]:
     table = DESIGNS[one_of(design, DESIGNS, "design")]
     known = sizes_of(table.make)
     given = {key: value for key, value in given.items() if key not in OF_TRAINING}
-    for key in given:
+    for key, value in given.items():
         require(key != table.knob, f"{name}: key", key, "left out: it is solved to match the parameters")
-        one_of(key, known, f"{name}: key")
+        load(known[one_of(key, known, f"{name}: key")].hint, value, f"{name}: {key}")
     return table, best_parts(design) | given if with_parts else given
 
 
@@ -203,7 +203,10 @@ def _parts(name: str) -> tuple[str, bool, dict[str, Any]]:
     items = between_commas(inside.removesuffix("]")) if bracket else []
     words = [item for item in items if "=" not in item]
     design = head.removesuffix("+") + (f"[{','.join(words)}]" if words else "")
-    return design, head.endswith("+"), dict(assignment(item) for item in items if "=" in item)
+    pairs = [assignment(item) for item in items if "=" in item]
+    given = dict(pairs)
+    require(len(given) == len(pairs), "design", name, "one in which each size is given once")
+    return design, head.endswith("+"), given
 
 
 def title(name: str) -> str:

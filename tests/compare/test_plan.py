@@ -148,6 +148,8 @@ def test_a_text_too_short_for_a_window_is_refused(text, tmp_path):
         (["--designs", "rwkv"], ["design", "rwkv"]),
         (["--designs", "gpt2,gpt2"], ["designs", "gpt2"]),
         (["--designs", ","], ["designs"]),
+        (["--designs", "gla[heads=2,heads=4]"], ["design", "gla[heads=2,heads=4]"]),
+        (["--designs", "gla[optimizer=sgd]"], ["optimizer", "sgd"]),
         (["--params", "50k", "--vocab-size", "32768"], ["params", 1_048_576]),
         (["--params", "many"], ["params", "many"]),
         (["--params", "5MB"], ["params", "5MB"]),
@@ -213,6 +215,15 @@ def test_a_tokenised_text_brings_its_vocabulary(text, tmp_path, capsys):
     for option, value in (("vocab_size", 300), ("heldout", 0.4), ("dev", 0.3)):
         assert main([*command, f"--{option.replace('_', '-')}", str(value)]) == 2
         in_a_line(capsys.readouterr().err, option, value)
+
+
+def test_several_texts_may_have_a_long_name(text, tmp_path):
+    linked = [tmp_path / (letter * 250) for letter in "ab"]
+    for link in linked:
+        link.symlink_to(text)
+    several = f"one=0.5:{linked[0]} two=0.5:{linked[1]}"
+    _, shards = plans.prepare(tmp_path / "out", settings(several))
+    assert shards.split("train").tokens > 0
 
 
 def test_a_text_without_a_dev_split_says_what_would_work(text, tmp_path, capsys):

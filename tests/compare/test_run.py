@@ -122,14 +122,15 @@ def test_results_of_several_comparisons_are_one_report(whole, tmp_path, capsys):
     """As if they had been one: the same designs with the same numbers."""
     found = json.loads((whole / "results.json").read_text())
     first, *rest = found["designs"]
-    for name, designs in (("a", [first]), ("b", rest)):
+    for name, designs, warmups in (("a", [first], [0.05]), ("b", rest, [0.05, 0.1])):
         part = found | {"designs": {d: found["designs"][d] for d in designs}}
         part["conditions"] = found["conditions"] | {"commit": name}
+        part["plan"] = found["plan"] | {"warmups": warmups}
         (tmp_path / f"{name}.json").write_text(json.dumps(part))
     paths = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
     assert main(["compare", "--report", *paths, "--out", str(tmp_path / "both")]) == 0
     both = json.loads((tmp_path / "both" / "results.json").read_text())
-    assert both["designs"] == found["designs"] and both["plan"] == found["plan"]
+    assert both["designs"] == found["designs"] and both["plan"] == found["plan"] | {"warmups": [0.05, 0.1]}
     assert both["conditions"]["commit"] == "a; b"
     assert all(
         presets.title(name) in (tmp_path / "both" / "results.html").read_text() for name in cells(found)

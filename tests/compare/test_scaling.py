@@ -145,6 +145,26 @@ def test_a_crossing_says_how_far_losses_off_the_lines_move_it():
     assert row[-1] == "2.2"
 
 
+def test_a_crossing_of_lines_that_hardly_differ_is_moved_far():
+    study = Study(("kda", "ssd"), (100_000, 200_000, 400_000), seeds=1)
+    losses = {"kda": (2.0, 1.9, 1.7), "ssd": (2.0 - 2e-6, 1.9, 1.7 + 2e-6)}
+    cells = [
+        cell(name, size, 0, loss)
+        for name, each in losses.items()
+        for size, loss in zip(study.sizes, each, strict=True)
+    ]
+    made = scaling.crossings(scaling.laws_of(cells, study, WINDOWS), study)
+    (row,) = scaling.crossing_rows({"crossings": {WINDOWS: made}})
+    assert row[-1] == "1,000 or more"
+
+
+def test_a_law_is_off_by_the_seeds_that_it_is_of():
+    study = Study(("a",), (100_000, 200_000, 400_000), seeds=2)
+    cells = [cell("a", size, seed, (20 + 9 * seed) * size**-0.2) for size in study.sizes for seed in (0, 1)]
+    (law,) = scaling.laws_of(cells[:-1], study, WINDOWS).values()
+    assert list(law.fits) == [0] and law.off() == pytest.approx(0, abs=1e-9)
+
+
 def test_more_tokens_for_a_parameter_have_an_exponent_of_their_own():
     study = Study(("a", "b"), (100_000, 400_000), (5.0, 20.0), seeds=2)
     laws = {"a": (40.0, 0.1, 0.08), "b": (40.0, 0.06, 0.12)}
@@ -189,6 +209,26 @@ def test_who_is_level_with_the_best_is_named():
     ]  # fmt: skip
     said = scaling.sentence({"study": dump(study), "cells": cells, "crossings": {WINDOWS: []}})
     assert "KDA" in said and "Mamba-2" not in said
+
+
+def test_a_design_that_lacks_a_seed_is_not_ahead():
+    study = Study(("kda", "ssd"), (100_000,), seeds=2)
+    cells = [cell("kda", 100_000, 0, 2.0), cell("ssd", 100_000, 0, 2.2), cell("ssd", 100_000, 1, 1.9)]
+    said = scaling.sentence({"study": dump(study), "cells": cells})
+    assert "Mamba-2 has the lowest loss, 2.050, not told apart from KDA" in said
+
+
+def test_text_that_is_encoded_is_read_as_it_is(text, tmp_path, capsys):
+    corpus, out = tmp_path / "corpus", tmp_path / "out"
+    made = ["tokenize", str(text), "--out", str(corpus), "--vocab-size", "280", "--dev", "0.1"]
+    assert main(made) == 0
+    command = [*COMMAND, "--data", str(corpus), "--out", str(out), "--sizes", "60k"]
+    capsys.readouterr()
+    assert main(command) == ConfigError.exit_code and names(capsys.readouterr().err, "vocab_size", 280)
+    assert main([*command, "--vocab-size", "0"]) == 0
+    plan = json.loads((out / "60k-0.05" / "results.json").read_text())["plan"]
+    assert plan["text_digest"] in (corpus / "manifest.json").read_text() and plan["vocab_size"] == 280
+    assert not list(out.glob("**/*.bin"))
 
 
 def test_rates_fall_with_the_parameters(tmp_path):
@@ -253,6 +293,7 @@ def test_a_seed_that_lacks_a_size_has_no_law_and_no_interval_comes_of_one():
         (["--rates", "-1"], "rates"), (["--minutes", "0"], "minutes"), (["--jobs", "0"], "jobs"),
         (["--per-parameter", "1000"], "per_parameter"),
         (["--per-parameter", "20,5"], "per_parameter"), (["--per-parameter", "many"], "per_parameter"),
+        (["--per-parameter", "inf"], "per_parameter"),
         (["--designs", "rwkv7[groups=mamba]"], "groups"),
     ],
 )  # fmt: skip

@@ -96,6 +96,7 @@ def test_a_large_space_is_drawn_from_without_return():
         ("rank = [1]", [], ["gla[rank=1]", "rank", "d_model"]),
         ("heads = []", [], ["heads", "[]"]),
         ("heads = 2", [], ["heads", 2]),
+        ('heads = [1, "two"]', [], ["heads", "two"]),
         ("", [], ["space.toml"]),
         ("heads = [", [], ["space.toml"]),
         ("hidden = [8]", [], ["hidden"]),
