@@ -137,6 +137,9 @@ def _read(source: Source, lens: bool) -> Imported:
 
 def opened(folder: Path) -> Source:
     """What `config.json` says of a folder. CheckpointError: there is none, or it cannot be read."""
+    if folder.is_file():
+        kinds = f"a folder with config.json, a {gguf.SUFFIX} or a {pth.SUFFIX}"
+        raise CheckpointError(f"{folder}: a file of another kind, must be {kinds}")
     values = read_json(folder / "config.json", CheckpointError, infinite=True)
     return Source(folder, values if isinstance(values, dict) else {})
 
