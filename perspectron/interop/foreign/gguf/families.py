@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from perspectron.interop.foreign.gguf.container import Container
+from perspectron.model.config import MOST_BLOCKS, MOST_SIZE
 from perspectron.util.errors import CheckpointError
 
 Fix = Callable[[Tensor], Tensor]
@@ -65,13 +66,13 @@ class Fields:
         self._read.add(name)
         return self.container.metadata.get(f"{self.arch}.{name}", default)
 
-    def number(self, name: str, default: int | None = None) -> int:
-        """A whole number ≥ 1; of one for each layer that are 0 in some, the one of the others."""
+    def number(self, name: str, default: int | None = None, most: int = MOST_SIZE) -> int:
+        """A whole number from 1 to `most`; of one for each layer that are 0 in some, the one of the others."""
         value = self.get(name, default)
         if isinstance(value, list) and len(set(value) - {0}) == 1:
             value = max(value)
-        if type(value) is not int or value < 1:
-            raise self.error(name, value, "a whole number ≥ 1, the same in all layers")
+        if type(value) is not int or not 1 <= value <= most:
+            raise self.error(name, value, f"a whole number from 1 to {most:,}, the same in all layers")
         return value
 
     def real(self, name: str, default: float) -> float:
@@ -126,7 +127,7 @@ class Family(NamedTuple):
 
 def shared(fields: Fields, *, experts: bool = False) -> Values:
     """The values that all families have. experts: whether there can be some."""
-    layers = fields.number("block_count")
+    layers = fields.number("block_count", most=MOST_BLOCKS)
     if fields.get("nextn_predict_layers"):
         layers -= fields.number("nextn_predict_layers")
     D, H = fields.number("embedding_length"), fields.number("attention.head_count")
@@ -159,7 +160,8 @@ def unattended(fields: Fields) -> Values:
     for name in ("attention.head_count", "context_length", "vocab_size"):
         fields.get(name)
     return {
-        "hidden_size": fields.number("embedding_length"), "num_hidden_layers": fields.number("block_count"),
+        "hidden_size": fields.number("embedding_length"),
+        "num_hidden_layers": fields.number("block_count", most=MOST_BLOCKS),
         "vocab_size": fields.container.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in fields.container.tensors,
     }  # fmt: skip
