@@ -232,6 +232,8 @@ def test_positions_of_pairs_side_by_side_are_refused(tmp_path):
     ("kind", "values", "word"),
     [
         ("llama", {"rope_scaling": LLAMA3 | {"factor": 1e308}}, "factor"),
+        ("falcon_h1", {"mamba_norm_before_gate": None}, "mamba_norm_before_gate"),
+        ("kimi_linear", {"num_key_value_heads": 4, "moe_renormalize": None}, "moe_renormalize"),
         ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
         ("gemma3_text", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar"),
         ("granitemoehybrid", HYBRID | {"num_local_experts": 0, "logits_scaling": 0}, "logits_scaling"),
