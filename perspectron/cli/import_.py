@@ -63,7 +63,10 @@ class Import:
 
 
 def _caching(config: "ModelConfig", cache: str) -> "ModelConfig":
-    """The config, whose attention keeps its keys and values so."""
+    """The config, whose attention keeps its keys and values so. ConfigError: there is no attention to do so."""
+    if cache != "full":
+        attends = any(hasattr(mixer, "cache") for block in config.blocks for mixer in block.mixers)
+        require(attends, "cache", cache, f"left out: {config.name} has no attention, so no keys and values")
 
     def kept(block: "BlockConfig") -> "BlockConfig":
         mixers: dict[str, Any] = {"mixer": block.mixer, "beside": block.beside}

@@ -121,7 +121,8 @@ def aliased(file: Read) -> tuple[str, dict[str, str]]:
     """(the JSON of a tokenizer that no text can make give a special token, the names that such tokens have in it by
     their spelling). The names are random letters, drawn once for each process: who knows none cannot write them. A
     special token that the model itself could make, as Unigram makes whatever its vocabulary has, has no other name
-    there, and no merge makes it. No normaliser sees a name, which it could take apart."""
+    there, and no merge makes it. No normaliser sees a name, which it could take apart, and each is found within a word,
+    too."""
     value, special = file.value, [token.content for token in file.added if token.special]
     names = {content: f"<{_ALIAS}{_letters(i)}>" for i, content in enumerate(special)}
     model: dict[str, Any] = dict(value["model"])
@@ -135,7 +136,9 @@ def aliased(file: Read) -> tuple[str, dict[str, str]]:
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     added = [
-        {**token, "content": names[token["content"]], "normalized": False} if token.get("special") else token
+        token | {"content": names[token["content"]], "normalized": False, "single_word": False}
+        if token.get("special")
+        else token
         for token in value.get("added_tokens") or []
     ]
     # The length of a text is no tokenizer's to cut or to fill.

@@ -264,3 +264,16 @@ def test_a_brief_cache_is_half_the_state_and_near(kind, bpe, tmp_path):
     assert sizes[0] == 2 * sizes[1]
     apart = float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
     assert 0 < apart < 0.02
+
+
+def test_a_cache_of_no_attention_is_refused(bpe, tmp_path, capsys):
+    saved(tmp_path / "hf", "mamba2", bpe)
+    assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "run"), "--cache", "bfloat16"]) == 2
+    in_a_line(capsys.readouterr().err, "cache", "bfloat16", "attention")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_of_another_kind_is_named(tmp_path, capsys):
+    (tmp_path / "model.bin").touch()
+    assert main(["import", str(tmp_path / "model.bin"), "--out", str(tmp_path / "run")]) == 2
+    in_a_line(capsys.readouterr().err, tmp_path / "model.bin", ".gguf", ".pth")

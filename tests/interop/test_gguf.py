@@ -220,6 +220,7 @@ def test_what_is_no_gguf_of_a_known_kind_is_named(llama, tmp_path):
     ("values", "named"),
     [
         ({"expert_count": 8}, ["llama.expert_count", 8]),
+        ({"block_count": 2**24}, ["llama.block_count", 2**24]),
         ({"attn_logit_softcapping": 50.0}, ["llama.attn_logit_softcapping", 50.0]),
         ({"attention__causal": False}, ["llama.attention.causal"]),
         ({"attention__value_length": 12}, ["llama.attention.value_length", 12]),

@@ -93,6 +93,8 @@ EMPTY: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("llama", {}, {"layer_types": FULL}, {"layer_types": LOCAL}),
     ("llama", {}, {"use_flash_attn": False}, {"use_flash_attn": True}),
     ("llama", {}, {"max_sequence_length": 64}, {"max_sequence_len": 64}),
+    ("llama", {}, {"pruned_heads": {}, "torchscript": False, "top_k": 50}, {"top_k": 40}),
+    ("llama", {}, {"is_encoder_decoder": False}, {"is_encoder_decoder": True}),
     *(
         ("llama", {"rope_parameters": YARN}, *({"rope_parameters": YARN | {name: x}} for x in (1.0, 0.8)))
         for name in ("attn_factor", "extrapolation_factor")
@@ -112,6 +114,16 @@ def test_keys_that_transformers_ignores_are_read_where_they_change_nothing(
     assert read(**values | more) == read(**values)
     with refused(CheckpointError, *wrong):
         read(**values | wrong)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma3", "mamba2", "qwen3_5", "falcon_h1"])
+def test_a_file_with_all_keys_is_the_one_with_those_that_are_told(kind, tmp_path):
+    config = AutoConfig.for_model(kind)
+    config.save_pretrained(tmp_path)
+    wanted = config_of(tmp_path)
+    config.to_json_file(tmp_path / "config.json", use_diff=False)
+    assert "is_encoder_decoder" in json.loads((tmp_path / "config.json").read_text())
+    assert config_of(tmp_path) == wanted
 
 
 OLD: list[tuple[str, dict[str, Any]]] = [
@@ -187,6 +199,8 @@ LINEAR = {
     f"linear_{name}": 4 for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
 }
 PUBLISHED: list[tuple[str, dict[str, Any]]] = [
+    ("gpt2", {"n_layer": 4, "n_ctx": 64, "n_special": 0, "predict_special_tokens": True, "output_past": True,
+              "_num_labels": 1}),
     ("llama", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}),
     ("smollm3", {"max_window_layers": 28, "no_rope_layers": [1, 1, 1, 0], "sliding_window": None}),
     ("granitemoehybrid", HYBRID | {"normalization_function": "rmsnorm", "init_method": "mup", "num_local_experts": 0,
@@ -201,7 +215,7 @@ PUBLISHED: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("kind", "values"), PUBLISHED, ids=[kind for kind, _ in PUBLISHED])
 def test_keys_of_published_files_that_transformers_does_not_read_are_no_obstacle(kind, values, tmp_path):
     bare = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 4}
-    outer = {} if "text_config" in values else bare if kind == "mamba2" else SMALL
+    outer = {} if "text_config" in values else {"gpt2": {}, "mamba2": bare}.get(kind, SMALL)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **outer, **values}))
     assert len(config_of(tmp_path).blocks) == 4
 
@@ -218,6 +232,8 @@ def test_positions_of_pairs_side_by_side_are_refused(tmp_path):
     ("kind", "values", "word"),
     [
         ("llama", {"rope_scaling": LLAMA3 | {"factor": 1e308}}, "factor"),
+        ("falcon_h1", {"mamba_norm_before_gate": None}, "mamba_norm_before_gate"),
+        ("kimi_linear", {"num_key_value_heads": 4, "moe_renormalize": None}, "moe_renormalize"),
         ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
         ("gemma3_text", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar"),
         ("granitemoehybrid", HYBRID | {"num_local_experts": 0, "logits_scaling": 0}, "logits_scaling"),

@@ -76,8 +76,8 @@ KINDS: dict[str, Kind] = {
     "gemma3": Kind(gemma3.config_within, gemma3.weights, gemma3.HARMLESS),
     "olmo2": Kind(olmo2.config, olmo2.weights),
     "olmo3": Kind(olmo2.config3, olmo2.weights),
-    "olmoe": Kind(olmoe.config, olmoe.weights, olmoe.HARMLESS),
-    "qwen3_moe": Kind(qwen3_moe.config, qwen3_moe.weights, qwen3_moe.HARMLESS),
+    "olmoe": Kind(olmoe.config, decoder.weights, olmoe.HARMLESS),
+    "qwen3_moe": Kind(qwen3_moe.config, decoder.weights, qwen3_moe.HARMLESS),
     "mamba2": Kind(mamba2.config, mamba2.weights, mamba2.HARMLESS),
     "granitemoehybrid": Kind(granite.config, granite.weights, granite.HARMLESS),
     "lfm2": Kind(lfm2.config, lfm2.weights, lfm2.HARMLESS),
@@ -137,6 +137,9 @@ def _read(source: Source, lens: bool) -> Imported:
 
 def opened(folder: Path) -> Source:
     """What `config.json` says of a folder. CheckpointError: there is none, or it cannot be read."""
+    if folder.is_file():
+        kinds = f"a folder with config.json, a {gguf.SUFFIX} or a {pth.SUFFIX}"
+        raise CheckpointError(f"{folder}: a file of another kind, must be {kinds}")
     values = read_json(folder / "config.json", CheckpointError, infinite=True)
     return Source(folder, values if isinstance(values, dict) else {})
 

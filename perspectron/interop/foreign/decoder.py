@@ -65,7 +65,9 @@ def network(
 
 
 def flag(source: Source, name: str, silent: bool) -> bool:
-    return bool(source.must(name, (True, False), silent))
+    """A flag, `silent` where it is missing. Null is false, or refused where silence means true."""
+    missing = name not in source.values
+    return bool(source.must(name, (True, False), silent if missing or not silent else None))
 
 
 def rope(source: Source, *, theta: float = THETA, share: float | None = None) -> Rope:

@@ -11,18 +11,17 @@ from perspectron.model.ffn import MLPConfig
 from perspectron.model.mixer import config_of
 
 HARMLESS = (
-    "attn_pdrop", "embd_pdrop", "n_ctx", "reorder_and_upcast_attn", "resid_pdrop", "summary_activation",
-    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "_num_labels", "attn_pdrop", "embd_pdrop", "n_ctx", "n_special", "output_past", "predict_special_tokens",
+    "reorder_and_upcast_attn", "resid_pdrop", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj",
 )  # fmt: skip
 
 
 def config(source: Source) -> ModelConfig:
     """GPT-2 with its learned positions."""
     source.must("activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")
-    for name, value in (
-        ("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False),
-    ):  # fmt: skip
-        source.must(name, (value,), value)
+    source.must("scale_attn_weights", (True,), True)
+    source.must("scale_attn_by_inverse_layer_idx", (False,), False)
     D = source.number("n_embd", 768)
     mixer = config_of("attention", heads=source.number("n_head", 12), rope_base=None, bias=True)
     block = BlockConfig(mixer, MLPConfig(source.number("n_inner", 4 * D), "gelu_tanh"))

@@ -34,7 +34,7 @@ def config(source: Source) -> ModelConfig:
     ties = source.get("tie_embedding", source.get("tie_word_embeddings"))
     model = decoder.model(
         source, "lfm2", mixers, SwiGLUConfig(_hidden(source)), tied=True, longest=128_000,
-        ties=Source(source.folder, {"tie_word_embeddings": ties}, source.file),
+        ties=Source(source.folder, {} if ties is None else {"tie_word_embeddings": ties}, source.file),
     )  # fmt: skip
     return replace(model, norm_eps=source.real("norm_eps", 1e-5))
 

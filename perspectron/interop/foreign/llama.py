@@ -19,6 +19,3 @@ def config(source: Source) -> ModelConfig:
     )
     network = decoder.network(source, bias=decoder.flag(source, "mlp_bias", False))
     return decoder.model(source, "transformer", (mixer,) * count, network, longest=2048)
-
-
-weights = decoder.weights

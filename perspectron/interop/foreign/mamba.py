@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from perspectron.interop.foreign import decoder
+from perspectron.interop.foreign import decoder, mamba2
 from perspectron.interop.foreign.source import Source
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.mixer import config_of
@@ -52,17 +52,9 @@ def _model(source: Source, **norms: Any) -> ModelConfig:
 
 
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
-    D, embedding = config.d_model, "backbone.embeddings.weight"
+    embedding = "backbone.embeddings.weight"
     older = embedding.replace("embeddings", "embedding")  # as the authors' own files have it
-    taken = decoder.outer(
-        source, embedding if source.has(embedding) or not source.has(older) else older, config
-    )
-    taken["norm.weight"] = source.take("backbone.norm_f.weight", D)
-    for i, block in enumerate(config.blocks):
-        there, here = f"backbone.layers.{i}", f"blocks.{i}"
-        taken[f"{here}.mixer_norm.weight"] = source.take(f"{there}.norm.weight", D)
-        taken |= _mixer(source, f"{there}.mixer", f"{here}.mixer", D, block.mixer)
-    return taken
+    return mamba2.weights(source, config, _mixer, older if source.has(older) else embedding)
 
 
 def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:

@@ -45,14 +45,18 @@ def config(source: Source) -> ModelConfig:
     return ModelConfig("ssd", source.number("vocab_size"), D, blocks, head, norm_eps=eps)
 
 
-def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
+def weights(
+    source: Source, config: ModelConfig, mixer: decoder.Mixer | None = None,
+    embedding: str = "backbone.embeddings.weight",
+) -> dict[str, Tensor]:  # fmt: skip
+    """Those of a model of mixers alone. mixer: takes one's; None is Mamba-2's. embedding: its name there."""
     D = config.d_model
-    taken = decoder.outer(source, "backbone.embeddings.weight", config)
+    taken = decoder.outer(source, embedding, config)
     taken["norm.weight"] = source.take("backbone.norm_f.weight", D)
     for i, block in enumerate(config.blocks):
         there, here = f"backbone.layers.{i}", f"blocks.{i}"
         taken[f"{here}.mixer_norm.weight"] = source.take(f"{there}.norm.weight", D)
-        taken |= mixer_weights(source, f"{there}.mixer", f"{here}.mixer", D, block.mixer)
+        taken |= (mixer or mixer_weights)(source, f"{there}.mixer", f"{here}.mixer", D, block.mixer)
     return taken
 
 

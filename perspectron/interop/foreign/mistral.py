@@ -14,6 +14,3 @@ def config(source: Source) -> ModelConfig:
     decoder.kinds(source, [kind] * count, (kind,))
     mixer = decoder.attention(source, decoder.rope(source), key_heads=8, window=window)
     return decoder.model(source, "transformer", (mixer,) * count, decoder.network(source), longest=131_072)
-
-
-weights = decoder.weights

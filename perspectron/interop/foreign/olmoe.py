@@ -21,6 +21,3 @@ def config(source: Source) -> ModelConfig:
     network = MixtureConfig(source.number("intermediate_size"), E, mixture.chosen(source, E), normed=normed)
     mixers = [attention] * decoder.layers(source)
     return decoder.model(source, "olmoe", mixers, network, eps=1e-5, longest=4096)
-
-
-weights = decoder.weights

@@ -25,6 +25,3 @@ def decoded(source: Source, width: int | None = None, **options: Any) -> ModelCo
         decoder.attention(source, turned, key_heads=32, width=width, window=own, **options) for own in windows
     ]
     return decoder.model(source, "transformer", mixers, decoder.network(source), longest=32_768)
-
-
-weights = decoder.weights

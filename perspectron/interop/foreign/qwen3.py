@@ -9,6 +9,3 @@ def config(source: Source) -> ModelConfig:
     return qwen2.decoded(
         source, width=128, qk_norm="head", bias=decoder.flag(source, "attention_bias", False)
     )
-
-
-weights = decoder.weights

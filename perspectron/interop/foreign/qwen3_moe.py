@@ -17,6 +17,3 @@ def config(source: Source) -> ModelConfig:
     )  # fmt: skip
     networks = mixture.networks(source, count, lambda: decoder.network(source), normed=False)
     return decoder.model(source, "qwen3_moe", [attention] * count, networks, longest=32_768)
-
-
-weights = decoder.weights

@@ -28,6 +28,3 @@ def config(source: Source) -> ModelConfig:
     ]
     network = decoder.network(source, bias=decoder.flag(source, "mlp_bias", False))
     return decoder.model(source, "transformer", mixers, network, tied=True, longest=32_768)
-
-
-weights = decoder.weights

@@ -17,13 +17,23 @@ HARMLESS = frozenset(
     {
         "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout", "attn_implementation",
         "auto_map", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype", "eos_token_id",
-        "id2label", "initializer_range", "label2id", "model_type", "output_attentions", "output_hidden_states",
-        "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "task_specific_params", "tokenizer_class",
-        "torch_dtype", "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
+        "gradient_checkpointing", "id2label", "initializer_range", "label2id", "model_type", "num_labels",
+        "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
+        "task_specific_params", "tf_legacy_loss", "tokenizer_class", "torch_dtype", "torchscript",
+        "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16",
         "use_cache",
     }
 )  # fmt: skip
 """Keys of a config.json that say nothing about the function that a model computes."""
+SILENT = {
+    "is_encoder_decoder": False, "is_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False,
+    "pruned_heads": {}, "max_length": 20, "min_length": 0, "do_sample": False, "early_stopping": False, "num_beams": 1,
+    "num_beam_groups": 1, "diversity_penalty": 0.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0,
+    "repetition_penalty": 1.0, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+    "num_return_sequences": 1, "output_scores": False, "return_dict_in_generate": False,
+    "remove_invalid_values": False,
+}  # fmt: skip
+"""Keys of every config of transformers by the values that they have unless told. Files with all keys have them."""
 LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
 """Names of kinds of layers in older files, and what they are called now."""
 
@@ -98,10 +108,10 @@ class Source:
         return [LAYER_TYPES.get(kind, str(kind)) for kind in kinds]
 
     def done_config(self, harmless: Collection[str]) -> None:
-        """CheckpointError for a value that was not asked for, but for null and the names that are harmless: it may
-        change what the model computes."""
+        """CheckpointError for a value that was not asked for, but for null, SILENT and the names that are harmless: it
+        may change what the model computes."""
         for name, value in self.values.items():
-            if value is not None and name not in self._asked and name not in harmless:
+            if value not in (None, SILENT.get(name)) and name not in self._asked and name not in harmless:
                 raise self.error(f"{name} is {repr(value)[:40]}, which no model of ours has a place for")
         for inner in self._inner:
             inner.done_config(harmless)

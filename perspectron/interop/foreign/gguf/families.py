@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from perspectron.interop.foreign.gguf.container import Container
+from perspectron.model.config import MOST_BLOCKS, MOST_SIZE
 from perspectron.util.errors import CheckpointError
 
 Fix = Callable[[Tensor], Tensor]
 Values = dict[str, Any]
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_BACKBONE = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _ATTENTION = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -65,13 +67,13 @@ class Fields:
         self._read.add(name)
         return self.container.metadata.get(f"{self.arch}.{name}", default)
 
-    def number(self, name: str, default: int | None = None) -> int:
-        """A whole number ≥ 1; of one for each layer that are 0 in some, the one of the others."""
+    def number(self, name: str, default: int | None = None, most: int = MOST_SIZE) -> int:
+        """A whole number from 1 to `most`; of one for each layer that are 0 in some, the one of the others."""
         value = self.get(name, default)
         if isinstance(value, list) and len(set(value) - {0}) == 1:
             value = max(value)
-        if type(value) is not int or value < 1:
-            raise self.error(name, value, "a whole number ≥ 1, the same in all layers")
+        if type(value) is not int or not 1 <= value <= most:
+            raise self.error(name, value, f"a whole number from 1 to {most:,}, the same in all layers")
         return value
 
     def real(self, name: str, default: float) -> float:
@@ -126,7 +128,7 @@ class Family(NamedTuple):
 
 def shared(fields: Fields, *, experts: bool = False) -> Values:
     """The values that all families have. experts: whether there can be some."""
-    layers = fields.number("block_count")
+    layers = fields.number("block_count", most=MOST_BLOCKS)
     if fields.get("nextn_predict_layers"):
         layers -= fields.number("nextn_predict_layers")
     D, H = fields.number("embedding_length"), fields.number("attention.head_count")
@@ -159,7 +161,8 @@ def unattended(fields: Fields) -> Values:
     for name in ("attention.head_count", "context_length", "vocab_size"):
         fields.get(name)
     return {
-        "hidden_size": fields.number("embedding_length"), "num_hidden_layers": fields.number("block_count"),
+        "hidden_size": fields.number("embedding_length"),
+        "num_hidden_layers": fields.number("block_count", most=MOST_BLOCKS),
         "vocab_size": fields.container.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in fields.container.tensors,
     }  # fmt: skip
@@ -268,18 +271,25 @@ def _olmo2(fields: Fields, values: Values) -> Values:
     }  # fmt: skip
 
 
-def _qwen35(fields: Fields, values: Values) -> Values:
-    fields.get("rope.dimension_sections")  # of a text all sections have one position
-    every = fields.number("full_attention_interval", 4)
-    count, Hv = values["num_hidden_layers"], fields.number("ssm.time_step_rank")
-    linear = fields.flags("attention.recurrent_layers", count, lambda i: (i + 1) % every != 0)
+def _linear(fields: Fields) -> Values:
+    """The sizes of gated delta rules."""
+    Hv = fields.number("ssm.time_step_rank")
     return {
-        "layer_types": ["linear_attention" if flag else "full_attention" for flag in linear],
         "linear_num_key_heads": fields.number("ssm.group_count"), "linear_num_value_heads": Hv,
         "linear_key_head_dim": fields.number("ssm.state_size"),
         "linear_value_head_dim": fields.number("ssm.inner_size") // Hv,
         "linear_conv_kernel_dim": fields.number("ssm.conv_kernel"),
     }  # fmt: skip
+
+
+def _qwen35(fields: Fields, values: Values) -> Values:
+    fields.get("rope.dimension_sections")  # of a text all sections have one position
+    every = fields.number("full_attention_interval", 4)
+    count = values["num_hidden_layers"]
+    linear = fields.flags("attention.recurrent_layers", count, lambda i: (i + 1) % every != 0)
+    return _linear(fields) | {
+        "layer_types": ["linear_attention" if flag else "full_attention" for flag in linear]
+    }
 
 
 def _experts(fields: Fields, *, normed: bool) -> Values:
@@ -409,18 +419,11 @@ def _nemotron_experts(fields: Fields) -> Values:
 
 def _qwen3next(fields: Fields, values: Values) -> Values:
     """In llama.cpp all layers have experts."""
-    count, every, Hv = (
-        values["num_hidden_layers"],
-        fields.number("full_attention_interval", 4),
-        fields.number("ssm.time_step_rank"),
-    )
+    count, every = values["num_hidden_layers"], fields.number("full_attention_interval", 4)
     fields.get("feed_forward_length")
-    return _experts(fields, normed=True) | {
+    return _experts(fields, normed=True) | _linear(fields) | {
         "layer_types": ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)],
-        "linear_num_key_heads": fields.number("ssm.group_count"), "linear_num_value_heads": Hv,
-        "linear_key_head_dim": fields.number("ssm.state_size"),
-        "linear_value_head_dim": fields.number("ssm.inner_size") // Hv,
-        "linear_conv_kernel_dim": fields.number("ssm.conv_kernel"), "num_experts": fields.number("expert_count"),
+        "num_experts": fields.number("expert_count"),
         "moe_intermediate_size": fields.number("expert_feed_forward_length"),
         "shared_expert_intermediate_size": fields.number("expert_shared_feed_forward_length"),
     }  # fmt: skip
@@ -531,7 +534,6 @@ def _delta(values: Values) -> dict[str, Fix]:
     """Norms, and value heads, which stand with those of one key head side by side again, not one from each in turn."""
     Hk, Hv = values["linear_num_key_heads"], values["linear_num_value_heads"]
     K, V = values["linear_key_head_dim"], values["linear_value_head_dim"]
-    norms = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")
 
     def grouped(x: Tensor, width: int) -> Tensor:
         """The first axis, of Hv heads."""
@@ -541,7 +543,7 @@ def _delta(values: Values) -> dict[str, Fix]:
         keys = 2 * Hk * K
         return torch.cat([x[:keys], grouped(x[keys:], V)])
 
-    return _less_one(norms) | {
+    return _less_one(_NORMS_OF_QWEN) | {
         "attn_qkv": values_last, "ssm_conv1d": lambda x: values_last(x)[:, None],
         "attn_gate": lambda x: grouped(x, V), "ssm_out": lambda x: grouped(x.T, V).T,
         "ssm_alpha": lambda x: grouped(x, 1), "ssm_beta": lambda x: grouped(x, 1),
@@ -551,8 +553,7 @@ def _delta(values: Values) -> dict[str, Fix]:
 
 def _next(values: Values) -> dict[str, Fix]:
     """Value heads stand as they did."""
-    norms = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")
-    return _less_one(norms) | {
+    return _less_one(_NORMS_OF_QWEN) | {
         "ssm_conv1d": lambda x: x[:, None], "ssm_a": _logarithm, "ffn_gate_inp_shexp": lambda x: x.reshape(1, -1),
     }  # fmt: skip
 
@@ -570,6 +571,7 @@ def _rwkv7_fixes(values: Values) -> dict[str, Fix]:
     }
 
 
+_NORMS_OF_QWEN = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")
 _GEMMA_NORMS = (
     "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm",
 )  # fmt: skip
@@ -636,12 +638,12 @@ FAMILIES = {
     ),
     "nemotron_h": Family(
         "nemotron_h", _nemotron_h, _PARTS | {"attn_norm": "norm"}, _mamba_permuted,
-        {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+        _BACKBONE,
         layers="backbone.layers",
     ),
     "nemotron_h_moe": Family(
         "nemotron_h", _nemotron_h, _PARTS | _NEMOTRON_EXPERTS | {"attn_norm": "norm"}, _mamba_permuted,
-        {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+        _BACKBONE,
         experts=True, layers="backbone.layers",
     ),
     "qwen3next": Family("qwen3_next", _qwen3next, _NEXT_NAMES, _next, experts=True),
@@ -653,7 +655,7 @@ FAMILIES = {
             "ssm_dt": "mixer.dt_proj", "ssm_a": "mixer.A_log", "ssm_d": "mixer.D", "ssm_out": "mixer.out_proj",
         },
         lambda values: {"ssm_conv1d.weight": lambda x: x[:, None], "ssm_a": _logarithm},
-        {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
+        _BACKBONE,
         attends=False, layers="backbone.layers",
     ),
     "rwkv7": Family(
