@@ -19,7 +19,8 @@ from perspectron.compare import run
 from perspectron.compare.plan import Models, Plan, Settings, models_of_designs, warm_up
 from perspectron.compare.run import Cell, Rate
 from perspectron.model.census import census
-from perspectron.util.config import require
+from perspectron.train.optim import OptimConfig
+from perspectron.util.config import load, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import read_json, safe_join, write_json
 
@@ -58,7 +59,9 @@ def read_space(path: Path, design: str) -> Space:
             require(all(fits), f"{path}: {key}", values, bound)
         else:
             for value in values:
-                presets.variant(_named(design, {key: value}))
+                name = _named(design, {key: value})
+                presets.variant(name)
+                load(OptimConfig, presets.training(name), name)
     return space
 
 

@@ -97,6 +97,7 @@ def test_a_large_space_is_drawn_from_without_return():
         ("heads = []", [], ["heads", "[]"]),
         ("heads = 2", [], ["heads", 2]),
         ('heads = [1, "two"]', [], ["heads", "two"]),
+        ('optimizer = ["sgd"]', [], ["optimizer", "sgd"]),
         ("", [], ["space.toml"]),
         ("heads = [", [], ["space.toml"]),
         ("hidden = [8]", [], ["hidden"]),
