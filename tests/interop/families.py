@@ -96,7 +96,9 @@ def in_double() -> Iterator[None]:
 def made(family: Family, values: dict[str, Any] | None = None) -> Any:
     """A model of transformers with all its numbers drawn."""
     config = AutoConfig.for_model(family.kind, **(family.values if values is None else values))
-    model = AutoModelForCausalLM.from_config(config, **EAGER).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(family.seed)  # some vectors begin at random numbers
+        model = AutoModelForCausalLM.from_config(config, **EAGER).eval()
     redraw(model, family.seed)
     return model
 
