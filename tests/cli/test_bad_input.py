@@ -57,7 +57,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 MIXED = "train --out run --data prose={}:play.txt --data code={}:{}"
 LINES = [
     ("import empty --out run", ["empty/config.json"]),
-    ("import play.txt --out run", ["play.txt/config.json"]),
+    ("import play.txt --out run", ["play.txt", "config.json", ".gguf"]),
     ("import nowhere --out run", ["folder", "nowhere"]),
     ("import llama --out run", ["llama", "model.layers.0.mlp.gate_proj.weight", 48, 64]),
     ("import bert --out run", ["bert/config.json", "model_type", "bert", "gpt2", "llama"]),
