@@ -5,6 +5,7 @@ them models of the same shape trained from nothing on as many tokens, and the te
 written when it is there, and one that is there is not measured again: started anew, it goes on, also within an entry.
 
 python benchmarks/convert.py --folder runs/convert --json results/convert.json
+python benchmarks/convert.py --data prose --plain --folder runs/convert-prose --json results/convert_prose.json
 python benchmarks/convert.py --smollm2 --minutes 240 --folder runs/convert --json results/convert_smollm2.json
 """
 
@@ -89,16 +90,18 @@ class Arm(NamedTuple):
         return f"{self.to}, 1 in {self.keep}, {self.share:g} of the tokens, seed {self.seed}{more}"
 
 
-def arms(seeds: int) -> Iterator[Arm]:
-    """What matters most first."""
+def arms(seeds: int, plain: bool) -> Iterator[Arm]:
+    """What matters most first; that alone, where a text is beside another."""
     kinds: tuple[list[dict[str, Any]], ...] = (
         [{}],
         [{"share": share} for share in (0.01, 0.03, 0.3)],
         [{"keep": keep} for keep in (0, 8, 2)],
         [{"to": to} for to in TARGETS],
     )
-    for kind in kinds:
+    for kind in kinds[: 1 if plain else None]:
         yield from (Arm(seed, **one) for seed in range(seeds) for one in kind)
+    if plain:
+        return
     for stage, rates in {"layers": (1.0, 4.0), "whole": (0.06, 0.25), "text": (0.01, 0.1)}.items():
         yield from (Arm(0, recipe=f"{stage} rate={rate:g}") for rate in rates)
     for shares in ("0.1 0.7 0.2", "0.5 0.3 0.2", "0.3 0.65 0.05"):
@@ -212,14 +215,13 @@ def trained_here(args: Any, report: common.Report) -> dict[str, Any]:
     results: dict[str, Any] = {
         part: report.before(part) for part in ("teachers", "arms", "nothing", "onwards", "beside")
     }
-    for seed in range(1 if args.quick else SEEDS):
-        name = f"seed {seed}"
+    for arm in [Arm(0, share=SHARE_OF_QUICK)] if args.quick else arms(args.seeds, args.plain):
+        name = f"seed {arm.seed}"
         if name not in results["teachers"]:
-            made = teacher(args.folder, args.data, args.tokens, seed, sizes, args.dtype)
+            made = teacher(args.folder, args.data, args.tokens, arm.seed, sizes, args.dtype)
             params = active_parameters(checkpoint.load_config(made).model)
             results["teachers"][name] = {"tokens": args.tokens, "parameters": params}
             report.keep(results)
-    for arm in [Arm(0, share=SHARE_OF_QUICK)] if args.quick else arms(SEEDS):
         tokens, its = int(arm.share * args.tokens), args.folder / f"teacher-{arm.seed}"
         if arm.name not in results["arms"]:
             results["arms"][arm.name] = converted(args.folder, its, arm, tokens, args.dtype)
@@ -362,6 +364,12 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True, help="of the runs, which are kept")
     parser.add_argument("--data", default="", help="text (stdlib; prose for SmolLM2)")
     parser.add_argument("--tokens", type=int, default=4_000_000, help="of a teacher (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="(%(default)s)")
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="only a tenth of the tokens, attention in 1 of 4, by the defaults",
+    )
     parser.add_argument("--dtype", default="bfloat16", help="(%(default)s)")
     parser.add_argument(
         "--smollm2", nargs="?", type=Path, const=Path(), metavar="GGUF",
