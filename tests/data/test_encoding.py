@@ -68,7 +68,7 @@ def test_an_encoding_that_goes_on_does_not_encode_again(
         if len(encoded) == until:
             raise KeyboardInterrupt
         encoded.extend(text for _, text in items)
-        return encode_items(self, items, dtype)
+        return encode_items(self, items, dtype, end)
 
     monkeypatch.setattr(Tokenizer, "encode_items", watched)
     until = 72
