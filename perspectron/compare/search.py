@@ -107,8 +107,8 @@ def models(settings: Settings, tell: Callable[[str, ConfigError], None] = lambda
             why[name] = error
     if not made:
         raise next(iter(why.values()))
-    for name, error in why.items():
-        tell(name, error)
+    for refused in why.items():
+        tell(*refused)
     return made
 
 
