@@ -1,10 +1,12 @@
 """Training from Python, planned as `perspectron train` plans it."""
 
 import json
+import math
 import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +90,18 @@ def train(
     require(
         len(lengths) < 2, " and ".join(lengths), "given", "one of them: each sets the length of the training"
     )
+    measures = {"minutes": minutes, "epochs": epochs, "params": params}
+    for name, value in (measures if isinstance(tokens, str) else measures | {"tokens": tokens}).items():
+        finite = value is None or (isinstance(value, Real) and math.isfinite(value))
+        require(finite, name, value, "a finite number")
+    kinds: dict[str, tuple[Any, Any, str]] = {
+        "data": (data, str | Path | Sequence, "a path, or several with weights"),
+        "text": (text, Iterable, "a text, or several"),
+        "sizes": (sizes, Mapping, "values by the names of sizes"),
+    }
+    for name, (value, kind, bound) in kinds.items():
+        fits = value is None or (isinstance(value, kind) and not isinstance(value, bytes))
+        require(fits, name, value, bound)
     texts = None if text is None else [text] if isinstance(text, str) else list(text)
     model = {"design": design, "params": params, "preset": preset or None, "sizes": sizes or None}
     if resume is not None:
@@ -132,8 +146,14 @@ def _settings(options: Mapping[str, Any]) -> TrainConfig:
 
 def _with_texts(command: Train, texts: list[str], quiet: bool) -> Trained:
     """Train on texts, which the run's folder keeps. Nothing of them is left of a run that could not start."""
-    wrong = next((text for text in texts if not isinstance(text, str)), None)
-    require(wrong is None and len(texts) > 0, "text", wrong, "a text, or several")
+    wrong = [text for text in texts if not isinstance(text, str)]
+    require(len(texts) > 0 and not wrong, "text", wrong[0] if wrong else texts, "a text, or several")
+    try:
+        texts[0].encode()
+    except UnicodeEncodeError as error:
+        require(
+            len(texts) > 1, "text", texts[0][error.start], "of whole characters, no half of a surrogate pair"
+        )
     run = _free(replace(command, train=replace(command.train, data="text")).folder())
     new, place = not run.exists(), run / (TEXT if len(texts) == 1 else TEXTS)
     require(

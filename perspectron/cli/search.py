@@ -1,6 +1,7 @@
 """`perspectron search`."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +16,7 @@ from perspectron.compare.plan import Settings, plan, threads_for
 from perspectron.data import absolute, with_encoding
 from perspectron.train.estimate import slow
 from perspectron.util.config import between_commas, require
+from perspectron.util.errors import ConfigError
 from perspectron.util.files import locked
 from perspectron.util.machine import pick_device
 
@@ -83,12 +85,15 @@ class Search:
             data, self.heldout, self.dev, seq_len=self.seq_len, batch_size=self.batch_size,
             dtype=self.dtype, device=self.device, suites=(),
         )  # fmt: skip
-        console = progress()
+        console, refused = progress(), dict[str, ConfigError]()
+        models = partial(search.models, tell=refused.__setitem__)
         try:
             with locked(self.out):
                 search.settle(self.out, space, rungs, self.keep, self.seed)
                 with Work("encoding the text and planning"):
-                    what = plan(self.out, "search", settings, search.models, threads_for(self.jobs))
+                    what = plan(self.out, "search", settings, models, threads_for(self.jobs))
+                for name, why in refused.items():
+                    console.print(f"refused {name}: {why}")
                 told = (
                     f"{len(everyone)} candidates of {self.design}, {settings.params:,} parameters; rungs of "
                 )

@@ -96,16 +96,19 @@ def settle(out: Path, space: Space, rungs: list[int], keep: int, seed: int) -> N
     write_json(out / SPACE, asked)
 
 
-def models(settings: Settings) -> Models:
-    """The variants that meet the budget. ConfigError, that of the first, where none does."""
-    made, why = Models(), list[ConfigError]()
+def models(settings: Settings, tell: Callable[[str, ConfigError], None] = lambda _, __: None) -> Models:
+    """The variants that meet the budget. tell: called with each of the others, and why. ConfigError, that of the first,
+    where none does."""
+    made, why = Models(), dict[str, ConfigError]()
     for name in settings.arms:
         try:
             made |= models_of_designs(replace(settings, arms=(name,)))
         except ConfigError as error:
-            why.append(error)
+            why[name] = error
     if not made:
-        raise why[0]
+        raise next(iter(why.values()))
+    for refused in why.items():
+        tell(*refused)
     return made
 
 

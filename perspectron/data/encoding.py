@@ -139,8 +139,10 @@ def _write(corpus: Corpus, out: Path, begun: Manifest, tokenizer: Tokenizer, tel
         nonlocal size
         for batch in _batches(documents):
             items = [(document.read_by(tokenizer), document.text) for document in batch]
+            template = batch[0].template
+            end = None if template is None else template.end(tokenizer)
             sizes = [len(document.prompt.encode()) + len(document.text.encode()) for document in batch]
-            for (ids, first), one in zip(tokenizer.encode_items(items, begun.dtype), sizes, strict=True):
+            for (ids, first), one in zip(tokenizer.encode_items(items, begun.dtype, end), sizes, strict=True):
                 yield ids, first, one
             size += sum(sizes)
             tell(size, passed + corpus.shares.about(split) * batch[-1].share)

@@ -184,7 +184,8 @@ def windows(
     split: Split, *, seq_len: int, batch_size: int, limit_tokens: int | None = None, spread: bool = False
 ) -> Iterator[Batch]:
     """The split, or its first `limit_tokens` ids, in order: every id but the very first is a target once. With `spread`
-    a limited part is whole windows from all over the split: its first documents may be unlike the rest.
+    a limited part is whole windows from all over the split: its first documents may be unlike the rest. Of prompts and
+    completions those are windows with a target: few are, where prompts are long.
 
     Rows follow one another in the stream; the last one is padded and the last batch may have fewer rows. The
     text predicted by a whole split is all of its `text_bytes`.
@@ -203,9 +204,10 @@ def windows(
 
 
 def _spread(split: Split, count: int, seq_len: int, batch_size: int) -> Iterator[Batch]:
-    """`count` windows at equal distances."""
-    total = (split.tokens - 1) // seq_len
-    starts = np.array([(2 * i + 1) * total // (2 * count) * seq_len for i in range(count)])
+    """`count` windows at equal distances among those with targets, or all of these where they are fewer."""
+    there = split.windows_learned(seq_len)
+    count = min(count, len(there))
+    starts = there[[(2 * i + 1) * len(there) // (2 * count) for i in range(count)]] * seq_len
     for first in range(0, count, batch_size):
         yield _whole(split, starts[first : first + batch_size], seq_len)
 

@@ -42,6 +42,7 @@ _PLAIN = """\
 {%- for message in messages %}{{ '### ' + message.role + '\\n' + message.content + '\\n\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '### assistant\\n' }}{% endif -%}
 """
+_ANSWER = "answer"  # what is said where a template is asked how it ends one
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Names of what a template sees that have arguments of their own."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -160,6 +161,15 @@ class Template:
         if Shield(tokenizer.special, self.text, asked).over(asked) == list(asked):
             return tokenizer.marked(prompt)
         return self.marked(asked, tokenizer)
+
+    def end(self, tokenizer: Tokenizer) -> int | None:
+        """The first of the tokens that end texts which the template writes after an answer; None if it writes none."""
+        talk = [*question(_ANSWER), {"role": "assistant", "content": _ANSWER}]
+        with contextlib.suppress(ConfigError):
+            _, _, after = self.prompt(talk, add_generation_prompt=False).rpartition(_ANSWER)
+            ids = tokenizer.encode(tokenizer.marked(after))
+            return next((id for id in ids if id in tokenizer.specials.stops), None)
+        return None
 
     def _rendered(
         self,

@@ -227,15 +227,17 @@ class Tokenizer:
         return [encoding.ids for encoding in found]
 
     def encode_items(
-        self, items: Iterable[tuple[str, str]], dtype: str
+        self, items: Iterable[tuple[str, str]], dtype: str, end: int | None = None
     ) -> Iterator[tuple[NDArray[Any], int]]:
         """Documents, of each a prompt and a text, either of which may be empty: its ids, and how many stand before the
         text. Of a tokenizer that is not ours a prompt, in which special tokens are `marked`, stays without the prefix
         if it is; else the prefix comes first. At the end, unless it says so itself, comes the token that ends texts
         where a tokenizer has one apart from the prefix, as models of transformers learn to end. Where there is
-        neither, only the resets of batches part documents. DataError as `encode_batch`, or for one that leaves no
-        token."""
+        neither, only the resets of batches part documents. end: that token in the place of the tokenizer's. DataError
+        as `encode_batch`, or for one that leaves no token."""
         items = list(items)
+        if end is None or not self.specials.ended:
+            end = self.specials.end
         encoded = iter(self.encode_batch([text for item in items for text in item if text]))
         for prompt, text in items:
             asked = next(encoded) if prompt else []
@@ -244,9 +246,9 @@ class Tokenizer:
             own = next(encoded) if text else []
             ids = [*before, *own]
             # A prompt without the prefix cannot end the document before it.
-            end = self.specials.prefix[0] if whole and not self.specials.ended else self.specials.end
-            if end is not None and self.specials.stops.isdisjoint(own[-2:]):
-                ids.append(end)
+            last = self.specials.prefix[0] if whole and not self.specials.ended else end
+            if last is not None and self.specials.stops.isdisjoint(own[-2:]):
+                ids.append(last)
             if not ids:
                 raise DataError(f"text: {text[:40]!r} has no token in this tokenizer")
             yield np.array(ids, dtype), len(before)

@@ -18,6 +18,7 @@ from torch import Tensor
 from perspectron.decode.batch import Batch
 from perspectron.decode.row import Row, Verdict
 from perspectron.model.state import LMState
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, PerspectronError
 
 T = TypeVar("T")
@@ -200,6 +201,7 @@ class _Processor(Hook):
 
 def hooks_of(given: Iterable[Hook | Processor]) -> list[Hook]:
     """Hooks, of which some are given as logits processors. ConfigError: something else."""
+    require(isinstance(given, Iterable), "hooks", given, "a list of hooks")
     hooks = list[Hook]()
     for one in given:
         if not isinstance(one, Hook) and not callable(one):

@@ -130,6 +130,7 @@ class Rows:
         What a hook raises as it begins.
         """
         V = self.tokenizer.vocab_size
+        require(isinstance(sampling, SamplingConfig), "sampling", sampling, "a SamplingConfig")
         _check_request(V, max_tokens, min_tokens, stop, stop_ids, logprobs)
         handle, model = self._next, self.model
         stream = handle if stream is None else stream
@@ -406,5 +407,6 @@ def _check_request(
         require(0 <= logprobs <= V, "logprobs", logprobs, f"≥ 0 and ≤ {V}, the tokens there are")
     counts = isinstance(min_tokens, Integral) and 0 <= min_tokens <= max_tokens
     require(counts, "min_tokens", min_tokens, f"≥ 0, ≤ max_tokens = {max_tokens}")
+    require(isinstance(stop_ids, Collection), "stop_ids", stop_ids, "a list of ids")
     for id in stop_ids:
         require(isinstance(id, Integral) and 0 <= id < V, "stop_ids", id, f"≥ 0 and < {V}")

@@ -254,7 +254,10 @@ class Session:
         as it was. ConfigError as `Rows.add`."""
         read = self._read
         past, unread = self._ids[:read], self._ids[read:]
-        recent = self._recent(settings.get("sampling", SamplingConfig()).repetition_window)
+        sampling = settings.get("sampling", SamplingConfig())
+        recent = self._recent(
+            getattr(sampling, "repetition_window", 0)
+        )  # `add` refuses what is no SamplingConfig
         if self._state is None:
             require(len(unread) > 0, "text", "", "read before: this tokenizer puts nothing before a text")
             if self._start is None:

@@ -87,6 +87,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         at_least(1, self, "steps", "batch_size", "seq_len", "accumulate", "keep")
         at_least(0, self, "eval_every", "save_every", "eval_tokens", "teacher_weight")
+        require(
+            self.eval_tokens != 1,
+            "eval_tokens",
+            self.eval_tokens,
+            "0, for all, or ≥ 2: the first is no target",
+        )
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2⁶³)")
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
         one_of(self.measured_on, ("heldout", "dev"), "measured_on")

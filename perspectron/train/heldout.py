@@ -48,6 +48,7 @@ def heldout(
     `dtype`: of autocast. Ranks share the batches, and each has the sum of all. Bytes are those of the text where all of
     a split is read; of a part they are those of its tokens, which a normaliser may have changed.
     """
+    require_targets(split, seq_len, limit_tokens, spread)
     counts_V = torch.from_numpy(np.asarray(tokenizer.byte_counts()))
     device = model.device
     sums, state = torch.zeros(3, dtype=torch.float64), None  # nats, tokens, bytes of text
@@ -74,13 +75,20 @@ def heldout(
             sums += counts * torch.tensor(found, dtype=torch.float64)
             state = output.state if carry else None
     nats, tokens, text_bytes = ranks.all_reduce_sum(sums).tolist()
-    if tokens == 0:
-        raise DataError(
-            f"{split.name}: no completion among the tokens measured; measure more of it (eval_tokens)"
-        )
     if split.learned is None and (limit_tokens is None or limit_tokens >= split.tokens):
         text_bytes = split.text_bytes - int(
             counts_V[split.read(0, 1)].sum()
         )  # the first token is not predicted
     bits_per_byte = nats / math.log(2) / max(text_bytes, 1)
     return Heldout(bits_per_byte, math.exp(min(nats / tokens, 700.0)), int(tokens), int(text_bytes))
+
+
+def require_targets(split: Split, seq_len: int, limit_tokens: int | None, spread: bool) -> None:
+    """DataError where nothing of what `heldout` would read is a target: it is too short, or prompts alone."""
+    if not any(
+        b.targets
+        for b in windows(split, seq_len=seq_len, batch_size=1, limit_tokens=limit_tokens, spread=spread)
+    ):
+        raise DataError(
+            f"{split.name}: no completion among the tokens measured; measure more of it (eval_tokens)"
+        )

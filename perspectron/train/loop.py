@@ -25,7 +25,7 @@ from perspectron.train.checkpoint import RUN_LOCK, Progress
 from perspectron.train.config import RunConfig, Turn
 from perspectron.train.distill import Teacher
 from perspectron.train.estimate import Estimate, autocast, estimate, faster
-from perspectron.train.heldout import Heldout, heldout
+from perspectron.train.heldout import Heldout, heldout, require_targets
 from perspectron.train.metrics import Metrics, forget, noting
 from perspectron.train.optim import falls_at, freeze, learning_rate, optimizer_of
 from perspectron.train.pace import Pace
@@ -71,6 +71,9 @@ class Trainer:
         self.allow_changed = allow_changed
         self.device = pick_device(config.train.device)
         self.shards, self.heldout_split = shards, shards.split(config.train.measured_on)
+        require_targets(
+            self.heldout_split, config.train.seq_len, config.train.eval_tokens or None, spread=True
+        )
         self.loader = self.batches()
         self.progress = Progress(loader=self.loader.state_dict())
         self.best = math.inf

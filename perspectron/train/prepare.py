@@ -4,11 +4,12 @@ import math
 from pathlib import Path
 
 from perspectron.data import Corpus, Shards, Tokenizer, encode, is_encoded, made_in, open_corpus, open_shards
+from perspectron.data.corpus import RULE
 from perspectron.data.encoding import Tell
 from perspectron.data.loader import Loader
 from perspectron.data.origin import FOLDER, carry, template_in, template_of_prompts
 from perspectron.data.template import FILE, NO_TOKENS, OWN, PLAIN, Template, tokens_of
-from perspectron.train.checkpoint import run_of
+from perspectron.train.checkpoint import load_config, run_of
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, DataError
@@ -47,6 +48,8 @@ def prepare(
         require(config.train.measured_on == "heldout", "measured_on", config.train.measured_on, bound)
         template = template_of(run, config)
         corpus = open_corpus(source, config.train.heldout, template=template, rule=config.rule)
+        for name in () if resumes else ("init", "teacher"):
+            _require_same_split(name, config.train)
         if resumes or origin:
             tokenizer = Tokenizer.load(kept if resumes else run_of(Path(origin)) / "tokenizer.json")
         else:
@@ -64,6 +67,15 @@ def prepare(
         if (template := template_of(run, config)) is not None:
             template.save(run)
     return tokenizer, shards, summary
+
+
+def _require_same_split(name: str, train: TrainConfig) -> None:
+    """ConfigError where the run that is named there was trained on this text, of which it held out other records."""
+    if run := getattr(train, name):
+        its = load_config(run_of(Path(run)))
+        same = bool(its.train.template) == bool(train.template) and (its.rule == RULE or not train.template)
+        apart = f"a run of another text than {train.data}: it was trained on parts of it that would be held out now"
+        require(same or its.train.data != train.data, name, run, apart)
 
 
 def template_of(run: Path, config: RunConfig) -> Template | None:

@@ -11,7 +11,7 @@ from perspectron.compare.run import Rate
 from perspectron.train import checkpoint
 from tests.refusals import in_a_line
 
-SPACE = "heads = [1, 2]\nlr = [8e-3]\nembedding_norm = [true]\n"
+SPACE = "heads = [1, 2, 1000]\nlr = [8e-3]\nembedding_norm = [true]\n"
 OPTIONS = [
     "--params", "120k", "--tokens", "512,1024", "--seq-len", "32", "--batch-size", "4", "--dtype", "float32",
 ]  # fmt: skip
@@ -52,6 +52,10 @@ def test_of_all_candidates_the_best_go_on(text, space, tmp_path, capsys):
     assert main([*command, "--keep", "2"]) == 0
     captured = capsys.readouterr()
     found = json.loads((out / search.RESULTS).read_text())
+    (refused,) = found["refused"]
+    assert refused == "gla[heads=1000,embedding_norm=true]"
+    (line,) = (line for line in captured.err.splitlines() if line.startswith("refused"))
+    in_a_line(line, refused, "heads")
     first, last = found["rungs"]
     assert (first["tokens"], last["tokens"]) == (512, 1024)
     assert [len(rung["candidates"]) for rung in (first, last)] == [2, 1]

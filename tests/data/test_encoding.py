@@ -64,11 +64,11 @@ def test_an_encoding_that_goes_on_does_not_encode_again(
     monkeypatch.setattr(encoding_module, "BATCH_DOCUMENTS", 4)
     out, encoded, encode_items = tmp_path / "out", list[str](), Tokenizer.encode_items
 
-    def watched(self: Tokenizer, items: Any, dtype: str) -> Any:
+    def watched(self: Tokenizer, items: Any, dtype: str, *end: Any) -> Any:
         if len(encoded) == until:
             raise KeyboardInterrupt
         encoded.extend(text for _, text in items)
-        return encode_items(self, items, dtype)
+        return encode_items(self, items, dtype, *end)
 
     monkeypatch.setattr(Tokenizer, "encode_items", watched)
     until = 72

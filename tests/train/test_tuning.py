@@ -376,6 +376,58 @@ def test_an_update_of_prompts_alone_changes_nothing_much(run: Path, tmp_path: Pa
     assert 0.0 in losses and max(losses) > 0
 
 
+@pytest.mark.parametrize("option", ["init", "teacher"])
+def test_what_a_run_was_trained_on_is_not_held_out(tmp_path: Path, capsys, option: str) -> None:
+    """Of one text, of which records were split by what their prompts and completions say, or by their texts."""
+    lines = [{"prompt": p, "completion": c, "text": f"{p} {c}"} for p, c in PAIRS]
+    (tmp_path / "both.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    train = ["train", *QUICK, "--steps", "2", "--data", str(tmp_path / "both.jsonl")]
+    for name, template in (("texts", []), ("pairs", ["--template", "plain"])):
+        assert main([*train, *SMALL, *template, "--out", str(tmp_path / name)]) == 0
+    again = [*train, *(SMALL if option == "teacher" else []), "--out", str(tmp_path / "out"), f"--{option}"]
+
+    def is_refused(origin: str, *template: str) -> None:
+        capsys.readouterr()
+        assert main([*again, str(tmp_path / origin), *template]) == 2
+        in_a_line(
+            capsys.readouterr().err.splitlines()[-1], option, tmp_path / origin, tmp_path / "both.jsonl"
+        )
+        assert not (tmp_path / "out").exists()
+
+    is_refused("texts", "--template", "plain")
+    is_refused("pairs")
+    assert main([*again, str(tmp_path / "pairs"), "--template", "plain"]) == 0
+    shutil.rmtree(tmp_path / "out")
+    config = tmp_path / "pairs" / "config.json"  # as an earlier checkout wrote it
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rule": 2}))
+    is_refused("pairs", "--template", "plain")
+
+
+@pytest.mark.parametrize("seq_len", [8, 24])
+@pytest.mark.parametrize("name", ["train", "heldout"])
+def test_a_sample_of_completions_is_of_windows_with_targets(shards, seq_len: int, name) -> None:
+    split = shards.split(name)
+    for count in (2, 5, 10**6):
+        limit = min(count * seq_len, split.tokens - 1)
+        sample = [*windows(split, seq_len=seq_len, batch_size=1, limit_tokens=limit, spread=True)]
+        whole = [*windows(split, seq_len=seq_len, batch_size=1)][: (split.tokens - 1) // seq_len]
+        there = [batch.ids_BT.tolist() for batch in whole if batch.targets]
+        assert len(sample) == min(limit // seq_len, len(there)) and all(batch.targets for batch in sample)
+        rest = iter(there)
+        assert all(batch.ids_BT.tolist() in rest for batch in sample), "in their order"
+
+
+def test_what_cannot_be_measured_is_said_before_the_training(run: Path, tmp_path: Path, capsys) -> None:
+    pairs = [{"prompt": f"{i} " + "and so on " * 99, "completion": "."} for i in range(60)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    said = ["--init", str(run), "--template", "plain", "--data", str(tmp_path / "long.jsonl"), *QUICK]
+    train = ["train", *said, "--steps", "2", "--out", str(tmp_path / "run"), "--eval-tokens"]
+    assert main([*train, "16"]) == 2
+    in_a_line(capsys.readouterr().err.splitlines()[-1], "heldout", "eval_tokens")
+    assert not (tmp_path / "run").exists()
+    assert main([*train, "64"]) == 0  # prompts have thousands
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -184,6 +184,10 @@ def load(source: Source, made: LanguageModel) -> None:
         weights = _upcycle().weights_of_gpt2(weights, made.config)
     for name, tensor in weights.items():
         weights[name] = tensor.float() if tensor.dtype == torch.float64 else tensor
+        if not all(end.isfinite() for end in weights[name].aminmax()):
+            raise CheckpointError(
+                f"{source.folder}: {name} has NaN or infinity, must be finite; get the file anew"
+            )
     fill(made, weights, source.folder)
 
 
