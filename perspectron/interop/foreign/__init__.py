@@ -184,7 +184,7 @@ def load(source: Source, made: LanguageModel) -> None:
         weights = _upcycle().weights_of_gpt2(weights, made.config)
     for name, tensor in weights.items():
         weights[name] = tensor.float() if tensor.dtype == torch.float64 else tensor
-        if not all(end.isfinite() for end in weights[name].aminmax()):
+        if tensor.numel() and not all(end.isfinite() for end in weights[name].aminmax()):
             raise CheckpointError(
                 f"{source.folder}: {name} has NaN or infinity, must be finite; get the file anew"
             )
