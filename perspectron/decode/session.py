@@ -67,8 +67,12 @@ class Session:
         self._kin: Stateful = model if store is None else store.model
         prefix = [*tokenizer.specials.prefix]
         self._ids, self._drawn = Log(prefix), Log([False] * len(prefix))
+        self._said = 0
+        """How many of these were drawn."""
         self._calls = list[int]()
         """Tokens that each call has read."""
+        self._read = 0
+        """Tokens that all of them have read."""
         self._state: LMState | None = None
         """The state after these calls; None before the first."""
         self._start = start
@@ -108,7 +112,7 @@ class Session:
     @property
     def drawn(self) -> int:
         """How many of these were drawn."""
-        return sum(self._drawn[:])
+        return self._said
 
     @property
     def before(self) -> int:
@@ -253,7 +257,7 @@ class Session:
         """Let the text join others under way, with the settings of `Rows.add`: its row. Until it leaves the session is
         as it was. ConfigError as `Rows.add`."""
         read = self._read
-        past, unread = self._ids[:read], self._ids[read:]
+        past, unread = self._ids.cut(read), self._ids[read:]
         recent = self._recent(settings.get("sampling", SamplingConfig()).repetition_window)
         if self._state is None:
             require(len(unread) > 0, "text", "", "read before: this tokenizer puts nothing before a text")
@@ -263,7 +267,7 @@ class Session:
             return rows.add("", conversation=talk, past=past, fresh=True, **settings)
         # The row goes on in the memory of the state; the session sees it as it is now.
         state, self._state = self._state, self._state.fork()
-        talk = Conversation(state, [unread], [recent], [sum(self._drawn[:])])
+        talk = Conversation(state, [unread], [recent], [self._said])
         settings |= {"past": past, "lead": read - self._cell(read), "drawn": self._was_drawn(read)}
         return rows.add("", conversation=talk, **settings)
 
@@ -272,6 +276,7 @@ class Session:
         talk, end = rows.remove(row), len(self._ids)
         self._ids.extend(ids)
         self._drawn.extend([True] * len(ids))
+        self._said += len(ids)
         self.note()
         while self._read < end:
             self._count(min(self._cell(self._read) + rows.chunk, end) - self._read)
@@ -377,9 +382,8 @@ class Session:
         require(self.whole or calls >= first, "token", token, least)
         (known, marked), store = self._marks.nearest(calls), self._rows.store
         earlier = self._cut(T, known, marked)
-        ends = {
-            sum(self._calls[: made + 1]): made + 1 for made in range(known, calls) if not self._runs[made]
-        }
+        places = enumerate(accumulate(self._calls[:calls]))
+        ends = {end: made + 1 for made, end in places if made >= known and not self._runs[made]}
         if store is not None and self.whole and ends and self._start is None:
             path = store.path(self._ids[: max(ends)], reset=self._rows.tokenizer.specials.reset)
             found = store.first(path, sorted(ends, reverse=True))
@@ -414,7 +418,7 @@ class Session:
         it. StorageError when it cannot be written."""
         state = self._before_call()
         recent = self._recent(SamplingConfig.repetition_window)
-        talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [sum(self._drawn[:])]}
+        talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [self._said]}
         extra = {**(extra or {}), "log": self._events, "conversation": talk, "session": self.fields()}
         save_state(path, state, self._kin, extra=extra)
 
@@ -463,27 +467,25 @@ class Session:
         fields = checked(own, talk, tokenizer)
         if fields is None:
             raise StateError(f"{path}: its tokens are not those of a session of this tokenizer")
-        session._ids, session._drawn = Log(fields[0]), Log(fields[1])
-        session._calls, before = fields[2:]
+        session._ids, session._drawn, session._said = Log(fields[0]), Log(fields[1]), sum(fields[1])
+        calls, before = fields[2:]
         session.whole, session._before = before >= 0, max(0, before)
         session.extra = extra
         session._events = history.checked(extra.get("log", []), len(session._ids) - session._before, path)
         session.note("from", session.digest)
-        longest, most = max(session._calls, default=0), max(CHUNK, self.chunk)
+        longest, most = max(calls, default=0), max(CHUNK, self.chunk)
         if longest > most:
             raise StateError(
                 f"{path}: was read {longest} tokens at a time, must be ≤ {most}; load it with chunk={longest}"
             )
         if kinds_of(state):
             session._start = model.begun(state.to(model.device))
-        if session._calls or not session.whole:
+        for count in calls:
+            session._count(count)
+        if calls or not session.whole:
             session._state, session._foreign = state.to(model.device), True
             # Of a text whose beginning is not known there is no other way back to it.
-            session._marks.put(len(session._calls), session._state.fork(), fixed=not session.whole)
-        calls, session._calls, read = session._calls, [], 0
-        for count in calls:
-            session._count(count, read)
-            read += count
+            session._marks.put(len(calls), session._state.fork(), fixed=not session.whole)
         return session
 
     def _before_call(self) -> LMState:
@@ -502,11 +504,6 @@ class Session:
             end = start
         return found[-window:]
 
-    @property
-    def _read(self) -> int:
-        """Tokens that calls have read."""
-        return sum(self._calls)
-
     def _check_positions(self, ids: list[int]) -> None:
         if positions := self._rows.model.config.room:
             length = max(self._lengths(ids))
@@ -522,8 +519,10 @@ class Session:
         """A session of the first T tokens, of which so many calls have made the state."""
         own = self.begun()
         own._ids, own._drawn = self._ids.cut(T), self._drawn.cut(T)
+        own._said = self._said - sum(self._drawn[T:])
         own._before, own.whole = self._before, self.whole
         own._calls, own._runs = self._calls[:calls], self._runs[:calls]
+        own._read = self._read - sum(self._calls[calls:])
         own._from_drawn, own._events = self._from_drawn, history.cut(self._events, T - self._before)
         own._state = None if state is None else state.fork()
         own._foreign = self._foreign and state is not None
@@ -580,11 +579,11 @@ class Session:
     def _was_drawn(self, token: int) -> bool:
         return self._drawn[token : token + 1] == [True] or (token == 0 and self._from_drawn)
 
-    def _count(self, count: int, start: int | None = None) -> None:
+    def _count(self, count: int) -> None:
         """Note that a call has read the next tokens. Cells are counted anew after a token that was drawn, and after a
         call that ends within one, unless that changes no bit."""
-        start = self._read if start is None else start
-        end, first, model = start + count, self._runs[-1] if self._runs else 0, self._rows.model
+        start, first, model = self._read, self._runs[-1] if self._runs else 0, self._rows.model
+        end = self._read = start + count
         drawn, cut = count == 1 and self._was_drawn(start), (end - first) % self.chunk > 0
         begun = (start - first) % self.chunk > 0 and self._rows.tokenizer.specials.reset in self._ids[
             start:end

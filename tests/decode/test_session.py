@@ -363,3 +363,20 @@ def test_forks_share_a_long_text(perspective, tokenizer) -> None:
     assert held < 1_000_000, "fifty copies would have 160 MB"
     assert forks[0].append([7]) is None and forks[0].tokens[-4:] == [*session.tokens[-1:], 5, 6, 7]
     assert forks[1].tokens == [*session.tokens, 5, 6]
+
+
+def test_to_say_a_word_takes_no_copy_of_a_long_text(perspective, tokenizer) -> None:
+    session = Session(perspective, tokenizer).read("The cat")
+    session.say(3)
+    session._ids.extend([7] * 200_000)  # as if they had been read and drawn
+    session._drawn.extend([True] * 200_000)
+    while session._read < len(session._ids) - 1:
+        session._count(min(session.chunk, len(session._ids) - 1 - session._read))
+    session.say(2)  # the lists grow now, and not again for a while
+    session.say(2)
+    tracemalloc.start()
+    session.say(2)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 500_000, "a list of 200,000 has 1.6 MB"
+    assert len(session.tokens) == 200_000 + len(tokenizer.encode("The cat")) + 9
