@@ -250,8 +250,11 @@ class Answers:
             task = self.served.engine.run(back(session, begins + shared))
             try:
                 session = await heard(request, asyncio.wrap_future(task))
-            except ConfigError:  # of a file that does not know its beginning, which has no state so early
-                return session, [bare], len(session.tokens)
+            except ConfigError:
+                raise ConfigError(
+                    f"messages: state {body.state!r} comes from a file without the beginning of its text, and cannot "
+                    "go back to where these messages part from it; send those after it alone, without answers"
+                ) from None
         return session, [bare[shared:]], begins
 
     def _begun(self, ids: Sequence[int], slot: int | None, whole: bool) -> Session:
