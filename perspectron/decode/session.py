@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -85,8 +84,9 @@ class Session:
         self._foreign = False
         """The state comes from a file: what is read after it is not for the store, where others would begin with it."""
         self._seconds = 0.0
-        self._from_drawn = False
-        """Of a text whose beginning is not known: its first token was drawn."""
+        self._remembered, self._drawn_before = list[int](), 0
+        """Of a text whose beginning is not known: tokens before it that a penalty counts, and how many were drawn, of
+        which its first token is the last."""
         self._before = len(prefix)
         """Tokens at the start that are none of the text's."""
         self._events = list[history.Event]()
@@ -258,6 +258,8 @@ class Session:
         as it was. ConfigError as `Rows.add`."""
         read = self._read
         past, unread = self._ids.cut(read), self._ids[read:]
+        if self._remembered:
+            past = Log([*self._remembered, *past])
         recent = self._recent(settings.get("sampling", SamplingConfig()).repetition_window)
         if self._state is None:
             require(len(unread) > 0, "text", "", "read before: this tokenizer puts nothing before a text")
@@ -267,7 +269,7 @@ class Session:
             return rows.add("", conversation=talk, past=past, fresh=True, **settings)
         # The row goes on in the memory of the state; the session sees it as it is now.
         state, self._state = self._state, self._state.fork()
-        talk = Conversation(state, [unread], [recent], [self._said])
+        talk = Conversation(state, [unread], [recent], [self._drawn_before + self._said])
         settings |= {"past": past, "lead": read - self._cell(read), "drawn": self._was_drawn(read)}
         return rows.add("", conversation=talk, **settings)
 
@@ -417,8 +419,11 @@ class Session:
         """Write to one file, whole or not at all; `generate --load-state` takes it too. extra: any JSON to be kept with
         it. StorageError when it cannot be written."""
         state = self._before_call()
-        recent = self._recent(SamplingConfig.repetition_window)
-        talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [self._said]}
+        # Nothing else says what was before a text whose beginning is not known.
+        window = SamplingConfig.repetition_window if self.whole else len(self._remembered) + len(self._ids)
+        recent = [self._recent(window)]
+        drawn = self._drawn_before + self._said
+        talk = {"pending": [self._ids[self._read :]], "recent": recent, "drawn": [drawn]}
         extra = {**(extra or {}), "log": self._events, "conversation": talk, "session": self.fields()}
         save_state(path, state, self._kin, extra=extra)
 
@@ -463,13 +468,16 @@ class Session:
                 raise StateError(f"{path}: a conversation of {talk.rows} rows; take one of them")
             ids = talk.pending[0]
             own = {"ids": ids, "drawn": [0] * len(ids), "calls": [], "before": -1}
-            session._from_drawn, talk = talk.drawn[0] > 0, replace(talk, drawn=[0])
         fields = checked(own, talk, tokenizer)
         if fields is None:
             raise StateError(f"{path}: its tokens are not those of a session of this tokenizer")
         session._ids, session._drawn, session._said = Log(fields[0]), Log(fields[1]), sum(fields[1])
         calls, before = fields[2:]
         session.whole, session._before = before >= 0, max(0, before)
+        if not session.whole:
+            recent, known = talk.recent[0], len(session._recent(len(session._ids)))
+            session._remembered = recent[: max(0, len(recent) - known)]
+            session._drawn_before = talk.drawn[0] - session._said
         session.extra = extra
         session._events = history.checked(extra.get("log", []), len(session._ids) - session._before, path)
         session.note("from", session.digest)
@@ -502,7 +510,7 @@ class Session:
             start = max(0, end - window)
             found = [id for id in self._ids[start:end] if id not in silent] + found
             end = start
-        return found[-window:]
+        return [*self._remembered, *found][-window:]
 
     def _check_positions(self, ids: list[int]) -> None:
         if positions := self._rows.model.config.room:
@@ -523,7 +531,8 @@ class Session:
         own._before, own.whole = self._before, self.whole
         own._calls, own._runs = self._calls[:calls], self._runs[:calls]
         own._read = self._read - sum(self._calls[calls:])
-        own._from_drawn, own._events = self._from_drawn, history.cut(self._events, T - self._before)
+        own._remembered, own._drawn_before = self._remembered, self._drawn_before
+        own._events = history.cut(self._events, T - self._before)
         own._state = None if state is None else state.fork()
         own._foreign = self._foreign and state is not None
         own._start = self._start
@@ -577,7 +586,7 @@ class Session:
         return first + (token - first) // self.chunk * self.chunk
 
     def _was_drawn(self, token: int) -> bool:
-        return self._drawn[token : token + 1] == [True] or (token == 0 and self._from_drawn)
+        return self._drawn[token : token + 1] == [True] or (token == 0 and self._drawn_before > 0)
 
     def _count(self, count: int) -> None:
         """Note that a call has read the next tokens. Cells are counted anew after a token that was drawn, and after a

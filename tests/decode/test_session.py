@@ -138,6 +138,30 @@ def test_generate_and_a_session_take_each_others_files(perspective, tokenizer, t
     assert on.ids == expected.ids and back.tokens == []
 
 
+def test_a_conversation_that_a_session_goes_on_with_is_the_same_text(
+    perspective, tokenizer, tmp_path
+) -> None:
+    """Its noise and its penalty go on, also through a session's file and on the way back."""
+    sampling = SamplingConfig(temperature=1.5, seed=3, repetition_penalty=1.8)
+
+    def drawn(conversation, count: int) -> list[int]:
+        options = {"max_tokens": count, "min_tokens": count, "sampling": sampling}
+        return generate(perspective, tokenizer, [""], conversation=conversation, **options).ids[0]
+
+    talk = generate(perspective, tokenizer, ["The cat sat"], max_tokens=9, sampling=sampling).conversation
+    talk.save(tmp_path / "talk", perspective)
+    session = Session.load(tmp_path / "talk", perspective, tokenizer)
+    session.save(tmp_path / "unread")
+    session = Session.load(tmp_path / "unread", perspective, tokenizer)
+    session.say(290, sampling=sampling, min_tokens=290)
+    expected = [*talk.pending[0], *drawn(talk, 300)]
+    session.save(tmp_path / "on")
+    for one in (session.at(2), session, Session.load(tmp_path / "on", perspective, tokenizer)):
+        one.say(10, sampling=sampling, min_tokens=10)
+        assert one.tokens == expected[: len(one.tokens)]
+    assert drawn(Conversation.load(tmp_path / "on", perspective), 10) == expected[291:]
+
+
 def test_of_a_loaded_conversation_no_more_is_gone_back_than_is_known(
     perspective, tokenizer, tmp_path, monkeypatch
 ) -> None:
