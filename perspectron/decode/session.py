@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from perspectron.decode import history
-from perspectron.decode.conversation import Conversation
+from perspectron.decode.conversation import OWN, Conversation, beside
 from perspectron.decode.drafts import Drafter
 from perspectron.decode.history import exhausted
 from perspectron.decode.kept import Account, Hold
@@ -417,14 +417,14 @@ class Session:
 
     def save(self, path: Path | str, *, extra: dict[str, Any] | None = None) -> None:
         """Write to one file, whole or not at all; `generate --load-state` takes it too. extra: any JSON to be kept with
-        it. StorageError when it cannot be written."""
+        it. ConfigError: an entry has a name of `conversation.OWN`. StorageError when it cannot be written."""
         state = self._before_call()
         # Nothing else says what was before a text whose beginning is not known.
         window = SamplingConfig.repetition_window if self.whole else len(self._remembered) + len(self._ids)
         recent = [self._recent(window)]
         drawn = self._drawn_before + self._said
         talk = {"pending": [self._ids[self._read :]], "recent": recent, "drawn": [drawn]}
-        extra = {**(extra or {}), "log": self._events, "conversation": talk, "session": self.fields()}
+        extra = beside(extra) | {"log": self._events, "conversation": talk, "session": self.fields()}
         save_state(path, state, self._kin, extra=extra)
 
     def fields(self) -> dict[str, Any]:
@@ -478,7 +478,7 @@ class Session:
             recent, known = talk.recent[0], len(session._recent(len(session._ids)))
             session._remembered = recent[: max(0, len(recent) - known)]
             session._drawn_before = talk.drawn[0] - session._said
-        session.extra = extra
+        session.extra = {name: value for name, value in extra.items() if name not in OWN}
         session._events = history.checked(extra.get("log", []), len(session._ids) - session._before, path)
         session.note("from", session.digest)
         longest, most = max(calls, default=0), max(CHUNK, self.chunk)

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import random
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -356,6 +357,20 @@ def test_a_conversation_that_was_made_up_is_refused_where_it_would_be_used(persp
         talk = dataclasses.replace(talk, **change)
         with refused(StateError):
             generate(perspective, tokenizer, [""], max_tokens=2, sampling=sampling, conversation=talk)
+
+
+@pytest.mark.parametrize("name", ["conversation", "session", "log"])
+def test_what_is_kept_beside_a_text_takes_no_name_of_its_own(perspective, tokenizer, tmp_path, name) -> None:
+    """It was lost, or the file could not be read again."""
+    session, path = Session(perspective, tokenizer).read("The cat"), tmp_path / "a"
+    talk = generate(perspective, tokenizer, ["The cat"], max_tokens=2).conversation
+    for save in (session.save, partial(talk.save, model=perspective)):
+        with refused(ConfigError, "extra", name):
+            save(path, extra={name: 5})
+        save(path, extra={"mine": 5})
+        loaded = Session.load(path, perspective, tokenizer)
+        loaded.save(path, extra=loaded.extra)
+        assert Session.load(path, perspective, tokenizer).extra == {"mine": 5}
 
 
 def test_a_file_that_was_read_in_larger_calls_is_not_read_again_in_them(
