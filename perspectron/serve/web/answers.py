@@ -61,11 +61,6 @@ class _Run:
     writing: Writing = field(default_factory=Writing)
     """Of the state that is saved."""
 
-    @property
-    def unsaved(self) -> dict[str, str]:
-        """The error of a state that could not be saved, as the answer tells it."""
-        return self.writing.error
-
     def usage(self) -> dict[str, Any]:
         """Tokens, as OpenAI counts them, a prompt once however many choices it has; those that the store spared all of
         them count as cached, without what stands before a text."""
@@ -298,7 +293,7 @@ class Answers:
                             marks
                         )
                         begun.add(index)
-                        yield _event({**streamed, "choices": [choice], **run.unsaved})
+                        yield _event({**streamed, "choices": [choice], **run.writing.error})
                         item = await anext(events, None)
                     if asked:
                         yield _event({**streamed, "choices": [], "usage": run.usage()})
@@ -322,7 +317,7 @@ class Answers:
                 whole(i, got.text, got.finish, got.marks, True) | _views(got.marks)
                 for i, got in enumerate(choices)
             ]
-            return JSONResponse({**frame, "choices": parts, "usage": run.usage(), **run.unsaved})
+            return JSONResponse({**frame, "choices": parts, "usage": run.usage(), **run.writing.error})
 
         return await asyncio.to_thread(response)  # of a long text it takes a while
 
