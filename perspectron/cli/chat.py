@@ -137,10 +137,11 @@ class Point(NamedTuple):
 
     @classmethod
     def of(cls, session: Session, said: Said) -> "Point":
-        """The point of a file. Where its beginning is not known, or nothing of what was said, messages begin after
+        """The point of a file. Where nothing of what was said is known, or not where it begins, messages begin after
         it."""
-        if not (said.messages and session.whole):
-            return cls(session, start=len(session.tokens), gone=said.gone)
+        tokens = len(session.tokens)
+        if not said.messages or said.start > tokens or (said.start == 0 and not session.whole):
+            return cls(session, start=tokens, gone=said.gone)
         return cls(session, tuple(said.messages), said.start, said.gone)
 
     def answered(self, said: str) -> "Point":
@@ -311,7 +312,13 @@ class Talk:
             shared = now.start + alike(now.session.tokens[now.start :], rest)
         else:
             shared = now.session.shared(ids, whole=True)
-        session = now.session.at(shared) if shared else self._session()
+        try:
+            session = now.session.at(shared) if shared else self._session()
+        except ConfigError:
+            say("the template writes the talk so far in another way, and its file has no way back: "
+                "the template begins anew after it")  # fmt: skip
+            self.now = now._replace(messages=(), start=len(now.session.tokens))
+            return self._asked(message)
         session.append(rest[shared - now.start :] if shared else ids, whole=True)
         return now._replace(
             session=session, messages=messages, gone=now.gone + now.session.drawn - session.drawn

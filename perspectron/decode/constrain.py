@@ -252,7 +252,8 @@ def _check(schema: Any, where: str) -> None:
         return
     for key, value in schema.items():
         if key not in KEYWORDS:
-            raise ConfigError(f"{where}: the keyword {key!r} is not supported; those that are: {_known()}")
+            known = ", ".join(sorted(KEYWORDS))
+            raise ConfigError(f"{where}: the keyword {key!r} is not supported; those that are: {known}")
         if key in ("exclusiveMinimum", "exclusiveMaximum"):
             number = not isinstance(value, bool)
             require(number, f"{where}.{key}", value, "a number, as drafts since 6 have it")
@@ -272,10 +273,6 @@ def _check_bound(schema: dict[str, Any], key: str, where: str) -> None:
     ]
     if near and bound == bound // 1 and schema.get("type") != "integer":
         raise ConfigError(f"{where}.{key} = {bound}, must be at least 1 from the other bound, {near[0]}")
-
-
-def _known() -> str:
-    return ", ".join(sorted(KEYWORDS))
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:

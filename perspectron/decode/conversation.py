@@ -8,7 +8,24 @@ from typing import Any
 from perspectron.model.narrow import Dtype
 from perspectron.model.state import MOST_TOKENS, LMState, Stateful, read_state, save_state
 from perspectron.model.tuned import kinds_of
+from perspectron.util.config import require
 from perspectron.util.errors import StateError
+
+OWN = ("conversation", "session", "log")
+"""What a file has of its text, under these names."""
+
+
+def beside(extra: dict[str, Any] | None) -> dict[str, Any]:
+    """What a user keeps in a file. ConfigError: under a name of OWN."""
+    extra = extra or {}
+    for name in OWN:
+        require(
+            name not in extra,
+            "extra",
+            f"{{{name!r}: …}}",
+            f"without {', '.join(OWN)}, which a file has itself",
+        )
+    return extra
 
 
 @dataclass(frozen=True)
@@ -64,10 +81,10 @@ class Conversation:
     def save(
         self, path: Path | str, model: Stateful, dtype: Dtype = "full", extra: dict[str, Any] | None = None
     ) -> None:
-        """Write to one file, atomically; dtype and extra: as `save_state` has them. StorageError if it cannot be
-        written."""
+        """Write to one file, atomically; dtype and extra: as `save_state` has them. ConfigError: an entry of `extra`
+        has a name of OWN. StorageError if it cannot be written."""
         fields = {"pending": self.pending, "recent": self.recent, "drawn": self.drawn}
-        save_state(path, self.state, model, extra={"conversation": fields, **(extra or {})}, dtype=dtype)
+        save_state(path, self.state, model, extra=beside(extra) | {"conversation": fields}, dtype=dtype)
 
     @classmethod
     def load(cls, path: Path | str, model: Stateful) -> "Conversation":

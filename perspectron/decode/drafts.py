@@ -155,7 +155,7 @@ class Draft(ABC):
 
     def __init__(self, row: "Row") -> None:
         self.row, self._drawn = row, len(row.ids)
-        self._text = [*row.ids]
+        self._text = row.ids[:]
 
     @property
     def text(self) -> list[int]:

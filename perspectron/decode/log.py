@@ -1,44 +1,49 @@
 """Lists that grow and fork: what a text and its forks have in common is there once."""
 
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar, overload
 
 T = TypeVar("T")
 
 
-class Log(Generic[T]):
+class Log(Sequence[T]):
     """A list that only grows, and whose copies share what it has: a thousand forks of a long text have it once."""
 
     def __init__(self, items: list[T]) -> None:
-        self._shared: list[list[T]] = []
+        self._shared: list[tuple[list[T], int]] = []
+        """Lists of those that this is a copy of, which may have grown since, and how many items of each it has."""
         self._own = items
 
     def __len__(self) -> int:
-        return len(self._own) + sum(map(len, self._shared))
+        return len(self._own) + sum(count for _, count in self._shared)
 
-    def extend(self, items: Sequence[T]) -> None:
+    def __iter__(self) -> Iterator[T]:
+        return iter(self[:])
+
+    def extend(self, items: Iterable[T]) -> None:
         self._own.extend(items)
 
-    def __getitem__(self, where: slice) -> list[T]:
-        """The items from `start` on, up to `stop`."""
+    @overload
+    def __getitem__(self, where: int) -> T: ...
+    @overload
+    def __getitem__(self, where: slice) -> list[T]: ...
+    def __getitem__(self, where: int | slice) -> T | list[T]:
+        """An item, or those from `start` on, up to `stop`."""
+        if not isinstance(where, slice):
+            at = range(len(self))[where]
+            return self[at : at + 1][0]
         start, stop, _ = where.indices(len(self))
         found, at = list[T](), 0
-        for part in (*self._shared, self._own):
-            found += part[max(0, start - at) : max(0, stop - at)]
-            at += len(part)
+        for part, count in (*self._shared, (self._own, len(self._own))):
+            found += part[max(0, start - at) : max(0, min(stop - at, count))]
+            at += count
         return found
 
     def cut(self, count: int) -> "Log[T]":
         """A copy of the first `count`."""
-        if self._own:
-            self._shared, self._own = [*self._shared, self._own], []
         copy, left = Log[T]([]), count
-        for part in self._shared:
-            if left >= len(part):
-                copy._shared.append(part)
-            else:
-                copy._own = part[:left]
-            left -= min(left, len(part))
-            if left == 0:
-                break
+        for part, length in (*self._shared, (self._own, len(self._own))):
+            if left > 0 and length > 0:
+                copy._shared.append((part, min(length, left)))
+            left -= length
         return copy

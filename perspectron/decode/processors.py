@@ -194,7 +194,7 @@ class _Processor(Hook):
         self.call, self.name = call, type(call).__name__
 
     def logits(self, logits_NV: Tensor, step: Step) -> Tensor:
-        ids_NT = torch.tensor([step.row.ids] * len(logits_NV))
+        ids_NT = torch.tensor([step.row.ids[:]] * len(logits_NV))
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
         return self.call(ids_NT, logits_NV.to(wide, copy=True))  # some change it in place
 

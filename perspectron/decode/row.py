@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from perspectron.data.specials import Specials
+from perspectron.decode.log import Log
 from perspectron.decode.places import Path
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.model.state import LMState
@@ -116,7 +117,7 @@ class Row:
     """Tokens to read before the next draw: the prompt, later the last token drawn."""
     fresh: bool
     """True while the row has read nothing and has no state to continue from."""
-    ids: list[int]
+    ids: Log[int]
     """All tokens that are known of the text: those a conversation remembers, the prompt, and those drawn."""
     recent: list[int]
     drawn: int
@@ -172,7 +173,7 @@ class Row:
         """Count a drawn token in. complete: the text ends with it."""
         ends, counts = id in self.ends, self.early == 0
         self.unread, self.start = [id], 0
-        self.ids.append(id)
+        self.ids.extend([id])
         self.drawn += 1
         self.left -= 1
         self.early = max(0, self.early - 1)

@@ -15,6 +15,7 @@ from perspectron.decode import reading
 from perspectron.decode.batch import Batch, Read
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.drafts import Drafter
+from perspectron.decode.log import Log
 from perspectron.decode.processors import Hook, Processor, Step, ask, hooks_of
 from perspectron.decode.reading import CHUNK, check_ids, check_room, ids_of, lengths
 from perspectron.decode.row import Piece, Row, TextStream, Vocabulary
@@ -108,7 +109,7 @@ class Rows:
         shares: bool = True,
         lead: int = 0,
         drawn: bool | None = None,
-        past: Sequence[int] | None = None,
+        past: Log[int] | None = None,
         fresh: bool = False,
     ) -> int:
         """Add a row and return its handle. The following steps read its prompt and draw from it.
@@ -158,10 +159,11 @@ class Rows:
         recent = known[-sampling.repetition_window :]
         if past is None:  # what is remembered ends with what waits, but for silent tokens
             waits = sum(id not in special.silent for id in own.pending[0])
-            past = own.recent[0][: max(0, len(own.recent[0]) - waits)]
-        known = [*past, *unread]
+            past = Log(own.recent[0][: max(0, len(own.recent[0]) - waits)])
+        text = past.cut(len(past))
+        text.extend(unread)
         row = Row(
-            handle, self.tokenizer, unread, fresh or state is None, known, recent, own.drawn[0], max_tokens, sampling,
+            handle, self.tokenizer, unread, fresh or state is None, text, recent, own.drawn[0], max_tokens, sampling,
             stream, TextStream(stop), logprobs, state, min_tokens, special.stops.union(stop_ids),
         )  # fmt: skip
         begun = [ask(hook, hook.begin, row) for hook in (*self._shared, *hooks_of(hooks))]

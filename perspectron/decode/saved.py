@@ -29,8 +29,8 @@ def checked(
     vocab, prefix = tokenizer.vocab_size, tokenizer.specials.prefix
     if not all(0 <= id < vocab for id in ids) or len(drawn) != len(ids) or set(drawn) - {0, 1}:
         return None
-    waiting = talk.pending[0]
-    if talk.drawn != [sum(drawn)] or min(calls, default=1) < 1 or ids[sum(calls) :] != waiting:
+    waiting, more = talk.pending[0], talk.drawn[0] - sum(drawn)
+    if more < 0 or (more > 0 and before != -1) or min(calls, default=1) < 1 or ids[sum(calls) :] != waiting:
         return None
     whole = before == len(prefix) or (before == 0 and tokenizer.specials.reset is None)
     if type(before) is not int or not (whole or before in (-1, 0)):  # 0: in files of older versions

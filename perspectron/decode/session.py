@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from perspectron.decode import history
-from perspectron.decode.conversation import Conversation
+from perspectron.decode.conversation import OWN, Conversation, beside
 from perspectron.decode.drafts import Drafter
 from perspectron.decode.history import exhausted
 from perspectron.decode.kept import Account, Hold
@@ -67,8 +66,12 @@ class Session:
         self._kin: Stateful = model if store is None else store.model
         prefix = [*tokenizer.specials.prefix]
         self._ids, self._drawn = Log(prefix), Log([False] * len(prefix))
+        self._said = 0
+        """How many of these were drawn."""
         self._calls = list[int]()
         """Tokens that each call has read."""
+        self._read = 0
+        """Tokens that all of them have read."""
         self._state: LMState | None = None
         """The state after these calls; None before the first."""
         self._start = start
@@ -81,8 +84,9 @@ class Session:
         self._foreign = False
         """The state comes from a file: what is read after it is not for the store, where others would begin with it."""
         self._seconds = 0.0
-        self._from_drawn = False
-        """Of a text whose beginning is not known: its first token was drawn."""
+        self._remembered, self._drawn_before = list[int](), 0
+        """Of a text whose beginning is not known: tokens before it that a penalty counts, and how many were drawn, of
+        which its first token is the last."""
         self._before = len(prefix)
         """Tokens at the start that are none of the text's."""
         self._events = list[history.Event]()
@@ -108,7 +112,7 @@ class Session:
     @property
     def drawn(self) -> int:
         """How many of these were drawn."""
-        return sum(self._drawn[:])
+        return self._said
 
     @property
     def before(self) -> int:
@@ -253,11 +257,11 @@ class Session:
         """Let the text join others under way, with the settings of `Rows.add`: its row. Until it leaves the session is
         as it was. ConfigError as `Rows.add`."""
         read = self._read
-        past, unread = self._ids[:read], self._ids[read:]
-        sampling = settings.get("sampling", SamplingConfig())
-        recent = self._recent(
-            getattr(sampling, "repetition_window", 0)
-        )  # `add` refuses what is no SamplingConfig
+        past, unread = self._ids.cut(read), self._ids[read:]
+        if self._remembered:
+            past = Log([*self._remembered, *past])
+        sampling = settings.get("sampling", SamplingConfig())  # `add` refuses what is none
+        recent = self._recent(getattr(sampling, "repetition_window", 0))
         if self._state is None:
             require(len(unread) > 0, "text", "", "read before: this tokenizer puts nothing before a text")
             if self._start is None:
@@ -266,7 +270,7 @@ class Session:
             return rows.add("", conversation=talk, past=past, fresh=True, **settings)
         # The row goes on in the memory of the state; the session sees it as it is now.
         state, self._state = self._state, self._state.fork()
-        talk = Conversation(state, [unread], [recent], [sum(self._drawn[:])])
+        talk = Conversation(state, [unread], [recent], [self._drawn_before + self._said])
         settings |= {"past": past, "lead": read - self._cell(read), "drawn": self._was_drawn(read)}
         return rows.add("", conversation=talk, **settings)
 
@@ -275,6 +279,7 @@ class Session:
         talk, end = rows.remove(row), len(self._ids)
         self._ids.extend(ids)
         self._drawn.extend([True] * len(ids))
+        self._said += len(ids)
         self.note()
         while self._read < end:
             self._count(min(self._cell(self._read) + rows.chunk, end) - self._read)
@@ -380,9 +385,8 @@ class Session:
         require(self.whole or calls >= first, "token", token, least)
         (known, marked), store = self._marks.nearest(calls), self._rows.store
         earlier = self._cut(T, known, marked)
-        ends = {
-            sum(self._calls[: made + 1]): made + 1 for made in range(known, calls) if not self._runs[made]
-        }
+        places = enumerate(accumulate(self._calls[:calls]))
+        ends = {end: made + 1 for made, end in places if made >= known and not self._runs[made]}
         if store is not None and self.whole and ends and self._start is None:
             path = store.path(self._ids[: max(ends)], reset=self._rows.tokenizer.specials.reset)
             found = store.first(path, sorted(ends, reverse=True))
@@ -414,11 +418,14 @@ class Session:
 
     def save(self, path: Path | str, *, extra: dict[str, Any] | None = None) -> None:
         """Write to one file, whole or not at all; `generate --load-state` takes it too. extra: any JSON to be kept with
-        it. StorageError when it cannot be written."""
+        it. ConfigError: an entry has a name of `conversation.OWN`. StorageError when it cannot be written."""
         state = self._before_call()
-        recent = self._recent(SamplingConfig.repetition_window)
-        talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [sum(self._drawn[:])]}
-        extra = {**(extra or {}), "log": self._events, "conversation": talk, "session": self.fields()}
+        # Nothing else says what was before a text whose beginning is not known.
+        window = SamplingConfig.repetition_window if self.whole else len(self._remembered) + len(self._ids)
+        recent = [self._recent(window)]
+        drawn = self._drawn_before + self._said
+        talk = {"pending": [self._ids[self._read :]], "recent": recent, "drawn": [drawn]}
+        extra = beside(extra) | {"log": self._events, "conversation": talk, "session": self.fields()}
         save_state(path, state, self._kin, extra=extra)
 
     def fields(self) -> dict[str, Any]:
@@ -462,31 +469,32 @@ class Session:
                 raise StateError(f"{path}: a conversation of {talk.rows} rows; take one of them")
             ids = talk.pending[0]
             own = {"ids": ids, "drawn": [0] * len(ids), "calls": [], "before": -1}
-            session._from_drawn, talk = talk.drawn[0] > 0, replace(talk, drawn=[0])
         fields = checked(own, talk, tokenizer)
         if fields is None:
             raise StateError(f"{path}: its tokens are not those of a session of this tokenizer")
-        session._ids, session._drawn = Log(fields[0]), Log(fields[1])
-        session._calls, before = fields[2:]
+        session._ids, session._drawn, session._said = Log(fields[0]), Log(fields[1]), sum(fields[1])
+        calls, before = fields[2:]
         session.whole, session._before = before >= 0, max(0, before)
-        session.extra = extra
+        if not session.whole:
+            recent, known = talk.recent[0], len(session._recent(len(session._ids)))
+            session._remembered = recent[: max(0, len(recent) - known)]
+            session._drawn_before = talk.drawn[0] - session._said
+        session.extra = {name: value for name, value in extra.items() if name not in OWN}
         session._events = history.checked(extra.get("log", []), len(session._ids) - session._before, path)
         session.note("from", session.digest)
-        longest, most = max(session._calls, default=0), max(CHUNK, self.chunk)
+        longest, most = max(calls, default=0), max(CHUNK, self.chunk)
         if longest > most:
             raise StateError(
                 f"{path}: was read {longest} tokens at a time, must be ≤ {most}; load it with chunk={longest}"
             )
         if kinds_of(state):
             session._start = model.begun(state.to(model.device))
-        if session._calls or not session.whole:
+        for count in calls:
+            session._count(count)
+        if calls or not session.whole:
             session._state, session._foreign = state.to(model.device), True
             # Of a text whose beginning is not known there is no other way back to it.
-            session._marks.put(len(session._calls), session._state.fork(), fixed=not session.whole)
-        calls, session._calls, read = session._calls, [], 0
-        for count in calls:
-            session._count(count, read)
-            read += count
+            session._marks.put(len(calls), session._state.fork(), fixed=not session.whole)
         return session
 
     def _before_call(self) -> LMState:
@@ -503,12 +511,7 @@ class Session:
             start = max(0, end - window)
             found = [id for id in self._ids[start:end] if id not in silent] + found
             end = start
-        return found[-window:]
-
-    @property
-    def _read(self) -> int:
-        """Tokens that calls have read."""
-        return sum(self._calls)
+        return [*self._remembered, *found][-window:]
 
     def _check_positions(self, ids: list[int]) -> None:
         if positions := self._rows.model.config.room:
@@ -525,9 +528,12 @@ class Session:
         """A session of the first T tokens, of which so many calls have made the state."""
         own = self.begun()
         own._ids, own._drawn = self._ids.cut(T), self._drawn.cut(T)
+        own._said = self._said - sum(self._drawn[T:])
         own._before, own.whole = self._before, self.whole
         own._calls, own._runs = self._calls[:calls], self._runs[:calls]
-        own._from_drawn, own._events = self._from_drawn, history.cut(self._events, T - self._before)
+        own._read = self._read - sum(self._calls[calls:])
+        own._remembered, own._drawn_before = self._remembered, self._drawn_before
+        own._events = history.cut(self._events, T - self._before)
         own._state = None if state is None else state.fork()
         own._foreign = self._foreign and state is not None
         own._start = self._start
@@ -581,13 +587,13 @@ class Session:
         return first + (token - first) // self.chunk * self.chunk
 
     def _was_drawn(self, token: int) -> bool:
-        return self._drawn[token : token + 1] == [True] or (token == 0 and self._from_drawn)
+        return self._drawn[token : token + 1] == [True] or (token == 0 and self._drawn_before > 0)
 
-    def _count(self, count: int, start: int | None = None) -> None:
+    def _count(self, count: int) -> None:
         """Note that a call has read the next tokens. Cells are counted anew after a token that was drawn, and after a
         call that ends within one, unless that changes no bit."""
-        start = self._read if start is None else start
-        end, first, model = start + count, self._runs[-1] if self._runs else 0, self._rows.model
+        start, first, model = self._read, self._runs[-1] if self._runs else 0, self._rows.model
+        end = self._read = start + count
         drawn, cut = count == 1 and self._was_drawn(start), (end - first) % self.chunk > 0
         begun = (start - first) % self.chunk > 0 and self._rows.tokenizer.specials.reset in self._ids[
             start:end

@@ -230,7 +230,7 @@ def spoken(model, tokenizer, text):
     return generate(model, tokenizer, [text], max_tokens=1).conversation
 
 
-def test_what_was_loaded_goes_on_with_and_without_a_message(run, tmp_path):
+def test_what_was_loaded_goes_on_with_and_without_a_message(run, tmp_path, monkeypatch):
     model, tokenizer = perspectron.load(run)
     path, plain = tmp_path / "talk.state", Template.named("plain")
     before = spoken(model, tokenizer, plain.question("What is 1 and 2?"))
@@ -245,9 +245,40 @@ def test_what_was_loaded_goes_on_with_and_without_a_message(run, tmp_path):
     talk.save(str(tmp_path / "again.state"))
     again = chat.Talk(model, tokenizer, chat.Chat(run, max_tokens=3), plain)
     again.load(str(tmp_path / "again.state"))
-    assert again.now.messages == (), "what stood before is not known, so that nothing there can be read again"
-    again.answer("And?")
-    assert len(again.now.messages) == 2
+    for one in (talk, again):  # a model that says what its template writes as it was
+        monkeypatch.setattr(
+            one, "_said", lambda session, _: session.append(tokenizer.encode("7")) or (False, "7")
+        )
+        one.now = one.now._replace(messages=(), start=len(one.now.session.tokens))
+        one.answer("What is 3 and 4?")
+    talk.save(str(tmp_path / "again.state"))
+    again.load(str(tmp_path / "again.state"))
+    assert again.now == talk.now._replace(session=again.now.session)
+    for one in (talk, again):
+        one.answer("And?")
+    assert len(again.now.messages) == 4 and again.now.session.tokens == talk.now.session.tokens
+
+
+def test_a_talk_on_a_file_without_a_way_back_says_that_it_begins_anew(run, tmp_path, capsys):
+    model, tokenizer = perspectron.load(run)
+    template = Template(
+        "{% for m in messages %}<{{ m.content if loop.last or m.role == 'user' }}>{% endfor %}", "it"
+    )
+    spoken(model, tokenizer, "the cat").save(tmp_path / "talk.state", model)
+    for turn in range(2):
+        talk = chat.Talk(model, tokenizer, chat.Chat(run, max_tokens=3), template)
+        talk.load(str(tmp_path / "talk.state"))
+        before, told = talk.now.session.tokens, talk.now.messages
+        assert len(told) == 2 * turn
+        capsys.readouterr()
+        talk.answer("a dog")
+        assert ("begins anew" in capsys.readouterr().err) == (turn == 1)
+        asked = tokenizer.specials.bare(template.ids([{"role": "user", "content": "a dog"}], tokenizer))
+        assert talk.now.session.tokens[: len(before) + len(asked)] == before + asked
+        talk.answer("a log")  # whose way back is at hand
+        assert "begins anew" not in capsys.readouterr().err and len(talk.now.messages) == 4
+        talk.now = talk.now._replace(messages=talk.now.messages[:2])
+        talk.save(str(tmp_path / "talk.state"))
 
 
 def test_what_was_saved_goes_on_as_if_nothing_had_been(run, tmp_path):

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import random
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -136,6 +137,30 @@ def test_generate_and_a_session_take_each_others_files(perspective, tokenizer, t
     loaded = Conversation.load(tmp_path / "session", perspective)
     on = generate(perspective, tokenizer, [""], max_tokens=6, sampling=GREEDY, conversation=loaded)
     assert on.ids == expected.ids and back.tokens == []
+
+
+def test_a_conversation_that_a_session_goes_on_with_is_the_same_text(
+    perspective, tokenizer, tmp_path
+) -> None:
+    """Its noise and its penalty go on, also through a session's file and on the way back."""
+    sampling = SamplingConfig(temperature=1.5, seed=3, repetition_penalty=1.8)
+
+    def drawn(conversation, count: int) -> list[int]:
+        options = {"max_tokens": count, "min_tokens": count, "sampling": sampling}
+        return generate(perspective, tokenizer, [""], conversation=conversation, **options).ids[0]
+
+    talk = generate(perspective, tokenizer, ["The cat sat"], max_tokens=9, sampling=sampling).conversation
+    talk.save(tmp_path / "talk", perspective)
+    session = Session.load(tmp_path / "talk", perspective, tokenizer)
+    session.save(tmp_path / "unread")
+    session = Session.load(tmp_path / "unread", perspective, tokenizer)
+    session.say(290, sampling=sampling, min_tokens=290)
+    expected = [*talk.pending[0], *drawn(talk, 300)]
+    session.save(tmp_path / "on")
+    for one in (session.at(2), session, Session.load(tmp_path / "on", perspective, tokenizer)):
+        one.say(10, sampling=sampling, min_tokens=10)
+        assert one.tokens == expected[: len(one.tokens)]
+    assert drawn(Conversation.load(tmp_path / "on", perspective), 10) == expected[291:]
 
 
 def test_of_a_loaded_conversation_no_more_is_gone_back_than_is_known(
@@ -334,6 +359,20 @@ def test_a_conversation_that_was_made_up_is_refused_where_it_would_be_used(persp
             generate(perspective, tokenizer, [""], max_tokens=2, sampling=sampling, conversation=talk)
 
 
+@pytest.mark.parametrize("name", ["conversation", "session", "log"])
+def test_what_is_kept_beside_a_text_takes_no_name_of_its_own(perspective, tokenizer, tmp_path, name) -> None:
+    """It was lost, or the file could not be read again."""
+    session, path = Session(perspective, tokenizer).read("The cat"), tmp_path / "a"
+    talk = generate(perspective, tokenizer, ["The cat"], max_tokens=2).conversation
+    for save in (session.save, partial(talk.save, model=perspective)):
+        with refused(ConfigError, "extra", name):
+            save(path, extra={name: 5})
+        save(path, extra={"mine": 5})
+        loaded = Session.load(path, perspective, tokenizer)
+        loaded.save(path, extra=loaded.extra)
+        assert Session.load(path, perspective, tokenizer).extra == {"mine": 5}
+
+
 def test_a_file_that_was_read_in_larger_calls_is_not_read_again_in_them(
     perspective, tokenizer, tmp_path
 ) -> None:
@@ -363,3 +402,20 @@ def test_forks_share_a_long_text(perspective, tokenizer) -> None:
     assert held < 1_000_000, "fifty copies would have 160 MB"
     assert forks[0].append([7]) is None and forks[0].tokens[-4:] == [*session.tokens[-1:], 5, 6, 7]
     assert forks[1].tokens == [*session.tokens, 5, 6]
+
+
+def test_to_say_a_word_takes_no_copy_of_a_long_text(perspective, tokenizer) -> None:
+    session = Session(perspective, tokenizer).read("The cat")
+    session.say(3)
+    session._ids.extend([7] * 200_000)  # as if they had been read and drawn
+    session._drawn.extend([True] * 200_000)
+    while session._read < len(session._ids) - 1:
+        session._count(min(session.chunk, len(session._ids) - 1 - session._read))
+    session.say(2)  # the lists grow now, and not again for a while
+    session.say(2)
+    tracemalloc.start()
+    session.say(2)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 500_000, "a list of 200,000 has 1.6 MB"
+    assert len(session.tokens) == 200_000 + len(tokenizer.encode("The cat")) + 9

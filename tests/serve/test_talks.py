@@ -149,3 +149,25 @@ def test_a_talk_after_a_text_is_read_once(talking, tiny, tmp_path, whole) -> Non
     said.append({"role": "user", "content": "The cat"})
     chat(talking, said, state="brought", save="on")
     assert restored(talking, "on")["tokens"] - before <= 1.5 * grew[0]
+
+
+def test_a_file_without_a_way_back_is_not_read_twice(talking, tiny, tmp_path) -> None:
+    """Where the template writes an earlier answer in another way."""
+    tiny.template = Template(
+        "{% for m in messages %}<{{ m.content if loop.last else '' }}>{% endfor %}", "here"
+    )
+    read = tiny.engine.session().read("The dog sat on the mat. ")
+    read.remembered(exhausted(read.remembering()), [5]).save(tmp_path / "file.state")
+    talking.put("/v1/states/text", content=(tmp_path / "file.state").read_bytes())
+    said = [HELLO, {"role": "assistant", "content": chat(talking, [HELLO], state="text", save="one")}]
+    tiny.states._held.clear()  # as after a restart
+    asked = {"messages": [*said, HELLO], "state": "one", "max_tokens": 2}
+    answer = talking.post("/v1/chat/completions", json=asked)
+    assert (
+        answer.status_code == 400 and "'one'" in answer.text and answer.json()["error"]["param"] == "messages"
+    )
+    chat(talking, [HELLO], state="one", save="two")
+    assert messages(talking, "two") == [
+        HELLO,
+        {"role": "assistant", "content": messages(talking, "two")[1]["content"]},
+    ]

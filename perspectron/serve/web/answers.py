@@ -61,11 +61,6 @@ class _Run:
     writing: Writing = field(default_factory=Writing)
     """Of the state that is saved."""
 
-    @property
-    def unsaved(self) -> dict[str, str]:
-        """The error of a state that could not be saved, as the answer tells it."""
-        return self.writing.error
-
     def usage(self) -> dict[str, Any]:
         """Tokens, as OpenAI counts them, a prompt once however many choices it has; those that the store spared all of
         them count as cached, without what stands before a text."""
@@ -250,8 +245,11 @@ class Answers:
             task = self.served.engine.run(back(session, begins + shared))
             try:
                 session = await heard(request, asyncio.wrap_future(task))
-            except ConfigError:  # of a file that does not know its beginning, which has no state so early
-                return session, [bare], len(session.tokens)
+            except ConfigError:
+                raise ConfigError(
+                    f"messages: state {body.state!r} comes from a file without the beginning of its text, and cannot "
+                    "go back to where these messages part from it; send those after it alone, without answers"
+                ) from None
         return session, [bare[shared:]], begins
 
     def _begun(self, ids: Sequence[int], slot: int | None, whole: bool) -> Session:
@@ -295,7 +293,7 @@ class Answers:
                             marks
                         )
                         begun.add(index)
-                        yield _event({**streamed, "choices": [choice], **run.unsaved})
+                        yield _event({**streamed, "choices": [choice], **run.writing.error})
                         item = await anext(events, None)
                     if asked:
                         yield _event({**streamed, "choices": [], "usage": run.usage()})
@@ -319,7 +317,7 @@ class Answers:
                 whole(i, got.text, got.finish, got.marks, True) | _views(got.marks)
                 for i, got in enumerate(choices)
             ]
-            return JSONResponse({**frame, "choices": parts, "usage": run.usage(), **run.unsaved})
+            return JSONResponse({**frame, "choices": parts, "usage": run.usage(), **run.writing.error})
 
         return await asyncio.to_thread(response)  # of a long text it takes a while
 
