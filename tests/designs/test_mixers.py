@@ -398,9 +398,11 @@ def test_padding_is_as_if_it_were_not_there(name, start, cuts):
 @every_mixer
 @pytest.mark.parametrize("cuts", [[], [3, 4], range(12)], ids=["whole", "pieces", "steps"])
 def test_a_call_may_hold_nothing_but_padding(name, cuts):
-    module, x = build(name), tokens(2, 12)
-    for state in (empty(module, 2), empty(module, 2, capacity=30), warm(module, 2)):
-        check(module, x, state, cuts, torch.no_grad, pad_BT=torch.ones(2, 12, dtype=torch.bool))
+    module = build(name)
+    for B in (1, 2):
+        x, pad = tokens(B, 12), torch.ones(B, 12, dtype=torch.bool)
+        for state in (empty(module, B), empty(module, B, capacity=30), warm(module, B)):
+            check(module, x, state, cuts, torch.no_grad, pad_BT=pad)
 
 
 @every_mixer
