@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perspectron import native
 from perspectron.native import training
-from perspectron.ops.dispatch import gradients_off, owned, recorder, under_tracing
+from perspectron.ops.dispatch import forward_mode, gradients_off, owned, recorder, under_tracing
 from perspectron.ops.fused import batch_invariant, fits, recorded
 from perspectron.ops.sequences import packed
 
@@ -169,7 +169,7 @@ def attend(
     (B, H, T, K), V = q_BHTK.shape, v.shape[-1]
     scale = K**-0.5 if scale is None else scale
     drop = None if gradients_off() else drop
-    if T > 1 and (cap is not None or drop is not None):
+    if T > 1 and (cap is not None or drop is not None or forward_mode()):
         return _explicit(q_BHTK * scale, k, v, mask, causal, cap, drop)
     plain = q_BHTK.device.type == "cpu" and q_BHTK.dtype in (torch.float32, torch.float64)
     if T == 1 and (V != K or plain or cap is not None):

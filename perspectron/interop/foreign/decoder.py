@@ -91,10 +91,10 @@ def ropes(source: Source, bases: dict[str, float]) -> dict[str, Rope]:
     values outside."""
     first, table = next(iter(bases)), dict(source.mapping("rope_parameters").values)
     if scaling := source.mapping("rope_scaling").values:
-        own = {**((table.get(first) or {}) if table else {"rope_type": "default"}), **scaling}
-        if own.get("rope_type") == "default":  # transformers then reads neither `type` nor a factor
-            own = {name: own[name] for name in ("rope_type", "rope_theta") if name in own}
-        table[first] = own
+        both = {**((table.get(first) or {}) if table else {"rope_type": "default"}), **scaling}
+        if both.get("rope_type") == "default":  # transformers then reads neither `type` nor a factor
+            both = {name: both[name] for name in ("rope_type", "rope_theta") if name in both}
+        table[first] = both
         source.inner("rope_scaling", {})
     source.get("original_max_position_embeddings")  # nor this one, outside
     nested = source.inner("rope_parameters", table)
