@@ -465,5 +465,6 @@ def _inner(cache: Cache, at: attention.Places) -> tuple[Tensor, attention.Places
 
 def _alone(x: Tensor) -> Tensor:
     """Contiguous, and no view of something larger (of q, k and v in one)."""
-    alone = x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)  # which has no storage
+    alone = not wrapped and x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
     return x if alone else x.clone(memory_format=torch.contiguous_format)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perspectron import native
 from perspectron.native import training
-from perspectron.ops.dispatch import gradients_off, owned, recorder, under_tracing
+from perspectron.ops.dispatch import forward_mode, gradients_off, owned, recorder, under_tracing
 from perspectron.ops.fused import batch_invariant, fits, recorded
 from perspectron.ops.sequences import packed
 
@@ -169,7 +169,7 @@ def attend(
     (B, H, T, K), V = q_BHTK.shape, v.shape[-1]
     scale = K**-0.5 if scale is None else scale
     drop = None if gradients_off() else drop
-    if T > 1 and (cap is not None or drop is not None):
+    if T > 1 and (cap is not None or drop is not None or forward_mode()):
         return _explicit(q_BHTK * scale, k, v, mask, causal, cap, drop)
     plain = q_BHTK.device.type == "cpu" and q_BHTK.dtype in (torch.float32, torch.float64)
     if T == 1 and (V != K or plain or cap is not None):
@@ -396,7 +396,7 @@ def _aligned(
     S = sum(part.shape[2] for part in ring[0])
     T = int(at.valid_BT.sum()) if at.padded else at.valid_BT.shape[1]
     own_T = at.valid_BT[0].nonzero()[:, 0] if at.padded else slice(None)
-    spare = -(S + T) % BLOCK
+    spare = -(S + T) % BLOCK if S + T else 1  # padding alone sees an empty slot
     old_BS = slots(before_B, S)
     position_BS = F.pad(torch.cat([old_BS, at.position_BT[:, own_T]], 1), (0, spare), value=-1)
     segment_BS = F.pad(torch.cat([torch.zeros_like(old_BS), at.segment_BT[:, own_T]], 1), (0, spare))
@@ -419,7 +419,7 @@ def _aligned_window(
     stop = before + len(own_T)
     start = max(0, (before // BLOCK * BLOCK - W + 1) // BLOCK * BLOCK)
     old_S = torch.arange(start, before) % W  # those too old for any query stand in for what is gone
-    spare = -stop % BLOCK
+    spare = -stop % BLOCK if stop else 1
     distance_BTS = at.position_BT[:, :, None] - torch.arange(start, stop + spare)
     mask_BTS = (distance_BTS >= 0) & (distance_BTS < W)
     if at.padded:

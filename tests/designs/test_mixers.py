@@ -324,6 +324,26 @@ def test_a_state_is_not_consumed_while_gradients_are_on(name):
         block(torch.zeros(2, 1, D), state, model.ffn_of(block), None, None, consume_state=True)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap: torch takes rows one by one
+@pytest.mark.parametrize(
+    "name", [name for name in SMALL if name.startswith(("attention", "lens", "mla", "window"))]
+)
+def test_attention_stands_functional_transforms(name):
+    module, x, dx = build(name), tokens(3, 9), tokens(3, 9, seed=5)
+    step = 1e-6 * dx
+    with torch.no_grad():
+        slope = (module(x + step)[0] - module(x - step)[0]) / 2e-6
+    close(torch.func.jvp(lambda x: module(x)[0], (x,), (dx,))[1], slope, 1e-6)
+    close(torch.func.vmap(lambda x: module(x[None])[0][0])(x), module(x)[0], 1e-9)
+    module(x)[0].square().sum().backward()
+    weights = {name: weight.detach() for name, weight in module.named_parameters()}
+    gradients = torch.func.grad(lambda w: torch.func.functional_call(module, w, (x,))[0].square().sum())(
+        weights
+    )
+    for name, weight in module.named_parameters():
+        close(gradients[name], weight.grad, 1e-9)
+
+
 # ---------------------------------------------------------------- rows
 
 
@@ -398,9 +418,11 @@ def test_padding_is_as_if_it_were_not_there(name, start, cuts):
 @every_mixer
 @pytest.mark.parametrize("cuts", [[], [3, 4], range(12)], ids=["whole", "pieces", "steps"])
 def test_a_call_may_hold_nothing_but_padding(name, cuts):
-    module, x = build(name), tokens(2, 12)
-    for state in (empty(module, 2), empty(module, 2, capacity=30), warm(module, 2)):
-        check(module, x, state, cuts, torch.no_grad, pad_BT=torch.ones(2, 12, dtype=torch.bool))
+    module = build(name)
+    for B in (1, 2):
+        x, pad = tokens(B, 12), torch.ones(B, 12, dtype=torch.bool)
+        for state in (empty(module, B), empty(module, B, capacity=30), warm(module, B)):
+            check(module, x, state, cuts, torch.no_grad, pad_BT=pad)
 
 
 @every_mixer

@@ -126,6 +126,9 @@ def test_a_file_with_all_keys_is_the_one_with_those_that_are_told(kind, tmp_path
     assert config_of(tmp_path) == wanted
 
 
+NESTED = {
+    kind: {"rope_type": "default", "rope_theta": 500.0} for kind in ("full_attention", "sliding_attention")
+}
 OLD: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_theta": 700.0, "rope_scaling": {"type": "linear", "factor": 3.0}}),
     ("llama", {"rope_theta": 700.0, "rope_scaling": LLAMA3 | {"rope_theta": 300.0}}),
@@ -134,6 +137,18 @@ OLD: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"rope_theta": 700.0, "rope_local_base_freq": 300.0, "sliding_window_pattern": 2,
                      "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "layer_types": ...}),
     ("olmo3", {"rope_theta": 700.0, "rope_scaling": YARN}),
+    *(
+        (kind, {"rope_theta": 700.0, "layer_types": [*NESTED] * 2, "rope_scaling": scaling, **more})
+        for kind in ("gemma3_text", "olmo3")
+        for scaling, more in (
+            ({"type": "linear", "factor": 8.0}, {}),
+            ({"type": "linear", "factor": 8.0}, {"rope_parameters": NESTED}),
+            ({"rope_type": "default"}, {"rope_parameters": NESTED}),
+            ({"type": "linear", "factor": 8.0},
+             {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}),
+            ({"rope_type": "yarn", "factor": 4.0}, {"original_max_position_embeddings": 16}),
+        )
+    ),
 ]  # fmt: skip
 
 

@@ -253,11 +253,15 @@ def test_second_derivatives_are_exact_or_an_error():
         torch.testing.assert_close(a.float(), b, rtol=1e-4, atol=1e-5)
 
 
-def test_tangents_are_an_error_not_a_silent_zero():
-    q, k, v = (x.float() for x in inputs(5, 5, 8, 4))
-    forward = torch.autograd.forward_ad
-    with forward.dual_level(), pytest.raises((RuntimeError, NotImplementedError), match="forward"):
-        attention.attend(forward.make_dual(q, torch.ones_like(q)), k, v, causal=True)
+def test_tangents_are_those_of_the_softmax_written_out():
+    given = tuple(inputs(5, 5, 8, 4))
+    along = tuple(torch.ones_like(x) for x in given)
+    written_out = partial(explicit, mask=None, causal=True, scale=8**-0.5)
+    expected = torch.func.jvp(written_out, given, along)[1]
+    for dtype in (torch.float64, torch.float32):
+        brief = [tuple(x.to(dtype) for x in part) for part in (given, along)]
+        tangent = torch.func.jvp(partial(attention.attend, causal=True), *brief)[1]
+        torch.testing.assert_close(tangent.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

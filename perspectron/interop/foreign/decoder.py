@@ -91,18 +91,23 @@ def ropes(source: Source, bases: dict[str, float]) -> dict[str, Rope]:
     values outside."""
     first, table = next(iter(bases)), dict(source.mapping("rope_parameters").values)
     if scaling := source.mapping("rope_scaling").values:
-        table[first] = {**(table.get(first) or {}), **scaling}
+        both = {**((table.get(first) or {}) if table else {"rope_type": "default"}), **scaling}
+        if both.get("rope_type") == "default":  # transformers then reads neither `type` nor a factor
+            both = {name: both[name] for name in ("rope_type", "rope_theta") if name in both}
+        table[first] = both
         source.inner("rope_scaling", {})
+    source.get("original_max_position_embeddings")  # nor this one, outside
     nested = source.inner("rope_parameters", table)
     found = {}
     for kind, silent in bases.items():
         own = nested.mapping(kind)
         own.must("truncate", (True,), True)  # transformers looks for it outside
-        found[kind] = Rope(own.real("rope_theta", silent), _scaling(source, own), 1.0)
+        found[kind] = Rope(own.real("rope_theta", silent), _scaling(source, own, outside=False), 1.0)
     return found
 
 
-def _scaling(source: Source, table: Source) -> RopeScaling | None:
+def _scaling(source: Source, table: Source, *, outside: bool = True) -> RopeScaling | None:
+    """outside: the original length may stand in the config itself."""
     kind = table.get("rope_type", table.get("type", "default"))
     if kind == "default":
         return None
@@ -113,7 +118,9 @@ def _scaling(source: Source, table: Source) -> RopeScaling | None:
     more: dict[str, Any] = {}
     if kind != "linear":
         most = table.number("original_max_position_embeddings", source.get("max_position_embeddings"))
-        more["original_max_position_embeddings"] = source.number("original_max_position_embeddings", most)
+        if outside:
+            most = source.number("original_max_position_embeddings", most)
+        more["original_max_position_embeddings"] = most
     if kind == "llama3":
         more |= {name: table.real(name) for name in ("low_freq_factor", "high_freq_factor")}
     if kind == "yarn":
