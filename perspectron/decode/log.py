@@ -17,6 +17,11 @@ class Log(Sequence[T]):
     def __len__(self) -> int:
         return len(self._own) + sum(count for _, count in self._shared)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Log | list) and self[:] == other[:]
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
     def __iter__(self) -> Iterator[T]:
         return iter(self[:])
 
@@ -32,7 +37,9 @@ class Log(Sequence[T]):
         if not isinstance(where, slice):
             at = range(len(self))[where]
             return self[at : at + 1][0]
-        start, stop, _ = where.indices(len(self))
+        start, stop, step = where.indices(len(self))
+        if step != 1:
+            return self[:][where]
         found, at = list[T](), 0
         for part, count in (*self._shared, (self._own, len(self._own))):
             found += part[max(0, start - at) : max(0, min(stop - at, count))]

@@ -138,7 +138,7 @@ def test_n_grams_follow_what_stood_there(tokenizer: Tokenizer) -> None:
     draft = NGrams().begin(row._own(handle))
     assert draft.propose(3) == [4, 9, 2]
     assert draft.propose(8) == [4, 9, 2, 3, 4, 9, 2, 3]
-    row._own(handle).ids.append(7)
+    row._own(handle).ids.extend([7])
     assert draft.propose(3) == []
 
 
