@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from perspectron.cli.console import Console, progress
 from perspectron.cli.options import differences
 from perspectron.cli.progress import Work
-from perspectron.data import Shards, Tokenizer
+from perspectron.data import Shards, Split, Tokenizer
 from perspectron.eval import perplexity
 from perspectron.eval.subject import Subject
 from perspectron.eval.written import heats, written
@@ -90,7 +90,8 @@ def fit(
                         trainer = together.trainer(run, config, tokenizer, shards, paced=paced, **options)
                     else:
                         trainer = Trainer(run, config, tokenizer, shards, **options)
-        for line in [summary, *slow(device, config.train.dtype)]:
+        empty = _prompts_alone(shards.split("train"), config.train.seq_len)
+        for line in [summary, *empty, *slow(device, config.train.dtype)]:
             console.print(line)
         finished = checkpoint.path_of(run, config.train.steps).is_dir()
         if trainer is None:
@@ -102,6 +103,16 @@ def fit(
             f"this run is already finished, at {config.train.steps:,} steps; {how_to_go_on(run, config)}"
         )
     return code
+
+
+def _prompts_alone(split: Split, seq_len: int) -> list[str]:
+    """A line to say where a tenth or more of the windows have nothing to learn; else none."""
+    windows = (split.tokens - 1) // seq_len
+    share = 1 - len(split.windows_learned(seq_len)) / max(windows, 1)
+    if windows == 0 or share < 0.1:
+        return []
+    told = "are prompts alone, of which nothing is learned; in longer ones (--seq-len) they are fewer"
+    return [f"about {share:.0%} of the windows of {seq_len} tokens {told}"]
 
 
 @contextlib.contextmanager

@@ -426,6 +426,7 @@ def test_what_cannot_be_measured_is_said_before_the_training(run: Path, tmp_path
     in_a_line(capsys.readouterr().err.splitlines()[-1], "heldout", "eval_tokens")
     assert not (tmp_path / "run").exists()
     assert main([*train, "64"]) == 0  # prompts have thousands
+    assert "prompts alone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
