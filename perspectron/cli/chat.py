@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import tyro
+from msgspec.structs import replace
 
 from perspectron.cli import kept
-from perspectron.cli.kept import Kept, Said, said_in
+from perspectron.cli.kept import Kept
 from perspectron.cli.options import (
     Cache,
     Device,
@@ -29,6 +30,7 @@ from perspectron.data import Tokenizer
 from perspectron.data.template import Template
 from perspectron.decode.drafts import Drafter
 from perspectron.decode.rows import Rows
+from perspectron.decode.said import Said, said_in
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.saved import alike
 from perspectron.decode.session import Session
@@ -126,40 +128,36 @@ class Chat:
 
 
 class Point(NamedTuple):
-    """A point of a talk: its memory and, with a chat template, the messages so far. start: tokens that stood there
-    before the first of them, from a file. gone: tokens that were drawn and stand there no more; what is drawn next has
-    other noise than they had."""
+    """A point of a talk: its memory and, with a chat template, what was said."""
 
     session: Session
-    messages: tuple[dict[str, str], ...] = ()
-    start: int = 0
-    gone: int = 0
+    said: Said = Said()
 
     @classmethod
-    def of(cls, session: Session, said: Said) -> "Point":
+    def of(cls, session: Session) -> "Point":
         """The point of a file. Where nothing of what was said is known, or not where it begins, messages begin after
         it."""
-        tokens = len(session.tokens)
+        said, tokens = said_in(session.extra), len(session.tokens)
         if not said.messages or said.start > tokens or (said.start == 0 and not session.whole):
-            return cls(session, start=tokens, gone=said.gone)
-        return cls(session, tuple(said.messages), said.start, said.gone)
+            said = Said(start=tokens, gone=said.gone)
+        return cls(session, said)
 
-    def answered(self, said: str) -> "Point":
+    def answered(self, answer: str) -> "Point":
         """The point after an answer, or after more of the last one, which may be of what was loaded."""
-        before = self.messages
+        before = self.said.messages
         if not before:
-            return self._replace(start=len(self.session.tokens))
+            return self._replace(said=replace(self.said, start=len(self.session.tokens)))
+        last = {"role": "assistant", "content": answer}
         if before[-1]["role"] == "assistant":
-            before, said = before[:-1], before[-1]["content"] + said
-        return self._replace(messages=(*before, {"role": "assistant", "content": said}))
+            before, last = before[:-1], before[-1] | {"content": before[-1]["content"] + answer}
+        return self._replace(said=replace(self.said, messages=(*before, last)))
 
     def fork(self) -> "Point":
         return self._replace(session=self.session.fork())
 
     def save(self, path: Path) -> None:
         """Write to one file. StorageError if it cannot be."""
-        said = {"messages": list(self.messages), "start": self.start, "gone": self.gone}
-        self.session.save(path, extra={"said": said})
+        self.session.save(path, extra=self.said.extra())
 
 
 class Talk:
@@ -212,11 +210,11 @@ class Talk:
         if self.kept is None:
             return
         try:
-            session, said, asked = self.kept.read(self._session())
+            session, asked = self.kept.read(self._session())
         except StateError as error:
             raise StateError(f"{error}; move it away to begin another talk") from None
         if session is not None:
-            self.now = Point.of(session, said)
+            self.now = Point.of(session)
             say(f"{self.kept.path} goes on: {session.drawn:,} tokens drawn; /new begins another talk")
         if asked is not None:
             say(f"> {asked}")
@@ -230,7 +228,7 @@ class Talk:
     def answer(self, message: str) -> None:
         """Read a message and print what the model makes of it, as it comes."""
         if self.kept is not None:
-            self.kept.ask(self.now.session, self.now.gone, message)
+            self.kept.ask(self.now.session, self.now.said.gone, message)
         try:
             self._answer(message)
         except PerspectronError:
@@ -248,14 +246,14 @@ class Talk:
 
     def _answer(self, message: str) -> None:
         asked = self._asked(message)
-        ended, said = self._said(asked.session, asked.gone)
+        ended, said = self._said(asked.session, asked.said.gone)
         if self.template:
             self.now = asked.answered(said)
             return
         if ended:  # read, the end of a text would empty the memory
             session = asked.session.at(len(asked.session.tokens) - 1)
             session.append("\n")
-            asked = Point(session, gone=asked.gone + 1)
+            asked = Point(session, Said(gone=asked.said.gone + 1))
         self.now = asked
 
     def _said(self, session: Session, gone: int) -> tuple[bool, str]:
@@ -294,22 +292,22 @@ class Talk:
         """The talk as a message makes it: read by the template, or on a line of its own. Where the template writes what
         was said before in another way (it trims answers, or leaves out what led to them), the talk goes on from where
         both agree, and the rest is read again."""
-        now = self.now
+        now, said = self.now, self.now.said
         if self.template is None:
             session = now.session.fork()
             last = self.tokenizer.decode(session.tokens[-1:])
             begins = not session.tokens or not message or last.endswith("\n")
             session.append(message if begins else f"\n{message}")
-            return Point(session, gone=now.gone)
+            return Point(session, Said(gone=said.gone))
         if not message:
             goes_on = bool(now.session.tokens) and now.session.tokens[-1] not in self.tokenizer.specials.stops
             require(goes_on, "message", message, "given: there is no answer to continue")
             return now.fork()
-        messages = (*now.messages, {"role": "user", "content": message})
-        ids = self.template.ids(messages, self.tokenizer)
+        messages = (*said.messages, {"role": "user", "content": message})
+        ids = self.template.ids(messages, self.tokenizer, **said.given)
         rest = self.tokenizer.specials.bare(ids)
-        if now.start:
-            shared = now.start + alike(now.session.tokens[now.start :], rest)
+        if said.start:
+            shared = said.start + alike(now.session.tokens[said.start :], rest)
         else:
             shared = now.session.shared(ids, whole=True)
         try:
@@ -317,12 +315,11 @@ class Talk:
         except ConfigError:
             say("the template writes the talk so far in another way, and its file has no way back: "
                 "the template begins anew after it")  # fmt: skip
-            self.now = now._replace(messages=(), start=len(now.session.tokens))
+            self.now = Point(now.session, Said(start=len(now.session.tokens), gone=said.gone))
             return self._asked(message)
-        session.append(rest[shared - now.start :] if shared else ids, whole=True)
-        return now._replace(
-            session=session, messages=messages, gone=now.gone + now.session.drawn - session.drawn
-        )
+        session.append(rest[shared - said.start :] if shared else ids, whole=True)
+        gone = said.gone + now.session.drawn - session.drawn
+        return Point(session, replace(said, messages=messages, gone=gone))
 
     def save(self, file: str) -> None:
         path = _path(file, "/save")
@@ -334,7 +331,7 @@ class Talk:
     def load(self, file: str) -> None:
         path = _path(file, "/load")
         session = self._session().loaded(path)
-        self.start, self.now = session.start, Point.of(session, said_in(session, path))
+        self.start, self.now = session.start, Point.of(session)
         if self.kept is not None:
             say(f"{self.kept.path} stays as it is; what follows is not kept, unless by /save")
             self.kept = None

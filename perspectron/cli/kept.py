@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from perspectron.decode.said import said_in
 from perspectron.decode.session import Session
 from perspectron.util.errors import StateError
 from perspectron.util.files import locked, read_json, remove, write_json
@@ -17,15 +18,6 @@ from perspectron.util.schema import checked
 
 FILE = "chat.state"
 """Its name in the folder of a run, where a terminal's talk is kept."""
-
-
-class Said(Struct, forbid_unknown_fields=True):
-    """What was said, of which a chat template makes a text. start, gone: as a point of a
-    talk has them."""
-
-    messages: list[dict[str, str]] = []
-    start: int = 0
-    gone: int = 0
 
 
 class _Asked(Struct, forbid_unknown_fields=True):
@@ -49,19 +41,17 @@ class Kept:
         with locked(self.path.absolute().parent, f".{self.path.name}.lock"):
             yield
 
-    def read(self, begun: Session) -> tuple[Session | None, Said, str | None]:
-        """The memory and what was said, and the message that has no answer yet. begun: a text of the model. StateError:
-        of another model, or damaged."""
-        session, said = None, Said()
-        if self.path.exists():
-            session = begun.loaded(self.path)
-            said = said_in(session, self.path)
+    def read(self, begun: Session) -> tuple[Session | None, str | None]:
+        """The memory, and the message that has no answer yet. begun: a text of the model. StateError: of another model,
+        or damaged."""
+        session = begun.loaded(self.path) if self.path.exists() else None
         if not self._asking.exists():
-            return session, said, None
+            return session, None
         asked = checked(
             read_json(self._asking, StateError), _Asked, StateError, f"{self._asking}: not a message"
         )
-        return session, said, asked.message if asked.drawn == _drawn(session, said.gone) else None
+        gone = 0 if session is None else said_in(session.extra).gone
+        return session, asked.message if asked.drawn == _drawn(session, gone) else None
 
     def ask(self, session: Session, gone: int, message: str) -> None:
         """Keep a message that is read after this memory. gone: as a point of a talk has it. StorageError if it cannot
@@ -78,12 +68,6 @@ class Kept:
         remove(self._asking)
         if whole:
             remove(self.path)
-
-
-def said_in(session: Session, path: Path) -> Said:
-    """What was said, by the file that a session was loaded from; nothing that is known where it says nothing.
-    StateError: it is damaged."""
-    return checked(session.extra.get("said", {}), Said, StateError, f"{path}: not a talk")
 
 
 def _drawn(session: Session | None, gone: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from perspectron.decode.history import History, history
 from perspectron.decode.kept import Account, Hold
+from perspectron.decode.said import Said, said_in
 from perspectron.decode.session import Session
 from perspectron.model.appended import read_metadata
 from perspectron.util.config import require
@@ -25,11 +26,6 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ENDING = ".state"
 
 
-Messages = list[dict[str, str]]
-MESSAGES = "messages"
-"""What a file of a talk has beside its text: its messages, each with `role` and `content`."""
-BEGINS = "begins"
-"""And the number of tokens of a text before the talk, where it went on from one."""
 MOST = 256 << 20
 """Bytes of the states of a folder that stay in memory, beside what stores, sessions and their marks have of them."""
 
@@ -112,10 +108,10 @@ class States:
         with self._told():
             return history(self.found(name))
 
-    def messages(self, name: str) -> Messages:
-        """The messages of a talk, as its file claims them. Missing, StateError as `history`."""
+    def said(self, name: str) -> Said:
+        """What was said, as the file of a talk claims it. Missing, StateError as `history`."""
         with self._told():
-            return messages_of(parse_json(read_metadata(self.found(name)).get("extra", "{}"), room=JSON_ROOM))
+            return said_in(parse_json(read_metadata(self.found(name)).get("extra", "{}"), room=JSON_ROOM))
 
     def save(self, name: str, session: Session, parent: str = "", lease: Lease | None = None) -> About:
         """Write a state, whole or not at all. StorageError when it cannot be written. Busy: the lease under which it is
@@ -155,7 +151,7 @@ class States:
     def _hold(self, path: Path, sign: tuple[int, ...], session: Session) -> None:
         """Keep a state in memory, and let those go that were not used for longest."""
         own = session.fork()
-        own.extra = talk_of(session.extra)
+        own.extra = said_in(session.extra).extra()
         with self._lock:
             self._held.pop(path, None)
             if sign:
@@ -188,27 +184,9 @@ class States:
             self._held.pop(path, None)
 
 
-def messages_of(extra: Any) -> Messages:
-    """The messages in what a file has beside its state; none where they are not messages."""
-    found = extra.get(MESSAGES) if isinstance(extra, dict) else None
-    rows = found if isinstance(found, list) else []
-    told = [
-        isinstance(row, dict) and {*map(type, map(row.get, ("role", "content")))} == {str} for row in rows
-    ]
-    return [{"role": row["role"], "content": row["content"]} for row in rows] if all(told) else []
-
-
-def talk_of(extra: Any) -> dict[str, Any]:
-    """The messages of a talk and where it begins, as `messages_of`."""
-    messages, begins = messages_of(extra), extra.get(BEGINS, 0) if isinstance(extra, dict) else 0
-    return (
-        {MESSAGES: messages, BEGINS: begins if type(begins) is int and begins >= 0 else 0} if messages else {}
-    )
-
-
 def beside(session: Session, parent: str) -> dict[str, Any]:
-    """What a file has beside a session: the state it went on from, and what is known of a talk."""
-    return {"parent": parent} | talk_of(session.extra)
+    """What a file has beside a session: the state it went on from, and what was said."""
+    return {"parent": parent} | said_in(session.extra).extra()
 
 
 def sign_of(path: Path) -> tuple[int, ...]:

@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import perspectron
 from perspectron.cli import chat
 from perspectron.cli.main import main
 from perspectron.data.template import Template
 from perspectron.decode.generate import generate
+from perspectron.decode.said import Said
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from tests.cli.small import PLAIN
@@ -193,11 +195,11 @@ def test_each_answer_is_that_to_the_whole_conversation_as_the_template_writes_it
     talk = chat.Talk(model, tokenizer, chat.Chat(run, max_tokens=4), template)
     for message in (" the cat\n", "the dog ", "a log"):
         talk.answer(message)
-        asked = template.ids(talk.now.messages[:-1], tokenizer)
+        asked = template.ids(talk.now.said.messages[:-1], tokenizer)
         assert talk.now.session.tokens[: len(asked)] == asked
         answer = tokenizer.decode(talk.now.session.tokens[len(asked) :])
-        assert talk.now.messages[-1] == {"role": "assistant", "content": answer}
-    assert [m["role"] for m in talk.now.messages] == ["user", "assistant"] * 3
+        assert talk.now.said.messages[-1] == {"role": "assistant", "content": answer}
+    assert [m["role"] for m in talk.now.said.messages] == ["user", "assistant"] * 3
 
 
 def test_a_conversation_that_the_template_extends_reads_nothing_again(run, monkeypatch):
@@ -221,7 +223,7 @@ def test_a_conversation_that_the_template_extends_reads_nothing_again(run, monke
     monkeypatch.setattr(Session, "at", at)
     talk.answer("a")
     assert seen == [len(before)]
-    ids = template.ids(talk.now.messages[:-1], tokenizer)
+    ids = template.ids(talk.now.said.messages[:-1], tokenizer)
     assert talk.now.session.tokens[: len(ids)] == ids
     assert ids[: len(before)] == before
 
@@ -238,9 +240,9 @@ def test_what_was_loaded_goes_on_with_and_without_a_message(run, tmp_path, monke
     talk = chat.Talk(model, tokenizer, chat.Chat(run, max_tokens=3), plain)
     talk.load(str(path))
     talk.answer("")  # the answer that was cut off goes on
-    assert talk.now.messages == () and talk.now.session.drawn == 3
+    assert talk.now.said.messages == () and talk.now.session.drawn == 3
     talk.answer("What is 3 and 4?")
-    assert [m["role"] for m in talk.now.messages] == ["user", "assistant"]
+    assert [m["role"] for m in talk.now.said.messages] == ["user", "assistant"]
     assert talk.now.session.drawn == 6
     talk.save(str(tmp_path / "again.state"))
     again = chat.Talk(model, tokenizer, chat.Chat(run, max_tokens=3), plain)
@@ -249,14 +251,14 @@ def test_what_was_loaded_goes_on_with_and_without_a_message(run, tmp_path, monke
         monkeypatch.setattr(
             one, "_said", lambda session, _: session.append(tokenizer.encode("7")) or (False, "7")
         )
-        one.now = one.now._replace(messages=(), start=len(one.now.session.tokens))
+        one.now = chat.Point(one.now.session, Said(start=len(one.now.session.tokens)))
         one.answer("What is 3 and 4?")
     talk.save(str(tmp_path / "again.state"))
     again.load(str(tmp_path / "again.state"))
     assert again.now == talk.now._replace(session=again.now.session)
     for one in (talk, again):
         one.answer("And?")
-    assert len(again.now.messages) == 4 and again.now.session.tokens == talk.now.session.tokens
+    assert len(again.now.said.messages) == 4 and again.now.session.tokens == talk.now.session.tokens
 
 
 def test_a_talk_on_a_file_without_a_way_back_says_that_it_begins_anew(run, tmp_path, capsys):
@@ -268,7 +270,7 @@ def test_a_talk_on_a_file_without_a_way_back_says_that_it_begins_anew(run, tmp_p
     for turn in range(2):
         talk = chat.Talk(model, tokenizer, chat.Chat(run, max_tokens=3), template)
         talk.load(str(tmp_path / "talk.state"))
-        before, told = talk.now.session.tokens, talk.now.messages
+        before, told = talk.now.session.tokens, talk.now.said.messages
         assert len(told) == 2 * turn
         capsys.readouterr()
         talk.answer("a dog")
@@ -276,8 +278,8 @@ def test_a_talk_on_a_file_without_a_way_back_says_that_it_begins_anew(run, tmp_p
         asked = tokenizer.specials.bare(template.ids([{"role": "user", "content": "a dog"}], tokenizer))
         assert talk.now.session.tokens[: len(before) + len(asked)] == before + asked
         talk.answer("a log")  # whose way back is at hand
-        assert "begins anew" not in capsys.readouterr().err and len(talk.now.messages) == 4
-        talk.now = talk.now._replace(messages=talk.now.messages[:2])
+        assert "begins anew" not in capsys.readouterr().err and len(talk.now.said.messages) == 4
+        talk.now = talk.now._replace(said=replace(talk.now.said, messages=talk.now.said.messages[:2]))
         talk.save(str(tmp_path / "talk.state"))
 
 
@@ -289,7 +291,7 @@ def test_what_was_saved_goes_on_as_if_nothing_had_been(run, tmp_path):
     talk.save(str(path))
     again = chat.Talk(model, tokenizer, chat.Chat(run, max_tokens=3), plain)
     again.load(str(path))
-    assert again.now.messages == talk.now.messages
+    assert again.now.said.messages == talk.now.said.messages
     for one in (talk, again):
         one.answer("And?")
     assert again.now.session.tokens == talk.now.session.tokens

@@ -3,11 +3,11 @@
 import pytest
 from fastapi.testclient import TestClient
 
+from perspectron.cli.chat import Chat, Talk
 from perspectron.data.template import Template
 from perspectron.decode.history import exhausted
 from perspectron.decode.session import Session
 from perspectron.serve.distant import DistantStates
-from perspectron.serve.states import MESSAGES
 from perspectron.serve.web.app import create
 from perspectron.util.lease import Leases
 from perspectron.util.objects import Folder
@@ -78,11 +78,16 @@ def test_an_answer_that_goes_on_is_one_message(talking, tiny) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [3, "x", [3], [{"role": "user"}], [{"role": 1, "content": "x"}], [HELLO, None]]
-)
+    "wrong",
+    [
+        3, [3], {"messages": "x"}, {"messages": [3]}, {"messages": [{"role": "user"}]},
+        {"messages": [{"role": 1, "content": "x"}]}, {"messages": [HELLO, None]},
+        {"messages": [HELLO], "start": -1}, {"messages": [HELLO], "given": 3}, {"messages": [HELLO], "more": 3},
+    ],
+)  # fmt: skip
 def test_what_a_file_claims_to_be_messages_and_is_not_is_left_out(talking, tiny, tmp_path, wrong) -> None:
     session = Session(tiny.engine.model, tiny.tokenizer).read("The cat")
-    session.save(tmp_path / "file", extra={MESSAGES: wrong})
+    session.save(tmp_path / "file", extra={"said": wrong})
     assert talking.put("/v1/states/brought", content=(tmp_path / "file").read_bytes()).status_code == 201
     assert messages(talking, "brought") == []
     assert words(talking, "brought") == "The cat"
@@ -171,3 +176,40 @@ def test_a_file_without_a_way_back_is_not_read_twice(talking, tiny, tmp_path) ->
         HELLO,
         {"role": "assistant", "content": messages(talking, "two")[1]["content"]},
     ]
+
+
+def test_a_talk_goes_from_the_server_to_chat_and_back(talking, tiny, tmp_path) -> None:
+    """With what the template was given beside the messages, and what it reads of them."""
+    tool = {"type": "function", "function": {"name": "add"}}
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    tiny.template = template = Template(
+        "{% for t in tools %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %};{% endfor %}"
+        "{{ 'assistant: ' if add_generation_prompt }}", "here",
+    )  # fmt: skip
+    said = [
+        HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+    ]
+    chat(talking, said, tools=[tool], save="one")
+    (tmp_path / "one.state").write_bytes(talking.get("/v1/states/one").content)
+
+    model, tokenizer = tiny.engine.model, tiny.tokenizer
+    talk = Talk(model, tokenizer, Chat(tmp_path, max_tokens=4), template)
+    talk.load(str(tmp_path / "one.state"))
+    before = talk.now.session.tokens
+    talk.answer("on")
+    told = messages(talking, "one")
+    asked = [*told, {"role": "user", "content": "on"}]
+    assert [one["role"] for one in told] == ["user", "assistant", "tool", "assistant"]
+    assert told[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
+    ids = tokenizer.specials.bare(template.ids(asked, tokenizer, tools=[tool]))
+    assert talk.now.session.tokens[: len(ids)] == ids and tokenizer.decode(ids).startswith("[add]user")
+
+    talk.save(str(tmp_path / "two.state"))
+    talking.put("/v1/states/two", content=(tmp_path / "two.state").read_bytes())
+    assert messages(talking, "two") == [*asked, talk.now.said.messages[-1]] and words(talking, "two") == "on"
+    chat(talking, [*messages(talking, "two"), HELLO], tools=[tool], state="two", save="three")
+    assert len(messages(talking, "three")) == 8
+    assert len(before) < len(talk.now.session.tokens) < restored(talking, "three")["tokens"]

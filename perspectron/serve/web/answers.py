@@ -13,13 +13,13 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from perspectron.decode.row import Piece
+from perspectron.decode.said import Said, said_in
 from perspectron.decode.saved import alike
 from perspectron.decode.session import Session
 from perspectron.serve.engine import Event, Job
 from perspectron.serve.served import Served
-from perspectron.serve.states import BEGINS, MESSAGES, talk_of
 from perspectron.serve.web import schema
-from perspectron.serve.web.asked import check, constraint_of, prompt_of, sampling_of, tokens_of
+from perspectron.serve.web.asked import check, constraint_of, given_to, prompt_of, sampling_of, tokens_of
 from perspectron.serve.web.hearing import back, heard
 from perspectron.serve.web.likely import Completed, Mark, chatted, marks_of
 from perspectron.serve.web.metrics import Metrics
@@ -54,8 +54,10 @@ class _Run:
     echoed: list[list[Mark]]
     parent: str = ""
     slot: int | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
     """Of a talk, up to what is drawn."""
+    given: dict[str, Any] = field(default_factory=dict)
+    """To the template, beside the messages."""
     begins: int = 0
     """Tokens of a text before the talk."""
     writing: Writing = field(default_factory=Writing)
@@ -115,7 +117,8 @@ class Answers:
         tokens = min(CHAT_TOKENS, self.served.largest) if given is None else given
         run = await self._run(body, [ids], tokens, logprobs, request, cut=given is None)
 
-        run.messages = [{"role": one.role, "content": one.said} for one in body.messages]
+        run.messages = [one.seen(parts=False) | {"content": one.said} for one in body.messages]
+        run.given = given_to(body)
         if not body.continue_final_message:
             run.messages.append({"role": "assistant", "content": ""})
 
@@ -235,7 +238,7 @@ class Answers:
         chat that begins with the text, or with the talk in it; of one with answers in it, what comes after the part
         that both have, as templates may write earlier turns in another way; all of another chat, which goes on from
         there."""
-        begins, bare = talk_of(session.extra).get(BEGINS, 0), self.served.tokenizer.specials.bare(ids)
+        begins, bare = said_in(session.extra).start, self.served.tokenizer.specials.bare(ids)
         own = session.tokens[begins:]  # none, where a file claims more than there are
         shared = alike(own, bare) if begins else session.shared(ids, whole=True)
         answered = any(message.role == "assistant" for message in body.messages)
@@ -358,7 +361,8 @@ class Answers:
         if run.slot is not None:
             self.served.slots[run.slot] = run.jobs[0].session
         if run.jobs:
-            run.jobs[0].session.extra = {MESSAGES: run.messages, BEGINS: run.begins}
+            said = Said(tuple(run.messages), run.begins, given=run.given if run.messages else {})
+            run.jobs[0].session.extra = said.extra()
             await run.writing.save(run.jobs[0].session, run.parent)
 
     def _text(self, prompt: str | list[int]) -> str:

@@ -19,10 +19,11 @@ from starlette.requests import ClientDisconnect
 from perspectron.decode.apart import diffing
 from perspectron.decode.merge import merging
 from perspectron.decode.past import Rebased, bisecting, ids_for, rebasing, until_of
+from perspectron.decode.said import said_in
 from perspectron.decode.session import Session
 from perspectron.serve.engine import Closed, Engine, Full
 from perspectron.serve.served import Served
-from perspectron.serve.states import Missing, messages_of
+from perspectron.serve.states import Missing
 from perspectron.serve.web import schema
 from perspectron.serve.web.about import drawn_of, ids_of, model_of, texts, words
 from perspectron.serve.web.answers import Answers
@@ -152,7 +153,7 @@ class App:
         served = self.served(model)
 
         def told() -> Response:
-            history, messages = served.states.history(id), served.states.messages(id)
+            history, messages = served.states.history(id), served.states.said(id).messages
             fields = {name: value for name, value in asdict(history).items() if name != "ids"}
             fields["words"] = words(served.tokenizer, history, messages)
             return JSONResponse({"id": id, "object": "state.log", **fields})
@@ -225,7 +226,7 @@ class App:
         def told() -> Response:
             cuts, ends = texts(served.tokenizer, session.tokens)
             about = asdict(served.states.about(id)) | {"text": "".join(cuts), "ends": ends}
-            about |= {"messages": messages_of(session.extra), "drawn": drawn_of(session.log)}
+            about |= {"messages": said_in(session.extra).messages, "drawn": drawn_of(session.log)}
             return JSONResponse(about | {"state_bytes": session.nbytes, "ms": milliseconds})
 
         return await asyncio.to_thread(told)

@@ -20,17 +20,14 @@ from perspectron.util.errors import ConfigError
 def prompt_of(body: schema.Chat, template: Template, tokenizer: Tokenizer) -> str:
     """The prompt of a chat, for this tokenizer. ConfigError: the template fails, or does not read what the chat gives
     it."""
-    named = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
-    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    tools = body.tools if body.tool_choice == "auto" else []
-    seen, template = {"tools": tools} if tools else {}, template.for_tools(tools)
-    seen |= given
-    for name, value in body.chat_template_kwargs.items():
+    given, own = given_to(body), body.chat_template_kwargs
+    for name in own:
         if name in RESERVED:
             raise ConfigError(f"chat_template_kwargs.{name}: a template is not given that so; leave it out")
-        seen[f"chat_template_kwargs.{name}"] = given[name] = value
-    for field, value in seen.items():
-        if not template.uses(field.removeprefix("chat_template_kwargs.")):
+    template = template.for_tools(given.get("tools"))
+    for name, value in given.items():
+        if not template.uses(name):
+            field = f"chat_template_kwargs.{name}" if name in own else name
             said = f"{field} = {schema.short(value)}, must be left out"
             raise ConfigError(f"{said}: this model's chat template does not read it")
     for at, message in enumerate(body.messages):
@@ -39,9 +36,16 @@ def prompt_of(body: schema.Chat, template: Template, tokenizer: Tokenizer) -> st
             raise ConfigError(f"messages.{at}.tool_calls = {schema.short(message.tool_calls)}, {said}")
     messages = [message.seen(parts=template.takes_parts) for message in body.messages]
     return template.marked(
-        messages, tokenizer, tools=tools or None, add_generation_prompt=body.add_generation_prompt,
+        messages, tokenizer, add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message, **given,
     )  # fmt: skip
+
+
+def given_to(body: schema.Chat) -> dict[str, Any]:
+    """What a chat gives to the template beside its messages."""
+    tools = body.tools if body.tool_choice == "auto" else None
+    named = {"tools": tools or None, "reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
+    return {name: value for name, value in named.items() if value is not None} | body.chat_template_kwargs
 
 
 def tokens_of(body: schema.Chat) -> int | None:
