@@ -6,7 +6,7 @@ that it would have had; a draft that is not what was drawn costs time, nothing e
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from perspectron.util.errors import ConfigError, NonFiniteError
 
 if TYPE_CHECKING:
     from perspectron.decode.row import Row, Vocabulary
+
+T = TypeVar("T")
 
 LONGEST = 15
 """Tokens of a draft, unless another number is asked for."""
@@ -35,6 +37,8 @@ FORGET = 0.005
 """Share of each step by which what was learnt grows old."""
 SHORTEST = 4e-4
 """Seconds of a step from which on drafts are looked for, which takes some 10 µs a token."""
+KEPT = 4
+"""Texts that ended last, whose drafts go on where the text does."""
 FIRST = 3
 """Steps of a batch before drafts are read."""
 SPEND = 0.015
@@ -144,6 +148,9 @@ class Drafter(ABC):
     def begin(self, row: "Row") -> "Draft":
         """What drafts for a row, which is about to draw its first token."""
 
+    def end(self, draft: "Draft") -> None:  # noqa: B027 (nothing, unless it keeps something)
+        """A row of `begin` draws no more."""
+
 
 class Draft(ABC):
     """Drafts for one row. hopes: how often a drafted token was right, of late. free: to propose takes no time, so that
@@ -179,34 +186,70 @@ class Draft(ABC):
         self.hopes += FORGET * (type(self).hopes - self.hopes)
 
 
+class _Kept(Generic[T]):
+    """What has read the beginning of texts, of the KEPT that ended last: whatever is known of one goes on with it."""
+
+    def __init__(self) -> None:
+        self._kept = list[tuple[list[int], T]]()
+
+    def put(self, ids: list[int], known: T) -> None:
+        if len(ids) > 1:
+            self._kept = [*self._kept[1 - KEPT :], (ids, known)]
+
+    def take(self, ids: list[int]) -> T | None:
+        """What knows most of the beginning of a text; from now on it is the caller's."""
+        fits = [at for at, (own, _) in enumerate(self._kept) if ids[: len(own)] == own]
+        return self._kept.pop(max(fits, key=lambda at: len(self._kept[at][0])))[1] if fits else None
+
+
 class NGrams(Drafter):
     """Drafts of what followed the text's last tokens where they stood in it before, without a model."""
 
+    def __init__(self, longest: int | None = None) -> None:
+        super().__init__(longest)
+        self._kept = _Kept[_Places]()
+
     def begin(self, row: "Row") -> "Draft":
-        return _NGrams(row)
+        return _NGrams(row, self._kept.take(row.ids[:]) or _Places())
+
+    def end(self, draft: Draft) -> None:
+        assert isinstance(draft, _NGrams)
+        self._kept.put(draft.text[: draft.places.known], draft.places)
+
+
+class _Places:
+    """Where n-grams stood in the first `known` tokens of a text."""
+
+    def __init__(self) -> None:
+        self.known, self.last = 1, list[tuple[int, ...]]()
+        # After each n-gram, shortest first, the place of the token that followed it last.
+        self.after = [dict[tuple[int, ...], int]() for _ in NGRAMS]
+
+    def learn(self, ids: list[int]) -> None:
+        """More of the text."""
+        end = len(ids)
+        if self.last and end == self.known + 1:
+            for after, key in zip(self.after, self.last, strict=True):
+                after[key] = end - 1
+        else:
+            for at in range(self.known, end):
+                for n, after in zip(NGRAMS, self.after, strict=True):
+                    after[tuple(ids[at - n : at])] = at  # of what is shorter than n, nothing
+        self.known, self.last = end, [tuple(ids[-n:]) for n in NGRAMS]
 
 
 class _NGrams(Draft):
     free = True
 
-    def __init__(self, row: "Row") -> None:
+    def __init__(self, row: "Row", places: _Places) -> None:
         super().__init__(row)
-        self._known, self._last = 1, list[tuple[int, ...]]()
-        # After each n-gram, shortest first, the place of the token that followed it last.
-        self._after = [dict[tuple[int, ...], int]() for _ in NGRAMS]
+        self.places = places
 
     def propose(self, most: int) -> list[int]:
-        ids = self.text
+        ids, places = self.text, self.places
         end = len(ids)
-        if self._last and end == self._known + 1:
-            for after, key in zip(self._after, self._last, strict=True):
-                after[key] = end - 1
-        else:
-            for at in range(self._known, end):
-                for n, after in zip(NGRAMS, self._after, strict=True):
-                    after[tuple(ids[at - n : at])] = at  # of what is shorter than n, nothing
-        self._known, self._last = end, [tuple(ids[-n:]) for n in NGRAMS]
-        for after, key in zip(reversed(self._after), reversed(self._last), strict=True):
+        places.learn(ids)
+        for after, key in zip(reversed(places.after), reversed(places.last), strict=True):
             found = after.get(key)
             if found is not None:
                 period = end - found  # a draft that comes to the end of the text goes on with itself
@@ -232,34 +275,46 @@ class DraftModel(Drafter):
         V, known = of.vocab_size, model.config.vocab_size
         require(known >= V, "vocab_size of the draft model", known, f"≥ that of the tokenizer, {V}")
         super().__init__(longest)
-        self.model = model
+        self.model, self._kept = model, _Kept[_Reader]()
 
     def begin(self, row: "Row") -> Draft:
-        return _Model(self.model, row)
+        return _Model(row, self._kept.take(row.ids[:]) or _Reader(self.model))
+
+    def end(self, draft: Draft) -> None:
+        assert isinstance(draft, _Model)
+        self._kept.put(draft.text[: draft.reader.read], draft.reader)
+
+
+class _Reader:
+    """A model that has read the first `read` tokens of a text. spare: a state to be written over."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model, self.state, self.read = model, model.init_state(1), 0
+        self.spare: LMState | None = None
+
+    def go_on(self, ids: list[int], reset: int | None) -> None:
+        """Read the rest of a text."""
+        while (left := len(ids) - self.read) > 0:
+            part = ids[self.read : self.read + (1 if left < FEW else min(left, CHUNK))]
+            fresh, few = [self.read == 0], left < FEW
+            _, self.state = read(self.model, [part], self.state, fresh=fresh, reset=reset, drawn=few)
+            self.read += len(part)
 
 
 class _Model(Draft):
-    def __init__(self, model: LanguageModel, row: "Row") -> None:
+    def __init__(self, row: "Row", reader: _Reader) -> None:
         super().__init__(row)
-        self._model = model
-        self._state: LMState = model.init_state(1)
-        self._spare: LMState | None = None
-        self._read = 0
-        self._longest = model.config.room or 1 << 62
+        self.reader = reader
+        self._longest = reader.model.config.room or 1 << 62
 
     def propose(self, most: int) -> list[int]:
-        model, row, ids = self._model, self.row, self.text
+        reader, row, ids = self.reader, self.row, self.text
         most = min(most, self._longest - len(ids))
         if most <= 0:
             return []
-        reset = row.vocabulary.specials.reset
-        steps = steps_of(model)
-        while (left := len(ids) - 1 - self._read) > 0:
-            part = ids[self._read : self._read + (1 if left < FEW else min(left, CHUNK))]
-            fresh = [self._read == 0]
-            _, self._state = read(model, [part], self._state, fresh=fresh, reset=reset, drawn=left < FEW)
-            self._read += len(part)
-        state, found = self._state.fork(self._spare), list[int]()
+        model, steps = reader.model, steps_of(reader.model)
+        reader.go_on(ids[:-1], row.vocabulary.specials.reset)
+        state, found = reader.state.fork(reader.spare), list[int]()
         id, recent = ids[-1], row.recent
         for count in range(most):
             _, logits_1V, state = stepped(model, steps, torch.tensor([[id]], device=model.device), state)
@@ -270,5 +325,5 @@ class _Model(Draft):
                 break
             found.append(id)
             recent = [*recent, id]
-        self._spare = state
+        reader.spare = state
         return found

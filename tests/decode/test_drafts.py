@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 
 from perspectron import native
 from perspectron.data import Tokenizer
+from perspectron.decode import drafts as source
 from perspectron.decode.constrain import json_schema
 from perspectron.decode.drafts import Draft, Drafter, DraftModel, NGrams, Pace
 from perspectron.decode.generate import generate
@@ -130,6 +131,44 @@ def test_a_session_that_goes_on_says_the_same(tokenizer: Tokenizer, always) -> N
     assert told[0] == told[1]
     assert drafts is not None
     assert drafts.counts.drafted > 0
+
+
+@pytest.mark.parametrize("kind", ["n-grams", "model"])
+def test_drafts_of_a_text_that_goes_on_read_what_is_new(
+    kind, tokenizer: Tokenizer, always, monkeypatch
+) -> None:
+    """Not the text again at each answer; of a branch, which begins otherwise, they do."""
+    read, model, known = list[int](), small("perspective2"), list[tuple[str, list[int]]]()
+    step, learn = source.read, source._Places.learn
+
+    def counted(model, ids, *others, **options):
+        read.append(len(ids[0]))
+        return step(model, ids, *others, **options)
+
+    def learned(places, ids):
+        read.append(len(ids) - places.known)
+        learn(places, ids)
+
+    monkeypatch.setattr(source, "read", counted)
+    monkeypatch.setattr(source._Places, "learn", learned)
+    for drafter in (NGrams() if kind == "n-grams" else DraftModel(model, tokenizer, tokenizer), None):
+        session, took = Session(model, tokenizer, drafts=drafter), list[int]()
+        for turn in range(6):
+            session.read(list(range(5, 205)) if not turn else " the cat sat")
+            session.say(5, sampling=GREEDY if turn % 2 else SETTINGS[1])
+            took.append(sum(read))
+            read.clear()
+        known.append((session.text, session.tokens))
+        if drafter is not None:
+            assert took[0] >= 200 and 0 < max(took[1:]) < 30, took
+            branch = session.at(150)
+            branch.read(" and then").say(5, sampling=GREEDY)
+            assert sum(read) > 150
+            read.clear()
+            session.fork().read(" on").say(3, sampling=GREEDY)
+            assert 0 < sum(read) < 30, "what was read last of it is at hand"
+            read.clear()
+    assert known[0] == known[1]
 
 
 def test_n_grams_follow_what_stood_there(tokenizer: Tokenizer) -> None:
