@@ -106,12 +106,12 @@ def fit(
 
 
 def _prompts_alone(split: Split, seq_len: int) -> list[str]:
-    """A line to say where a tenth or more of the windows have nothing to learn; else none."""
+    """A line to say where a tenth or more of the windows are left out; else none."""
     windows = (split.tokens - 1) // seq_len
     share = 1 - len(split.windows_learned(seq_len)) / max(windows, 1)
     if windows == 0 or share < 0.1:
         return []
-    told = "are prompts alone, of which nothing is learned; in longer ones (--seq-len) they are fewer"
+    told = "are prompts alone and left out; of longer ones (--seq-len) fewer are"
     return [f"about {share:.0%} of the windows of {seq_len} tokens {told}"]
 
 

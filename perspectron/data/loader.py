@@ -44,10 +44,18 @@ class Batch:
 
 class _Source:
     """Windows of one of several texts in a split, in the order in which they are read: window i is its ids
-    [i*T, i*T + T], of which it has (tokens - 1) // T. Each pass over it has an order of its own."""
+    [i*T, i*T + T], of which it has (tokens - 1) // T; those of prompts alone are left out. Each pass over it has an
+    order of its own. DataError: they are all left out."""
 
-    def __init__(self, first: int, tokens: int, seq_len: int, seed: int) -> None:
-        self.windows = (tokens - 1) // seq_len
+    def __init__(self, split: Split, source: Source, first: int, seq_len: int, seed: int) -> None:
+        self.windows, self._there = (source.tokens - 1) // seq_len, None
+        if split.learned is not None:
+            self._there = split.windows_learned(seq_len, first, source.tokens)
+            self.windows = len(self._there)
+        if not self.windows:
+            raise DataError(
+                f"{_name(split, source)}: its windows are prompts alone; read longer ones (seq_len: {seq_len})"
+            )
         self._first, self._seq_len, self._seed = first, seq_len, seed
         self._shuffled: tuple[int, Callable[..., NDArray[np.int64]]] = (-1, lambda i: i)
 
@@ -59,13 +67,16 @@ class _Source:
             if self._shuffled[0] != number:
                 self._shuffled = (number, shuffle(self.windows, self._seed, number))
             mine = passes == number
-            starts[mine] = self._first + self._shuffled[1](places[mine]) * self._seq_len
+            number = self._shuffled[1](places[mine])
+            starts[mine] = (
+                self._first + (number if self._there is None else self._there[number]) * self._seq_len
+            )
         return starts
 
 
 class Loader:
     """Endless training batches of windows of the split. Window i is the ids [i*T, i*T + T], of which there are
-    (tokens - 1) // T, in each of the texts that the split was made of.
+    (tokens - 1) // T, in each of the texts that the split was made of; those without a target are left out.
 
     Every epoch of one text visits every window once, in an order that depends only on (seed, epoch). Of several texts
     with weights, an epoch is as many windows as they have together, each text in its share of them: at any time within
@@ -103,8 +114,9 @@ class Loader:
             )
         for source in split.sources:
             if source.tokens < seq_len + 1:
-                name = f"{split.name} of {source.name}" if source.name else split.name
-                raise DataError(f"{name}: {source.tokens} tokens, need at least {seq_len + 1} (seq_len + 1)")
+                raise DataError(
+                    f"{_name(split, source)}: {source.tokens} tokens, need at least {seq_len + 1} (seq_len + 1)"
+                )
         self.batch_size = batch_size
         self.seq_len = seq_len
         self.seed = seed
@@ -115,7 +127,7 @@ class Loader:
         self._split = split
         firsts = itertools.accumulate((source.tokens for source in split.sources), initial=0)
         self._sources = [
-            _Source(first, source.tokens, seq_len, seed)
+            _Source(split, source, first, seq_len, seed)
             for first, source in zip(firsts, split.sources, strict=False)
         ]
         weights = [source.weight for source in split.sources]
@@ -172,6 +184,10 @@ class Loader:
         if not 0 <= state["cursor"] <= self.windows:
             raise DataError(f"loader state: cursor {state['cursor']} is not between 0 and {self.windows}")
         self.epoch, self.cursor = state["epoch"], state["cursor"]
+
+
+def _name(split: Split, source: Source) -> str:
+    return f"{split.name} of {source.name}" if source.name else split.name
 
 
 def _digest(sources: Sequence[Source]) -> int:

@@ -141,17 +141,18 @@ class Split:
         learned = (document >= 0) & (at >= self.learned[document])
         return learned & ~self.begins(start, stop) if self.ended else learned
 
-    def windows_learned(self, seq_len: int) -> NDArray[np.int64]:
+    def windows_learned(self, seq_len: int, start: int = 0, tokens: int | None = None) -> NDArray[np.int64]:
         """Numbers of the windows of seq_len + 1 ids, each from the last id of the one before, with a target of training
-        among all but the first of them."""
-        windows = (self.tokens - 1) // seq_len
+        among all but the first of them: of the `tokens` (default: all) from `start` on."""
+        tokens = self.tokens - start if tokens is None else tokens
+        windows = (tokens - 1) // seq_len
         if self.learned is None:
             return np.arange(windows)
-        first = np.maximum(self.learned, self.starts + 1)
-        last = np.append(self.starts[1:] - self.ended, self.tokens - 1)
-        some = first <= last
+        first = np.maximum(self.learned, self.starts + 1) - start
+        last = np.append(self.starts[1:] - self.ended, self.tokens - 1) - start
+        some = (first <= last) & (last > 0) & (first < tokens)
         edges = np.zeros(windows + 1, dtype=np.int64)
-        np.add.at(edges, np.minimum((first[some] - 1) // seq_len, windows), 1)
+        np.add.at(edges, np.clip((first[some] - 1) // seq_len, 0, windows), 1)
         np.add.at(edges, np.minimum((last[some] - 1) // seq_len + 1, windows), -1)
         return np.flatnonzero(np.cumsum(edges)[:windows] > 0)
 

@@ -274,8 +274,7 @@ class Trainer:
         targets = sum(batch.targets for batch in batches)
         loss, aux = 0.0, dict[str, float]()
         for batch in batches:
-            # So that every target counts the same, wherever it stands; of prompts alone there is none.
-            parts = max(targets, 1) / max(batch.targets, 1)
+            parts = targets / batch.targets  # so that every target counts the same, wherever it stands
             value, terms = self.backward(batch, parts)
             loss += value / parts
             aux = {name: aux.get(name, 0.0) + term / parts for name, term in terms.items()}
