@@ -1,6 +1,5 @@
 """A conversion in its folder, from where it is to its end."""
 
-import itertools
 import math
 import time
 from collections.abc import Callable
@@ -144,8 +143,7 @@ class Conversion:
             seq_len=self.config.seq_len,
         )
         loader = training_batches(RunConfig(self.teacher.config, train), self.shards)
-        following = iter(loader.next_batch, None)
-        return list(itertools.islice((batch for batch in following if batch.targets), windows // size))
+        return [loader.next_batch() for _ in range(windows // size)]
 
     def export(self, number: int, model: LanguageModel) -> None:
         steps = self.config.train(LAYERS, 1, 1, 0)
