@@ -75,10 +75,11 @@ class Ablate:
     def settings(self, config: RunConfig, arms: tuple[str, ...]) -> Settings:
         """Settings of the run, as far as they apply to its ablations."""
         train, tokens = config.train, self.tokens
+        heldout = Settings.heldout if is_encoded(train.data) else train.heldout
         whole = train.steps * train.batch_size * train.seq_len * train.accumulate
         return Settings(
             arms, active_parameters(config.model), whole if tokens is None else count(tokens, "tokens"), self.seeds,
-            absolute(train.data), Settings.heldout if is_encoded(train.data) else train.heldout, 0.05 if train.measured_on == "dev" else 0.0, "tokens",
+            absolute(train.data), heldout, 0.05 if train.measured_on == "dev" else 0.0, "tokens",
             config.model.vocab_size, train.seq_len, train.batch_size * train.accumulate, (train.optim.lr,),
             (min(1.0, train.optim.warmup / train.steps),), dtype=train.dtype, device=train.device,
             suites=tuple(one_of(name, OF_TEXT, "suites") for name in between_commas(self.suites)),
