@@ -1,7 +1,5 @@
 """`perspectron ablate`."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,17 +9,15 @@ from perspectron.cli.compare import finish
 from perspectron.cli.console import progress
 from perspectron.cli.options import Jobs, answer, count
 from perspectron.cli.progress import Work
-from perspectron.compare.ablations import Ablation, ablate, ablations_of
+from perspectron.compare.ablations import ablate, ablations_of, removed
 from perspectron.compare.plan import Models, Settings, plan, threads_for
-from perspectron.data import absolute
+from perspectron.data import absolute, is_encoded
 from perspectron.eval.suites import OF_TEXT
 from perspectron.model.census import active_parameters
-from perspectron.model.config import ModelConfig
 from perspectron.opening import describe
 from perspectron.presets import DESIGNS, design_of
 from perspectron.train.config import RunConfig
 from perspectron.util.config import between_commas, one_of, require
-from perspectron.util.errors import ConfigError
 from perspectron.util.files import locked
 
 
@@ -62,8 +58,8 @@ class Ablate:
             for name in ("over", "tokens", "seeds", "suites", "jobs"):
                 value, default = getattr(self, name), Ablate.__dataclass_fields__[name].default
                 require(value == default, name, value, "with --out DIR; without it, ablations are listed")
-            return answer(False, {}, *_lines(config.model, known))
-        names = list(known) if self.over == "all" else between_commas(self.over)
+            return answer(False, {}, *(f"{name:<18} {known[name].about}" for name in removed(config.model)))
+        names = list(removed(config.model)) if self.over == "all" else between_commas(self.over)
         made: Models = {
             design: (replace(config.model, name=design), "the whole design", DESIGNS[design].source)
         }
@@ -79,19 +75,12 @@ class Ablate:
     def settings(self, config: RunConfig, arms: tuple[str, ...]) -> Settings:
         """Settings of the run, as far as they apply to its ablations."""
         train, tokens = config.train, self.tokens
+        heldout = Settings.heldout if is_encoded(train.data) else train.heldout
         whole = train.steps * train.batch_size * train.seq_len * train.accumulate
         return Settings(
             arms, active_parameters(config.model), whole if tokens is None else count(tokens, "tokens"), self.seeds,
-            absolute(train.data), train.heldout, 0.05 if train.measured_on == "dev" else 0.0, "tokens",
+            absolute(train.data), heldout, 0.05 if train.measured_on == "dev" else 0.0, "tokens",
             config.model.vocab_size, train.seq_len, train.batch_size * train.accumulate, (train.optim.lr,),
             (min(1.0, train.optim.warmup / train.steps),), dtype=train.dtype, device=train.device,
             suites=tuple(one_of(name, OF_TEXT, "suites") for name in between_commas(self.suites)),
         )  # fmt: skip
-
-
-def _lines(model: ModelConfig, known: Mapping[str, Ablation]) -> Iterator[str]:
-    """A line for each ablation that can be made of the model."""
-    for name, ablation in known.items():
-        with contextlib.suppress(ConfigError):
-            ablate(model, name)
-            yield f"{name:<18} {ablation.about}"

@@ -184,10 +184,10 @@ class Compare:
 
 def defaults(arguments: Sequence[str]) -> Compare:
     """The command whose values options left out have: with --quick, those of QUICK."""
-    if "--quick" not in arguments:
+    typed = {word.split("=")[0] for word in arguments}
+    if "--quick" not in typed or "--resume" in typed:  # which is refused as any other option beside it
         return Compare()
-    own = not any(word.split("=")[0] == "--data" for word in arguments)
-    return Compare(**QUICK, **(OF_STDLIB if own else {}))
+    return Compare(**QUICK, **({} if "--data" in typed else OF_STDLIB))
 
 
 def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:

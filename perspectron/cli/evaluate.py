@@ -95,7 +95,6 @@ class Eval:
         for field, value in (("heldout", self.heldout), ("encoding", self.encoding or None)):
             require(value is None or self.data is not None, field, value, "left out without --data")
         require(suite.draws or self.seed is None, "seed", self.seed, f"{name} does not depend on it")
-        require(suite.on_device or self.device == "auto", "device", self.device, f"{name} runs on the CPU")
 
     def _options(self, suite: Suite) -> Any:
         """The suite's options. ConfigError for one that it does not have."""

@@ -109,7 +109,7 @@ class Scale:
         return code
 
     def _study(self, out: Path) -> Study:
-        """That of the options, or of the folder. ConfigError where the folder has another."""
+        """That of the options, or of the folder. ConfigError where another began in the folder."""
         kept = out / STUDY
         if self.resume is not None:
             alone = self == Scale(resume=self.resume, minutes=self.minutes, jobs=self.jobs)
@@ -124,8 +124,8 @@ class Scale:
             self.dev, vocabulary_in(self.data, self.vocab_size), self.seq_len, self.batch_size, self.rates, self.dtype,
             self.device,
         )  # fmt: skip
-        if kept.is_file():
-            known: Study = load(Study, read_json(kept, ConfigError), str(kept))
+        known: Study | None = load(Study, read_json(kept, ConfigError), str(kept)) if kept.is_file() else None
+        if known is not None and scaling.planned(out, known):
             for name, value in dump(known).items():
                 asked, more = dump(study)[name], ""
                 same = asked == value

@@ -6,7 +6,7 @@ the part is compared and not the size. docs/designs has a page for each design.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -159,9 +159,17 @@ def ablations_of(config: ModelConfig) -> dict[str, Ablation]:
     own: dict[str, Ablation] = (
         registry.part("ablations", design) if design in registry.places("ablations") else {}
     )
-    general = dict[str, Ablation]()
-    for name, ablation in GENERAL.items():
+    return own | {name: GENERAL[name] for name in _made(config, GENERAL)}
+
+
+def removed(config: ModelConfig) -> dict[str, ModelConfig]:
+    """The model without each part that can be removed from it, by ablation."""
+    return _made(config, ablations_of(config))
+
+
+def _made(config: ModelConfig, known: Mapping[str, Ablation]) -> dict[str, ModelConfig]:
+    found = dict[str, ModelConfig]()
+    for name, ablation in known.items():
         with contextlib.suppress(ConfigError):
-            _without(config, name, ablation)
-            general[name] = ablation
-    return own | general
+            found[name] = _without(config, name, ablation)
+    return found

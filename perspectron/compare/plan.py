@@ -195,7 +195,7 @@ def plan(
         return known
     size = settings.vocab_size or presets.vocabulary(settings.params)
     settings = replace(settings, vocab_size=size, threads=settings.threads or threads)
-    _clear(out, settings)
+    clear(out, settings)
     tokenizer, shards = prepare(out, settings)
     made = models(replace(settings, vocab_size=tokenizer.vocab_size))  # little text has fewer
     with _threads(settings.threads):
@@ -215,7 +215,7 @@ def plan(
     return Plan(kind, settings, arms)
 
 
-def _clear(out: Path, settings: Settings) -> None:
+def clear(out: Path, settings: Settings) -> None:
     """Delete text in `out` that a comparison encoded for other settings and stopped before it had a plan."""
     folder = safe_join(out, DATA, ConfigError)
     path = folder / ASKED

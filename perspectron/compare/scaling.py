@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from perspectron import presets
-from perspectron.compare.plan import ASKED, DATA, Settings, asked, check_designs, prepare
+from perspectron.compare.plan import ASKED, DATA, PLAN, Settings, asked, check_designs, clear, prepare
 from perspectron.compare.report.summary import STREAMING, WINDOWS
 from perspectron.data import is_encoded
 from perspectron.presets.rates import FALL, PASSES, rate
@@ -137,9 +137,16 @@ def folder_of(out: Path, at: Point) -> Path:
     return safe_join(out, f"{short(at.size)}-{at.ratio:g}", ConfigError)
 
 
+def planned(out: Path, study: Study) -> bool:
+    """True if the comparison at one of the points has a plan."""
+    return any((folder_of(out, at) / PLAN).is_file() for at in study.points)
+
+
 def encode_text(out: Path, study: Study) -> None:
     """Encode the text in the vocabulary of all sizes, once. ConfigError where a training would read it more than PASSES
     times."""
+    if not planned(out, study):
+        clear(out, study.settings(study.points[0]))
     _, shards = prepare(out, study.settings(study.points[0]))
     there, most = shards.split("train").tokens, study.tokens(study.points[-1])
     few = f"the text has {there:,} tokens to train on, of which more than {PASSES:g} passes teach little"

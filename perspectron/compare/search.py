@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from perspectron import presets
 from perspectron.compare import run
-from perspectron.compare.plan import Models, Plan, Settings, models_of_designs, warm_up
+from perspectron.compare.plan import PLAN, Models, Plan, Settings, models_of_designs, warm_up
 from perspectron.compare.run import Cell, Rate
 from perspectron.model.census import census
 from perspectron.train.optim import OptimConfig
@@ -67,15 +67,12 @@ def read_space(path: Path, design: str) -> Space:
 
 def candidates(design: str, space: Space, most: int, seed: int) -> list[Candidate]:
     """All combinations of the space, or `most` of them, drawn without return."""
-    combined = list(itertools.product(*space.values()))
-    if len(combined) > most:
-        combined = random.Random(seed).sample(combined, most)
-    made = []
-    for values in combined:
+    made = dict[Candidate, None]()  # a value that a list has twice is one
+    for values in itertools.product(*space.values()):
         sizes = dict(zip(space, values, strict=True))
         rate = Rate(*(float(sizes.pop(key, default)) for key, default in OF_TRAINING.items()))
-        made.append(Candidate(_named(design, sizes), rate))
-    return made
+        made[Candidate(_named(design, sizes), rate)] = None
+    return random.Random(seed).sample([*made], most) if len(made) > most else [*made]
 
 
 def _named(design: str, sizes: Mapping[str, Any]) -> str:
@@ -88,9 +85,9 @@ def _named(design: str, sizes: Mapping[str, Any]) -> str:
 
 
 def settle(out: Path, space: Space, rungs: list[int], keep: int, seed: int) -> None:
-    """Write down what is asked for. ConfigError where the folder holds another search."""
+    """Write down what is asked for. ConfigError where the folder holds another search that had a plan."""
     asked = {"space": dict(space), "rungs": rungs, "keep": keep, "seed": seed}
-    if (out / SPACE).is_file():
+    if (out / SPACE).is_file() and (out / PLAN).is_file():
         same = read_json(out / SPACE, ConfigError) == asked
         require(same, "out", str(out), f"a new folder, or one with the search of {out / SPACE}")
     write_json(out / SPACE, asked)

@@ -12,13 +12,11 @@ from perspectron.util import registry
 
 @dataclass(frozen=True)
 class Suite:
-    """module: its full name. reads_text: it measures on the held-out text. draws: it depends on the subject's seed.
-    on_device: it runs the subject's model, or one of its own on the same device."""
+    """module: its full name. reads_text: it measures on the held-out text. draws: it depends on the subject's seed."""
 
     module: str
     reads_text: bool = True
     draws: bool = False
-    on_device: bool = True
 
     @property
     def code(self) -> Any:
@@ -32,7 +30,7 @@ GENERAL = {
     "calibration": Suite("perspectron.eval.calibration", draws=True),
     "robustness": Suite("perspectron.eval.robustness", draws=True),
     "cost": Suite("perspectron.eval.cost", reads_text=False),
-    "recall": Suite("perspectron.eval.recall", reads_text=False, on_device=False),
+    "recall": Suite("perspectron.eval.recall", reads_text=False, draws=True),
 }
 CONVERSATION = {"conversation": Suite("perspectron.eval.conversation", reads_text=False, draws=True)}
 """Of models that hold conversations: not for a comparison of new ones."""

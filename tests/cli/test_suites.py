@@ -95,6 +95,10 @@ def test_recall_needs_no_text(moved, monkeypatch, capsys):
         answer = json.loads(capsys.readouterr().out)
         (setting,) = answer["tasks"]["mqar"]["settings"]
         assert (answer["design"], len(setting["accuracy"]), setting["steps"]) == ("perspective", 1, [2])
+    asked = ["--suite", "recall", "--device", "cpu", "--seed", "3", "--json"]
+    assert main(["eval", str(moved), *asked, "--set", *sizes]) == 0
+    other = json.loads(capsys.readouterr().out)
+    assert other["seeds"] == [3] and other["tasks"]["mqar"]["settings"][0]["rates"] != setting["rates"]
     assert main(["eval", str(moved), "--suite", "recall", "--set", *sizes]) == 0
     assert names(capsys.readouterr().out, "mqar")
 
@@ -132,7 +136,6 @@ def test_the_harness_computes_as_eval_does(run, text, capsys):
         (["--suite", "cost", "--seed", "0"], ["seed", 0, "cost"]),
         (["--suite", "cost", "--data", "x"], ["data", "x", "cost"]),
         (["--suite", "recall", "--seq-len", "8"], ["seq_len", 8]),
-        (["--suite", "recall", "--device", "cpu"], ["device", "cpu"]),
         (["--suite", "recall", "--tokens", "8"], ["recall", "tokens", "profile"]),
         (["--heldout", "0.1"], ["heldout", "--data"]),
     ],

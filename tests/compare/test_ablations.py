@@ -9,7 +9,9 @@ from torch import Tensor
 
 import perspectron
 from perspectron import presets
+from perspectron.cli.main import main
 from perspectron.compare.ablations import ablate, ablations_of, rematch
+from perspectron.data import Tokenizer, encode, open_corpus
 from perspectron.designs.perspective.ablations import GATE_RANK
 from perspectron.designs.perspective.pdr import PDR
 from perspectron.designs.transformer.window_gqa import WindowGQA
@@ -17,6 +19,8 @@ from perspectron.model.census import active_parameters
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.presets import small
+from perspectron.train import checkpoint
+from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.util import registry
 from perspectron.util.errors import ConfigError
 from tests.refusals import refused
@@ -192,6 +196,25 @@ def test_a_model_of_any_design_has_ablations_that_can_be_made(design):
     for name in known.keys() & {"no_embedding_norm", "no_rope", "half_depth"}:
         made = ablate(config, name)
         assert made != config and abs(active_parameters(made) / active_parameters(config) - 1) <= 0.02
+
+
+def test_all_parts_are_those_that_this_model_has(tmp_path, monkeypatch, capsys):
+    """Of a cell of a comparison, whose text is encoded with a share of its own held out."""
+    tokenizer = Tokenizer.train(["a bird sang in the old tree"], 270)
+    (tmp_path / "text.txt").write_text("a bird sang in the old tree\n" * 99)
+    encode(open_corpus(str(tmp_path / "text.txt"), 0.2, dev=0.1), tokenizer, tmp_path / "data")
+    tokenizer.save(tmp_path / "data" / "tokenizer.json")
+    model = presets.get("perspective2-tiny", gated=True, vocab_size=tokenizer.vocab_size)
+    train = TrainConfig(data=str(tmp_path / "data"), heldout=0.2, measured_on="dev", seq_len=8)
+    checkpoint.save_config(tmp_path / "run", RunConfig(model, train))
+    assert main(["ablate", str(tmp_path / "run")]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert "gated" not in listed and "no_gqa" in listed
+    made = []
+    monkeypatch.setattr("perspectron.cli.ablate.finish", lambda _, what, *rest: made.extend(what.arms) or 0)
+    assert main(["ablate", str(tmp_path / "run"), "--tokens", "1k", "--out", str(tmp_path / "out")]) == 0
+    assert made == ["perspective2", *listed]
+    assert main(["ablate", str(tmp_path / "run"), "--over", "gated", "--out", str(tmp_path / "out")]) == 2
 
 
 def test_general_ablations_are_those_that_change_the_model():

@@ -174,6 +174,8 @@ def test_out_and_resume_are_one_or_the_other(tmp_path, capsys):
     assert names(capsys.readouterr().err.splitlines()[-1], tmp_path)
     assert main(["compare", "--resume", str(tmp_path), "--tokens", "1M"]) == 2
     in_a_line(capsys.readouterr().err, "resume")
+    assert main(["compare", "--resume", str(tmp_path), "--quick"]) == 2
+    in_a_line(capsys.readouterr().err, "resume", "--jobs")
 
 
 def test_text_that_was_encoded_for_other_settings_is_not_taken(text, tmp_path):

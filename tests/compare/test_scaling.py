@@ -17,6 +17,7 @@ from perspectron.compare import pool, scaling
 from perspectron.compare.report.scaling import html
 from perspectron.compare.report.summary import WINDOWS
 from perspectron.compare.scaling import Point, Study
+from perspectron.data import Tokenizer
 from perspectron.presets.rates import FALL, rate
 from perspectron.util.config import dump
 from perspectron.util.errors import ConfigError
@@ -304,6 +305,16 @@ def test_what_cannot_be_is_refused_before_anything_is_trained(changed, field, te
     )
     assert names(capsys.readouterr().err, field)
     assert not list((tmp_path / "out").glob("*/cells"))
+
+
+def test_a_study_that_could_not_be_planned_leaves_its_folder_to_another(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("perspectron.cli.scale.finish", lambda *_: 0)
+    monkeypatch.setattr("perspectron.cli.scale._estimate", lambda *_: "")
+    again = [*COMMAND, "--data", str(text), "--out", str(tmp_path / "out")]
+    assert main([*again, "--per-parameter", "1000"]) == ConfigError.exit_code
+    assert main([*again, "--vocab-size", "280"]) == 0
+    for at in ("", "60k-0.05", "120k-0.05"):
+        assert Tokenizer.load(tmp_path / "out" / at / "data" / "tokenizer.json").vocab_size == 280
 
 
 def test_a_study_grows_by_what_is_larger_and_trains_nothing_again(whole, text, tmp_path):

@@ -94,6 +94,21 @@ def test_a_large_space_is_drawn_from_without_return():
     assert one == [search.Candidate("perspective[kda,negative=true]", Rate(4e-3, 0.2))]
 
 
+def test_a_value_that_stands_twice_in_a_space_is_one():
+    space = {"heads": [1, 1, 2], "lr": [8e-3, 0.008], "embedding_norm": [True]}
+    found = search.candidates("gla", space, 9, seed=0)
+    assert [one.variant for one in found] == [f"gla[heads={n},embedding_norm=true]" for n in (1, 2)]
+
+
+def test_a_search_that_could_not_be_planned_leaves_its_folder_to_another(text, tmp_path, capsys):
+    path = tmp_path / "space.toml"
+    command = ["search", "--design", "gla", "--space", str(path), "--data", str(text)]
+    for space in ("heads = [1]", "heads = [1, 2]"):
+        path.write_text(space)
+        assert main([*command, "--out", str(tmp_path / "out"), *OPTIONS, "--params", "10"]) == 2
+        in_a_line(capsys.readouterr().err, "params", 10)
+
+
 @pytest.mark.parametrize(
     ("space", "options", "named"),
     [
