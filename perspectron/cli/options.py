@@ -17,6 +17,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from perspectron.cli.progress import Work
 from perspectron.util.config import assignment, meant_beside, require
 from perspectron.util.errors import CheckpointError, ConfigError, escaped
+from perspectron.util.numbers import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from perspectron.decode.drafts import Drafter
     from perspectron.decode.processors import Hook
     from perspectron.opening import Folder, Opened
+    from perspectron.util.page import Table as PageTable
 
 NGRAM = "ngram"
 POWERS = "KMGT"
@@ -194,6 +196,12 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> "Ta
     for row in cells:
         made.add_row(*map(Text, row))  # a Text has no markup
     return made
+
+
+def shown(made: "PageTable") -> "Table":
+    """A page's table for a terminal: each cell with its note in one line."""
+    rows = [[printable(f"{c.text}: {c.note}" if c.note else c.text) for c in row] for row in made.rows]
+    return table(made.caption, made.head, rows)
 
 
 def say(line: str) -> None:

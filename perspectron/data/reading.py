@@ -12,15 +12,19 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perspectron.util.errors import DataError
 from perspectron.util.files import open_file
+
+if TYPE_CHECKING:
+    from perspectron.data.tokenizer import Tokenizer
 
 PIECE = 2**20
 """Maximum size of a document in bytes; longer files become several documents."""
 COMPRESSED = (".gz", ".zst")
 INSTALL = "pip install 'perspectron[data]'"
+CHARACTERS = 100  # of a file are read for each token that is asked for; a token has at most 72
 
 
 def library(name: str, path: object) -> Any:
@@ -178,3 +182,22 @@ def border_at(path: Path, size: int, target: int, encoding: str = "") -> int:
             "to train on, to choose on and to hold out"
         )
     return min(inside, key=lambda at: abs(at - target))
+
+
+def read_tokens(path: Path, tokenizer: "Tokenizer", limit: int) -> list[int]:
+    """First `limit` tokens of a file (0: all). DataError where it is missing, no text, or shorter than 2 tokens."""
+    try:
+        with io.TextIOWrapper(open_file(path), encoding="utf-8", newline="") as file:
+            text = file.read(CHARACTERS * limit if limit else -1)
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        found = examined(path)
+        raise DataError(f"{path}: not UTF-8 text, at byte {found.offset or found.size or 0:,}") from None
+    ids = tokenizer.encode(text)
+    ids = ids[:limit] if limit else ids
+    if len(ids) < 2:
+        raise DataError(f"{path}: {len(ids)} tokens, need at least 2")
+    return ids

@@ -29,7 +29,8 @@ Forward = Callable[..., tuple[Tensor, Any, dict[str, Term]]]
 def masked(forward: Forward) -> Forward:
     """A mixer's forward, made of one that takes (self, x, state, reset, pad, consume_state). Without a state it starts
     from the empty one. It reads zeros at padding, and no token from a reset on, and no state after it, depends on a
-    state or a token before it that was not finite. (Numbers that overflow inside the mixer are its own.)
+    state or a token before it that was not finite. (Numbers that overflow inside the mixer are its own.) Of no rows or
+    no tokens the mixer is not asked: outputs are empty, and the state stays as it is.
 
     A reset costs a sum over state and input: all is finite, as a rule.
     """
@@ -48,6 +49,9 @@ def masked(forward: Forward) -> Forward:
         inputs = (x_BTD,) if isinstance(x_BTD, Tensor) else x_BTD
         x = inputs[0]
         state = self.init_state(len(x), x.device, x.dtype) if state is None else state
+        if 0 in x.shape[:2]:  # nothing to read
+            kept = state if consume_state else pytree.tree_map(_copied, state, is_leaf=_is_ragged)
+            return x, kept, {}
         lost_BT, tuned = None, state if isinstance(state, Tuned) else None
         if tuned is not None:
             state, shared = tuned.mixer, {**shared, "tuned": tuned}
@@ -60,8 +64,7 @@ def masked(forward: Forward) -> Forward:
                     )
                 empty = self.init_state(len(x), x.device, x.dtype)
                 state, reset_BT = tuned.restarted(empty, reset_BT[:, 0], self.kept_at_reset), None
-        if pad_BT is not None:
-            inputs = tuple(x.masked_fill(pad_BT[:, :, None], 0) for x in inputs)
+        inputs = tuple(filled(x, pad_BT, 0) for x in inputs)
         if reset_BT is not None and not x.is_meta and not _finite(inputs, state):
             inputs, state, lost_BT = _forgotten(inputs, state, reset_BT, self.kept_at_reset)
         x_BTD = inputs[0] if isinstance(x_BTD, Tensor) else inputs
@@ -70,6 +73,17 @@ def masked(forward: Forward) -> Forward:
         return y_BTD if lost_BT is None else y_BTD.masked_fill(lost_BT[:, :, None], torch.nan), state, aux
 
     return run
+
+
+def filled(x: Tensor, mask_BT: Mask, value: float) -> Tensor:
+    """x [B,T,…] with a value at the tokens of a mask."""
+    return x if mask_BT is None else x.masked_fill(mask_BT[(..., *[None] * (x.ndim - 2))], value)
+
+
+def _copied(part: Any) -> Any:
+    if _is_ragged(part):
+        return part.fork()
+    return part.clone() if isinstance(part, Tensor) else part
 
 
 def _floats(state: Any) -> list[Tensor]:

@@ -261,6 +261,7 @@ class LanguageModel(nn.Module):
                 require(
                     mask.shape == whole, f"shape of {name}", tuple(mask.shape), f"{whole}, as the tokens have"
                 )
+                require(mask.dtype is torch.bool, f"dtype of {name}", mask.dtype, "torch.bool")
         if state is None:
             state, consume_state = self.init_state(x_BTD.shape[0]), gradients_off()
         self.own(state)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.masks import Inputs, Mask
+from perspectron.model.masks import Inputs, Mask, filled
 from perspectron.ops.conv import convolve
 from perspectron.ops.fused import batch_invariant, mixed, shifted
 from perspectron.util.streams import stream
@@ -205,9 +205,7 @@ def _before(x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tup
     if pad_BT is not None:
         return _shifted(x_BTD, last_BD, reset_BT, pad_BT)
     before_BTD = torch.cat([last_BD[:, None], x_BTD[:, :-1]], 1)
-    if reset_BT is not None:
-        before_BTD = before_BTD.masked_fill(reset_BT[:, :, None], 0)
-    return before_BTD, x_BTD[:, -1]
+    return filled(before_BTD, reset_BT, 0), x_BTD[:, -1]
 
 
 def projected(linear: nn.Module, inputs: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:

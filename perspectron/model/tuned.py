@@ -76,6 +76,8 @@ class Tuned:
 
 
 pytree.register_dataclass(Tuned)
+UNTUNED = Tuned(None, *[torch.empty(0, 0)] * 3)
+"""Without any part, for mixers whose states have none."""
 
 
 def memory_field(state: Any) -> str:

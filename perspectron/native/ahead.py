@@ -31,6 +31,7 @@ from perspectron.native.tape import (
     OPERANDS,
     Tape,
     Unrecordable,
+    together,
 )
 
 GIVEN = 3
@@ -338,17 +339,8 @@ class Template:
                         span = int(self._span[t, operand])
                         first.setdefault(span, time)
                         last[span] = time
-        self._arena, room, live = dict[int, int](), 0, list[tuple[int, int, int]]()
-        for span in sorted(first, key=lambda span: first[span]):
-            live = sorted(x for x in live if x[2] >= first[span])
-            size, place = -(-self._width[span] // ALIGNED) * ALIGNED, 0
-            for start, end, _ in live:
-                if place + size <= start:
-                    break
-                place = max(place, end)
-            live.append((place, place + size, last[span]))
-            self._arena[span], room = place, max(room, place + size)
-        self._room = room
+        wanted = {span: (time, last[span], self._width[span]) for span, time in first.items()}
+        self._arena, self._room = together(wanted)
 
     def _tokens(self) -> None:
         """How each instruction takes all tokens: along which dimension, or -1 for one after another."""

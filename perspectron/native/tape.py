@@ -249,16 +249,9 @@ class Tape:
                     written = time >= self.checks and span == operands[0] and span not in operands[1:]
                     first.setdefault(span, time if written else -1)
                     last[span] = time
-        moved, live, room = dict[int, int](), list[tuple[int, int, int]](), 0  # (start, end, last use)
-        for span in sorted((x for x in first if first[x] >= 0), key=lambda x: first[x]):
-            live = sorted(x for x in live if x[2] >= first[span])
-            size, place = -(-spans[span][1] // ALIGNED) * ALIGNED, 0
-            for start, end, _ in live:
-                if place + size <= start:
-                    break
-                place = max(place, end)
-            live.append((place, place + size, last[span]))
-            moved[span], room = place, max(room, place + size)
+        moved, room = together(
+            {span: (time, last[span], spans[span][1]) for span, time in first.items() if time >= 0}
+        )
         arena = torch.empty(room + ALIGNED, dtype=torch.uint8)
         base = -(-arena.data_ptr() // ALIGNED) * ALIGNED
         shift = np.zeros(len(spans) + 1, np.int64)  # the last one is for what stays
@@ -302,6 +295,22 @@ class Tape:
         if at < self.checks:
             raise Stale("what a recording was made of has changed")
         raise RuntimeError(f"a recorded step met an index that is not there (instruction {at})")
+
+
+def together(wanted: Mapping[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
+    """Places that results have together which are not wanted at the same time, and the bytes of all. wanted: of each
+    result its first and its last use, and its bytes."""
+    placed, room, live = dict[int, int](), 0, list[tuple[int, int, int]]()  # (start, end, last use)
+    for span, (first, last, size) in sorted(wanted.items(), key=lambda item: item[1][0]):
+        live = sorted(x for x in live if x[2] >= first)
+        size, place = -(-size // ALIGNED) * ALIGNED, 0
+        for start, end, _ in live:
+            if place + size <= start:
+                break
+            place = max(place, end)
+        live.append((place, place + size, last))
+        placed[span], room = place, max(room, place + size)
+    return placed, room
 
 
 def places_of(bases: Sequence[int]) -> Array[c_int64]:

@@ -79,6 +79,8 @@ def scan(
     """
     _check(backend, consume_state, checked, "e", (q_BHTK, k_BHTK, v_BHTV, e_BHTK, alpha_BHTA), state_BHKV)
     q, k, v, e, alpha, state = _prepared((q_BHTK, k_BHTK, v_BHTV, e_BHTK, alpha_BHTA), state_BHKV)
+    if v.numel() == 0:
+        return v, dispatch.owned(state, consume_state)
     if _on_gpu(backend, q, k, v, e, alpha, state):
         return on_gpu.run(q, e, k, None, v, alpha, _given(state, consume_state), scale, 1.0)
     q = q * scale
@@ -88,7 +90,7 @@ def scan(
         return _step_(q, k, e, v, alpha, dispatch.owned(state, consume_state))
     if backend == "auto" and (fits(q, k, v, e, alpha, state) or plain(q, k, v, e, alpha, state)):
         return memory.scan(q, k, v, alpha * e, None, alpha, state)
-    return _run(DECAY_FIRST, q, k, v, alpha * e, alpha, state)
+    return DECAY_FIRST.run(q, k, v, alpha * e, alpha, state)
 
 
 @packed("BHTV", "BHKV")
@@ -121,6 +123,8 @@ def scan_rwkv7(
     inputs = (q_BHTK, k_BHTK, v_BHTV, a_BHTK, b_BHTK, alpha_BHTA)
     _check(backend, consume_state, checked, "a, b", inputs, state_BHKV)
     q, k, v, a, b, alpha, state = _prepared(inputs, state_BHKV)
+    if v.numel() == 0:
+        return v, dispatch.owned(state, consume_state)
     if _on_gpu(backend, q, k, v, a, b, alpha, state):
         return on_gpu.run(q, a, b, k, v, alpha, _given(state, consume_state), scale, -1.0)
     q = q * scale
@@ -130,7 +134,7 @@ def scan_rwkv7(
         return _step_rwkv7_(q, k, v, a, b, alpha, dispatch.owned(state, consume_state))
     if backend == "auto" and (fits(q, k, v, a, b, alpha, state) or plain(q, k, v, a, b, alpha, state)):
         return memory.scan(q, k, v, -a, b, alpha, state)
-    return _run(READ_FIRST, q, k, v, -a, b, alpha, state)
+    return READ_FIRST.run(q, k, v, -a, b, alpha, state)
 
 
 def _check(
@@ -172,9 +176,9 @@ def _given(state: Tensor, consume_state: bool) -> Tensor:
 
 
 def _on_gpu(backend: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
-    """True if Triton's kernels are to run: not for nothing, nor, by `auto`, for one token without gradients."""
+    """True if Triton's kernels are to run: not, by `auto`, for one token without gradients."""
     one = backend == "auto" and v.shape[2] == 1 and dispatch.gradients_off()
-    return q.numel() > 0 and v.numel() > 0 and not one and on_gpu.wanted(backend, q, k, v, *others)
+    return not one and on_gpu.wanted(backend, q, k, v, *others)
 
 
 def _one(backend: str, v: Tensor) -> bool:
@@ -185,11 +189,6 @@ def _one(backend: str, v: Tensor) -> bool:
             v.device.type,
         )
     return backend == "auto" and v.shape[2] == 1 and dispatch.gradients_off()
-
-
-def _run(kind: Recurrence, *inputs_and_state: Tensor) -> Result:
-    _, _, v, *_, state = inputs_and_state
-    return (v, state) if v.shape[2] == 0 or v.shape[0] == 0 else kind.run(*inputs_and_state)
 
 
 # ---------------------------------------------------------------- token by token

@@ -74,12 +74,14 @@ def scan(
     dtype = dispatch.widest(*inputs, *([] if state_BHKV is None else [state_BHKV]))
     q, k, v, gate = (x.to(dtype) for x in inputs)
     state = v.new_zeros(B, H, K, v.shape[-1]) if state_BHKV is None else state_BHKV.to(dtype)
+    if v.numel() == 0:
+        return v, dispatch.owned(state, consume_state)
     q = q * (K**-0.5 if scale is None else scale)
     if 1 < (G := q.shape[1]) < H:
         q, k = (x.repeat_interleave(H // G, 1) for x in (q, k))
     if backend == "naive":
         return naive(q, k, v, gate, state)
-    if v.numel() > 0 and on_gpu.wanted(backend, v.shape[-1], q, k, v, gate, state):
+    if on_gpu.wanted(backend, v.shape[-1], q, k, v, gate, state):
         owned = dispatch.owned(state, consume_state) if dispatch.gradients_off() else state
         return on_gpu.gla(q.expand(B, H, T, K), k.expand(B, H, T, K), v, gate, owned)
     if backend == "auto":
@@ -89,8 +91,6 @@ def scan(
         )
     if backend == "auto" and T == 1 and dispatch.gradients_off():
         return _step_(q, k, v, gate, dispatch.owned(state, consume_state))
-    if 0 in (B, H, T):
-        return v, state
     if backend == "auto" and (fits(q, k, v, gate, state) or plain(q, k, v, gate, state)):
         return memory.scan(q, k, v, None, None, gate, state)
     if gate.shape[-1] == K:
@@ -104,6 +104,8 @@ def _check(inputs: list[Tensor], state_BHKV: Tensor | None) -> None:
     B, H, T, V = v
     G, K, A = q[1], q[-1], gate[-1]
     groups = G == H or (G > 0 and H % G == 0)
+    if K < 1:
+        raise ValueError(f"K = {K}, must be ≥ 1")
     fits = groups and A in (1, K) and q == k == (B, G, T, K) and gate == (B, H, T, A)
     if not fits:
         wanted = "[B,G,T,K], [B,G,T,K], [B,H,T,V], [B,H,T,K|1]"

@@ -77,16 +77,18 @@ def scan(
     dtype = dispatch.widest(*inputs)
     q, k, v, gamma = (x.to(dtype) for x in inputs[:4])
     state = v.new_zeros(B, D, R) if state_BDR is None else state_BDR.to(dtype)
+    if v.numel() == 0:
+        return v, dispatch.owned(state, consume_state)
     q = q * (R**-0.5 if scale is None else scale)
     if backend == "naive":
         return naive(q, k, v, gamma, state)
     if T == 1 and (tape := dispatch.recorder()) is not None and dtype is torch.float32:
         return tape.scanned(q, k, v, gamma, dispatch.owned(state, consume_state))
-    if v.numel() > 0 and on_gpu.wanted(backend, R, q, k, v, gamma, state):
+    if on_gpu.wanted(backend, R, q, k, v, gamma, state):
         owned = dispatch.owned(state, consume_state) if dispatch.gradients_off() else state
         return on_gpu.pdr(q, k, v, gamma, owned)
     narrow = R <= WIDEST or dispatch.gradients_off()
-    if T > 0 and (backend == "native" or (backend == "auto" and narrow)):
+    if backend == "native" or (backend == "auto" and narrow):
         if (obstacle := _obstacle(q, k, v, gamma, state)) is None:
             if dispatch.gradients_off():
                 return _native(q, k, v, gamma, dispatch.owned(state, consume_state))
@@ -98,7 +100,7 @@ def scan(
         dispatch.log_once("pdr.scan: auto runs the torch tree on %s, or a step without gradients", where)
     if backend == "auto" and T == 1 and dispatch.gradients_off():
         return _step_(q, k, v, gamma, dispatch.owned(state, consume_state))
-    return (v, state) if T == 0 or B == 0 else TREE.run(q, k, v, gamma, state)
+    return TREE.run(q, k, v, gamma, state)
 
 
 def _check(q_BTR: Tensor, k_BTR: Tensor, v_BTD: Tensor, gamma_BTD: Tensor, state_BDR: Tensor | None) -> None:

@@ -193,6 +193,23 @@ def test_the_table_entry_fits_together(name):
     assert torch.equal(module(tokens(3, 5))[0], y), "without a state it starts from the empty one"
 
 
+@every_mixer
+@pytest.mark.parametrize(("B", "T"), [(2, 0), (0, 3), (0, 0)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_rows_and_no_tokens_are_an_empty_result(name, B, T, masked):
+    module, mask = build(name), torch.zeros(B, T, dtype=torch.bool) if masked else None
+    start, x = warm(module, 2) if B else empty(module, 0), tokens(B, T).requires_grad_()
+    y, state, _ = module(x, start, reset_BT=mask, pad_BT=mask)
+    y.sum().backward()
+    assert y.shape == (B, T, D) and y.dtype == x.dtype and x.grad.shape == x.shape
+    kept = fork(start)
+    assert same(state, kept)
+    if B:
+        with torch.no_grad():
+            module(tokens(B, 1), state, consume_state=True)
+        assert same(start, kept), "the state after no tokens is another one"
+
+
 # ---------------------------------------------------------------- time
 
 

@@ -64,6 +64,19 @@ def test_the_core_names_no_design():
     assert [str(p) for p in core if named.search(p.read_text(encoding="utf-8"))] == []
 
 
+def test_no_design_needs_another():
+    """But for the window attention of the transformer's folder, which Perspective has every fourth layer."""
+    imports = re.compile(r"^\s*(?:from|import) perspectron\.designs\.(\w+)", re.MULTILINE)
+    found = {
+        (folder.name, other)
+        for folder in (ROOT / "perspectron/designs").iterdir()
+        for path in folder.rglob("*.py")
+        for other in imports.findall(path.read_text(encoding="utf-8"))
+        if other != folder.name
+    }
+    assert found == {("perspective", "transformer")}
+
+
 def test_every_module_imports(rest):
     run(rest, "-c", IMPORTS)
 

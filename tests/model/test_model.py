@@ -126,6 +126,9 @@ def test_input_without_tokens_or_with_masks_of_another_shape_is_named_in_every_d
     for shape, name in itertools.product(((1, 5), (3, 5), (2, 4), (2, 6), (5,)), ("reset_BT", "pad_BT")):
         with refused(ConfigError, name):
             model(ids(2, 5), **{name: torch.zeros(shape, dtype=torch.bool)})
+    for dtype, name in itertools.product((torch.int64, torch.uint8, torch.float32), ("reset_BT", "pad_BT")):
+        with refused(ConfigError, name, dtype):
+            model(ids(2, 5), **{name: torch.zeros(2, 5, dtype=dtype)})
 
 
 def test_embeddings_in_the_place_of_ids_give_the_same_bits():

@@ -345,7 +345,7 @@ def test_an_expanded_state_is_not_written(T, order, A):
 def test_no_tokens_leave_the_state_and_without_one_it_starts_from_zero(order):
     *tensors, state = inputs(0, order)
     o, after = SCANS[order](*tensors, state)
-    assert o.shape == (B, H, 0, V) and torch.equal(after, state)
+    assert o.shape == (B, H, 0, V) and torch.equal(after, state) and after.data_ptr() != state.data_ptr()
     *tensors, state = inputs(70, order)
     for a, b in zip(SCANS[order](*tensors), SCANS[order](*tensors, torch.zeros_like(state)), strict=True):
         assert torch.equal(a, b)

@@ -155,7 +155,11 @@ def test_no_tokens_leave_the_state():
     *tensors, state = inputs(0)
     o, after = gla.scan(*tensors, state)
     assert o.shape == (B, H, 0, V)
-    assert torch.equal(after, state)
+    assert torch.equal(after, state) and after.data_ptr() != state.data_ptr()
+    for backend in ("naive", "torch"):
+        assert gla.scan(*tensors, state, backend=backend)[1].data_ptr() != state.data_ptr()
+    with refused(ValueError, "K", 0):
+        gla.scan(*(x[..., :0] for x in tensors[:2]), *tensors[2:], state[:, :, :0])
 
 
 def test_without_a_state_it_starts_from_zero():

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ import perspectron
 from perspectron import presets
 from perspectron.cli.console import Console
 from perspectron.cli.fit import fit
-from perspectron.cli.options import table
+from perspectron.cli.options import shown
 from perspectron.compare.report.page import Section, rendered
 from perspectron.data import Tokenizer, absolute, encode
 from perspectron.decode.generate import generate
@@ -30,9 +30,6 @@ from perspectron.util.files import locked, write_json, write_text
 from perspectron.util.numbers import printable
 from perspectron.util.page import Cell
 from perspectron.util.page import Table as PageTable
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 PRESET, TWIN, VOCABULARY, PAGE = "adr-demo", "gpt2", 1024, "demo.html"
 PROMPT = PHRASINGS[0].format(country=ASKED, capital="").removesuffix(" .")
@@ -132,12 +129,6 @@ class Demo:
             save_every=0,
             optim=OptimConfig(lr=2e-3, warmup=min(30, self.steps)),
         )
-
-
-def shown(made: PageTable) -> "Table":
-    """A page's table for a terminal: each cell with its note in one line."""
-    rows = [[printable(f"{c.text}: {c.note}" if c.note else c.text) for c in row] for row in made.rows]
-    return table(made.caption, made.head, rows)
 
 
 def faults(literal: dict[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from perspectron.designs.adr import gru_loop
+from perspectron.model.masks import filled
 from perspectron.ops import dispatch
 from perspectron.ops.fused import fits
 from perspectron.ops.sequences import packed
@@ -75,8 +76,7 @@ def scan(
     _check(x_BTGRD, cells, state_BGRD)
     dtype = dispatch.widest(x_BTGRD, *cells, state_BGRD)
     x, state, cells = x_BTGRD.to(dtype), state_BGRD.to(dtype), Cells(*(w.to(dtype) for w in cells))
-    if pad_BT is not None:
-        x = x.masked_fill(pad_BT[:, :, None, None, None], 0)
+    x = filled(x, pad_BT, 0)
     if isinstance(gamma, Tensor):
         gamma = gamma.to(dtype)[..., None]
     if backend == "auto":
@@ -85,7 +85,7 @@ def scan(
             "gru.scan: auto runs the torch loop on %s, or in training on a CPU a native kernel", where
         )
     if x.shape[1] == 0:
-        return x, x if raw else None, state
+        return x, x if raw else None, dispatch.owned(state, consume_state)
     if backend == "naive":
         return naive(x, cells, gamma, state, reset_BT, pad_BT, raw)
     if backend != "torch" and x.shape[1] == 1 and dispatch.gradients_off():

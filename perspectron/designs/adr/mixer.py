@@ -127,7 +127,9 @@ class ADR(Mixer):
         """The share of the memories that a token keeps: a number, or learned, one for each head [H]."""
         if self.config.learned == "none":
             return self.config.gamma
-        return torch.sigmoid(self.decay).expand(self.config.heads)
+        full = torch.promote_types(self.decay.dtype, torch.float32)
+        most = 1 - torch.finfo(full).eps / 2  # at 1 a memory would stay empty
+        return torch.sigmoid(self.decay.to(full)).clamp(max=most).expand(self.config.heads)
 
     def _of_groups(self, gamma: float | Tensor) -> float | Tensor:
         """The same, one for each group and row [G,R]."""
@@ -226,8 +228,6 @@ class ADR(Mixer):
         if config.cold_start:
             t_BT = (at.position_BT + 1).to(seen.dtype)
             log_gamma: Tensor | float = gamma.log() if isinstance(gamma, Tensor) else math.log(gamma)
-            if isinstance(log_gamma, Tensor):  # γ may round to 1
-                log_gamma = log_gamma.clamp(max=-torch.finfo(log_gamma.dtype).eps / 2)
             seen = seen / -torch.expm1(t_BT[:, :, None] * log_gamma)[:, :, None, :, None]
         seen = seen.to(qkv_BT3HK.dtype)
         if config.remember != "both":

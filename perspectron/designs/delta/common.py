@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from perspectron.model.masks import Inputs, Mask, masked
+from perspectron.model.masks import Inputs, Mask, filled, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import (
     ShortConv,
@@ -24,7 +24,7 @@ from perspectron.model.parts import (
 )
 from perspectron.model.state import register
 from perspectron.model.transfer import Heads, before_softplus, fill, passing
-from perspectron.model.tuned import Tuned
+from perspectron.model.tuned import UNTUNED, Tuned
 from perspectron.ops import delta
 from perspectron.ops.fused import RMSNorm
 from perspectron.util.terms import Term
@@ -113,7 +113,7 @@ class Delta(Mixer):
         pad_BT: Mask,
         consume_state: bool,
         value_residual: ValueFunction | None = None,
-        tuned: Tuned | None = None,
+        tuned: Tuned = UNTUNED,
     ) -> tuple[Tensor, DeltaState, dict[str, Term]]:
         x_q, x_k, x_v, x_g = split_inputs(x, len(self.inputs))
         (H, K, V), G = self.shape, self.key_heads
@@ -124,21 +124,15 @@ class Delta(Mixer):
         v = v if value_residual is None else value_residual(v, x_v)
         q, k, v = (x.unflatten(-1, (heads, -1)) for x, heads in ((q, G), (k, G), (v, H)))
         f, beta, write, gate_BTV = self.gates(x_g)
-        if tuned is not None:
-            f = tuned.decays(f)
         full = torch.promote_types(f.dtype, torch.float32)
-        step = softplus(f.to(full) + self.dt_bias.unflatten(0, (H, -1)))
-        if pad_BT is not None:
-            step, beta, write = (x.masked_fill(pad_BT[:, :, None, None], 0) for x in (step, beta, write))
-        alpha = torch.exp(-step * torch.exp(self.A_log.to(full))[:, None])
-        if reset_BT is not None:
-            alpha = alpha.masked_fill(reset_BT[:, :, None, None], 0)
+        step = softplus(tuned.decays(f).to(full) + self.dt_bias.unflatten(0, (H, -1)))
+        step, beta, write = (filled(x, pad_BT, 0) for x in (step, beta, write))
+        alpha = filled(torch.exp(-step * torch.exp(self.A_log.to(full))[:, None]), reset_BT, 0)
         q, k = (x if G == H else x.repeat_interleave(H // G, 2) for x in (unit(q), unit(k)))
         q, k, e, v, alpha = (x.transpose(1, 2) for x in (q, k, beta * k, write * v, alpha))
         o_BHTV, memory_BHKV = delta.scan(
             q, k, e, v, alpha, state.memory_BHKV, scale=K**-0.5, consume_state=consume_state, checked=False
         )
-        if tuned is not None:
-            o_BHTV = tuned.read(o_BHTV, q, K**-0.5)
+        o_BHTV = tuned.read(o_BHTV, q, K**-0.5)
         o_BTV = self.norm(o_BHTV.transpose(1, 2).to(x_g.dtype)).flatten(2)
         return self.o_proj(o_BTV * gate_BTV), DeltaState(memory_BHKV, window_BZC), {}

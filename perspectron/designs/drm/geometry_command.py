@@ -7,12 +7,11 @@ from typing import Any
 
 import tyro
 
-from perspectron.cli.options import Json, answer, open_model
+from perspectron.cli.options import Json, answer, open_model, shown
 from perspectron.cli.progress import Work
 from perspectron.compare.report.page import Section, rendered
-from perspectron.designs.adr.demo import shown
+from perspectron.data.reading import read_tokens
 from perspectron.designs.drm.geometry import RING, Options, measure, mixer_of
-from perspectron.designs.perspective.commands.routes import read_tokens
 from perspectron.opening import Opened
 from perspectron.util.files import plain, write_json, write_text
 from perspectron.util.page import Cell

@@ -212,6 +212,8 @@ class DRM(Mixer):
         """The states after each token; `state` is the empty one by default. Terms are left out in inference mode. The
         state handed in is never written into."""
         state = self.init_state(len(x_BTE), x_BTE.device, x_BTE.dtype) if state is None else state
+        if 0 in x_BTE.shape[:2]:
+            return x_BTE[..., :1].expand(-1, -1, len(self.z0)), state, {}
         bptt = self.config.bptt if self.training and torch.is_grad_enabled() else 0
         before = State(state.z_BD, state.geometry_BF, state.length_B)
         z_BTD, after, trace = drm.scan(

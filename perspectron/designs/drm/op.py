@@ -28,6 +28,7 @@ from perspectron.designs.drm.law import (
     thin,
     width,
 )
+from perspectron.model.masks import filled
 from perspectron.ops import dispatch
 from perspectron.ops.attention import follows
 from perspectron.ops.sequences import packed
@@ -84,9 +85,7 @@ def scan(
         weights = Weights._make(None if x is None else x.to(dtype) for x in weights)
         state = State(state.z_BS.to(dtype), state.geometry_BF.to(dtype), state.length_B)
         e_BTE = e_BTE.to(dtype)
-    if pad_BT is not None:
-        e_BTE = e_BTE.masked_fill(pad_BT[:, :, None], 0)
-    drive_TBG = F.linear(e_BTE.transpose(0, 1), weights.token_w)
+    drive_TBG = F.linear(filled(e_BTE, pad_BT, 0).transpose(0, 1), weights.token_w)
     drive_TBG = F.pad(drive_TBG, (len(weights.read_b) - drive_TBG.shape[-1], 0)) + weights.read_b
     when = plan(state.length_B, e_BTE.shape[1], law.geometry_interval, bptt, reset_BT, pad_BT)
     if backend == "naive":

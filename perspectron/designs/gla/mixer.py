@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.masks import Inputs, Mask, masked
+from perspectron.model.masks import Inputs, Mask, filled, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction, split_inputs
 from perspectron.model.state import register
 from perspectron.model.transfer import Heads, fill
-from perspectron.model.tuned import Tuned
+from perspectron.model.tuned import UNTUNED, Tuned
 from perspectron.ops import gla
 from perspectron.ops.fused import RMSNorm, batch_invariant
 from perspectron.util.config import MixerConfig, at_least, divides, positive
@@ -113,28 +113,23 @@ class GLA(Mixer):
         pad_BT: Mask,
         consume_state: bool,
         value_residual: ValueFunction | None = None,
-        tuned: Tuned | None = None,
+        tuned: Tuned = UNTUNED,
     ) -> tuple[Tensor, GLAState, dict[str, Term]]:
         x_q, x_k, x_v, x_g = split_inputs(x_BTD, len(self.mix_exponents))
-        gate_BTK = self.gk_proj(x_g)
-        if tuned is not None:
-            gate_BTK = tuned.decays(gate_BTK)
+        gate_BTK = tuned.decays(self.gk_proj(x_g))
         gate_BTK = gate_BTK.to(torch.promote_types(gate_BTK.dtype, torch.float32))
         # not a power of the sigmoid, whose gradient is not finite where the sigmoid rounds to 0
         by = self.config.gate_temperature
         gate_BTK = batch_invariant(lambda gate: torch.exp(F.logsigmoid(gate) / by), gate_BTK)
-        if pad_BT is not None:
-            gate_BTK = gate_BTK.masked_fill(pad_BT[:, :, None], 1)  # k and v are 0 there: nothing is written
-        if reset_BT is not None:
-            gate_BTK = gate_BTK.masked_fill(reset_BT[:, :, None], 0)
+        gate_BTK = filled(gate_BTK, pad_BT, 1)  # k and v are 0 there: nothing is written
+        gate_BTK = filled(gate_BTK, reset_BT, 0)
         v_BTD = self.v_proj(x_v) if value_residual is None else value_residual(self.v_proj(x_v), x_v)
         inputs = (self.q_proj(x_q), self.k_proj(x_k), v_BTD, gate_BTK)
         q, k, v, gate = (x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for x in inputs)
         o_BHTV, memory_BHKV = gla.scan(
             q, k, v, gate, state.memory_BHKV, consume_state=consume_state, checked=False
         )
-        if tuned is not None:
-            o_BHTV = tuned.read(o_BHTV, q, q.shape[-1] ** -0.5)
+        o_BHTV = tuned.read(o_BHTV, q, q.shape[-1] ** -0.5)
         o_BTD = self.norm(o_BHTV.transpose(1, 2).to(x_q.dtype)).flatten(2)
         y_BTD = self.o_proj(o_BTD * batch_invariant(F.silu, self.g_proj(x_g)))
         return y_BTD, GLAState(memory_BHKV), {}

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.masks import Inputs, Mask, masked
+from perspectron.model.masks import Inputs, Mask, filled, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import Shared, ValueFunction, split_inputs
 from perspectron.model.state import register
-from perspectron.model.tuned import Tuned
+from perspectron.model.tuned import UNTUNED, Tuned
 from perspectron.ops import gla
 from perspectron.ops.fused import RMSNorm, batch_invariant
 from perspectron.util.config import MixerConfig, at_least, divides, require
@@ -104,12 +104,10 @@ class HGRN2(Mixer):
         consume_state: bool,
         shared: Shared | None = None,
         value_residual: ValueFunction | None = None,
-        tuned: Tuned | None = None,
+        tuned: Tuned = UNTUNED,
     ) -> tuple[Tensor, HGRN2State, dict[str, Term]]:
         x_q, x_k, x_v = split_inputs(x, len(self.inputs))
-        f_BTD = self.f_proj(x_k)
-        if tuned is not None:
-            f_BTD = tuned.decays(f_BTD)
+        f_BTD = tuned.decays(self.f_proj(x_k))
         f_BTD = f_BTD.to(torch.promote_types(f_BTD.dtype, torch.float32))
         k_BTD = batch_invariant(torch.sigmoid, -f_BTD)
         if shared is not None and self.config.layers > 1:
@@ -124,18 +122,14 @@ class HGRN2(Mixer):
                     "above layer 0 in the same model",
                 )
                 k_BTD = k_BTD * (1 - shared[BOUNDS][self.config.layer])
-        if pad_BT is not None:
-            k_BTD = k_BTD.masked_fill(pad_BT[:, :, None], 0)
-        gate_BTD = 1 - k_BTD
-        if reset_BT is not None:
-            gate_BTD = gate_BTD.masked_fill(reset_BT[:, :, None], 0)
+        k_BTD = filled(k_BTD, pad_BT, 0)
+        gate_BTD = filled(1 - k_BTD, reset_BT, 0)
         v_BTD = self.i_proj(x_v) if value_residual is None else value_residual(self.i_proj(x_v), x_v)
         inputs = (batch_invariant(F.silu, self.q_proj(x_q)), k_BTD, v_BTD, gate_BTD)
         q, k, v, gate = (x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for x in inputs)
         o_BHTK, memory_BHKK = gla.scan(
             q, k, v, gate, state.memory_BHKK, consume_state=consume_state, checked=False
         )
-        if tuned is not None:
-            o_BHTK = tuned.read(o_BHTK, q, q.shape[-1] ** -0.5)
+        o_BHTK = tuned.read(o_BHTK, q, q.shape[-1] ** -0.5)
         o_BTD = o_BHTK.transpose(1, 2).flatten(2).to(x_q.dtype)
         return self.o_proj(self.norm(o_BTD)), HGRN2State(memory_BHKK), {}

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.masks import Mask, masked
+from perspectron.model.masks import Mask, filled, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ShortConv, softplus, softplus_of_steps
 from perspectron.model.state import register
-from perspectron.model.tuned import Tuned
+from perspectron.model.tuned import UNTUNED, Tuned
 from perspectron.ops import gla
 from perspectron.ops.fused import batch_invariant
 from perspectron.util.config import MixerConfig, at_least, positive, require
@@ -115,7 +115,7 @@ class Mamba(Mixer):
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
-        tuned: Tuned | None = None,
+        tuned: Tuned = UNTUNED,
     ) -> tuple[Tensor, MambaState, dict[str, Term]]:
         u_BTI, z_BTI = self.in_proj(x_BTD).chunk(2, -1)
         u_BTI, window_BZI = self.conv1d(u_BTI, state.window_BZI, reset_BT, pad_BT)
@@ -128,13 +128,9 @@ class Mamba(Mixer):
                 F.rms_norm(x, x.shape[-1:], eps=self.config.norm_eps) for x in (delta_BTR, b_BTN, c_BTN)
             )
         delta_BTI = self.dt_proj(delta_BTR.to(x_BTD.dtype)).to(full)
-        delta_BTI = softplus(delta_BTI if tuned is None else tuned.decays(delta_BTI))
-        if pad_BT is not None:
-            delta_BTI = delta_BTI.masked_fill(pad_BT[:, :, None], 0)  # gate 1, nothing written
+        delta_BTI = filled(softplus(tuned.decays(delta_BTI)), pad_BT, 0)  # gate 1, nothing written
         rate_IN = torch.exp(self.A_log.to(full))
-        gate_BTIN = batch_invariant(torch.exp, -delta_BTI[..., None] * rate_IN)
-        if reset_BT is not None:
-            gate_BTIN = gate_BTIN.masked_fill(reset_BT[:, :, None, None], 0)
+        gate_BTIN = filled(batch_invariant(torch.exp, -delta_BTI[..., None] * rate_IN), reset_BT, 0)
         o_BIT1, memory_BIN1 = gla.scan(
             c_BTN[:, None],
             b_BTN[:, None],
@@ -145,8 +141,6 @@ class Mamba(Mixer):
             consume_state=consume_state,
             checked=False,
         )
-        o_BTI = o_BIT1[..., 0].mT
-        if tuned is not None:
-            o_BTI = tuned.read(o_BTI, c_BTN)
+        o_BTI = tuned.read(o_BIT1[..., 0].mT, c_BTN)
         y_BTI = torch.addcmul(o_BTI, u_BTI, self.D) * batch_invariant(F.silu, z_BTI)
         return self.o_proj(y_BTI.to(x_BTD.dtype)), MambaState(memory_BIN1[..., 0], window_BZI), {}

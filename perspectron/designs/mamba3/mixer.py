@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.masks import Inputs, Mask, masked
+from perspectron.model.masks import Inputs, Mask, filled, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import (
     ValueFunction,
@@ -22,7 +22,7 @@ from perspectron.model.parts import (
     split_inputs,
 )
 from perspectron.model.state import register
-from perspectron.model.tuned import Tuned
+from perspectron.model.tuned import UNTUNED, Tuned
 from perspectron.ops import gla
 from perspectron.ops.dispatch import gradients_off
 from perspectron.ops.fused import RMSNorm, batch_invariant
@@ -120,7 +120,7 @@ class Mamba3(Mixer):
         pad_BT: Mask,
         consume_state: bool,
         value_residual: ValueFunction | None = None,
-        tuned: Tuned | None = None,
+        tuned: Tuned = UNTUNED,
     ) -> tuple[Tensor, Mamba3State, dict[str, Term]]:
         x_q, x_k, x_v, x_g = split_inputs(x, len(self.inputs))
         read = (x_g, x_v, x_k, x_q, *[x_g] * len(self.split[4:]))
@@ -128,16 +128,11 @@ class Mamba3(Mixer):
         (z_BTI, v_BTI, b_BTN, c_BTN), steps = made[:4], made[4:]
         full = torch.promote_types(x_g.dtype, torch.float32)
         delta_BTH, rate_BTH, mix_BTH, theta_BTF = (step.to(full) for step in steps)
-        if tuned is not None:
-            delta_BTH = tuned.decays(delta_BTH)
-        delta_BTH = softplus(delta_BTH + self.dt_bias)
-        if pad_BT is not None:
-            delta_BTH = delta_BTH.masked_fill(pad_BT[:, :, None], 0)  # gate 1, nothing written or turned
+        delta_BTH = softplus(tuned.decays(delta_BTH) + self.dt_bias)
+        delta_BTH = filled(delta_BTH, pad_BT, 0)  # gate 1, nothing written or turned
         gate_BTH = torch.exp(-delta_BTH * softplus(rate_BTH).clamp_min(SLOWEST))
         before_BTH = sigmoid(-mix_BTH) * delta_BTH  # by which the token before is written once more
-        if reset_BT is not None:
-            gate_BTH = gate_BTH.masked_fill(reset_BT[:, :, None], 0)
-            before_BTH = before_BTH.masked_fill(reset_BT[:, :, None], 0)
+        gate_BTH, before_BTH = (filled(x, reset_BT, 0) for x in (gate_BTH, before_BTH))
         turn_BTHF = math.pi * delta_BTH[..., None] * torch.tanh(theta_BTF)[:, :, None]
         angle_BTHF = _angles(turn_BTHF, state.angle_BHF, reset_BT)
         k_BTHN = _turned(self.b_norm(b_BTN).to(full)[:, :, None] + self.b_bias, angle_BTHF)
@@ -148,8 +143,7 @@ class Mamba3(Mixer):
         # ahead of S by the second part. The outputs are read from it, less that part of the token that reads.
         late_BSH = _next(before_BTH, pad_BT)
         first_BHN, late_BTH = late_BSH[:, 0, :, None] * state.key_BHN, late_BSH[:, 1:]
-        if pad_BT is not None:  # where values have a residual, there may be some
-            late_BTH = late_BTH.masked_fill(pad_BT[:, :, None], 0)
+        late_BTH = filled(late_BTH, pad_BT, 0)  # where values have a residual, there may be some
         ahead_BHNP = torch.addcmul(state.memory_BHNP, first_BHN[..., None], state.input_BHP[:, :, None])
         write_BTH = sigmoid(mix_BTH) * delta_BTH + late_BTH
         inputs = (q_BTHN, k_BTHN, v_BTHP * write_BTH[..., None], gate_BTH[..., None])
@@ -157,8 +151,7 @@ class Mamba3(Mixer):
         o_BHTP, memory_BHNP = gla.scan(
             q, k, v, gate, ahead_BHNP, scale=1.0, consume_state=gradients_off(), checked=False
         )
-        if tuned is not None:
-            o_BHTP = tuned.read(o_BHTP, q)
+        o_BHTP = tuned.read(o_BHTP, q)
         skip_BTH = self.D - (q_BTHN * k_BTHN).sum(-1) * late_BTH
         y_BTHP = torch.addcmul(o_BHTP.transpose(1, 2), v_BTHP, skip_BTH[..., None])
         y_BTD = self.o_proj((y_BTHP.flatten(2) * batch_invariant(F.silu, z_BTI)).to(x_g.dtype))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from perspectron.model.masks import Mask, masked
+from perspectron.model.masks import Mask, filled, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ShortConv
 from perspectron.model.state import register
@@ -83,15 +83,8 @@ class MinGRU(Mixer):
         full = torch.promote_types(x_BTD.dtype, torch.float32)
         z_BTI, c_BTI = self.z_proj(u_BTD).to(full), self.h_proj(u_BTD).to(full)
         c_BTI = torch.where(c_BTI >= 0, c_BTI + 0.5, batch_invariant(torch.sigmoid, c_BTI))
-        v_BTI, gate_BTI = (
-            batch_invariant(torch.sigmoid, z_BTI) * c_BTI,
-            batch_invariant(torch.sigmoid, -z_BTI),
-        )
-        if pad_BT is not None:
-            v_BTI = v_BTI.masked_fill(pad_BT[:, :, None], 0)
-            gate_BTI = gate_BTI.masked_fill(pad_BT[:, :, None], 1)
-        if reset_BT is not None:
-            gate_BTI = gate_BTI.masked_fill(reset_BT[:, :, None], 0)
+        v_BTI = filled(batch_invariant(torch.sigmoid, z_BTI) * c_BTI, pad_BT, 0)
+        gate_BTI = filled(filled(batch_invariant(torch.sigmoid, -z_BTI), pad_BT, 1), reset_BT, 0)
         one_BT1 = torch.ones_like(v_BTI[..., :1])
         h_BTI, hidden_BI1 = pdr.scan(
             one_BT1, one_BT1, v_BTI, gate_BTI, state.hidden_BI[..., None],

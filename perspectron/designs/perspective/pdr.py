@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.designs.perspective import eligibility
-from perspectron.model.masks import Inputs, Mask, masked
+from perspectron.model.masks import Inputs, Mask, filled, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import split_inputs
 from perspectron.model.state import register
-from perspectron.model.tuned import Tuned
+from perspectron.model.tuned import UNTUNED, Tuned
 from perspectron.ops import pdr
 from perspectron.ops.attention import Places, places
 from perspectron.ops.dispatch import captured, full_precision, gradients_off
@@ -163,20 +163,17 @@ class PDR(Mixer):
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
-        tuned: Tuned | None = None,
+        tuned: Tuned = UNTUNED,
     ) -> tuple[Tensor, PDRState, dict[str, Term]]:
         x_q, x_k, x_v, x_p = split_inputs(x, len(self.inputs))
         read_BTD = self.p_down(x_p)
         p_BTD, v_BTD = self.p_proj(read_BTD), self.v_proj(x_v)
         if isinstance(state, Adapted):
             p_BTD, u_BTr = state.gates(p_BTD, read_BTD)
-        if tuned is not None:
-            p_BTD = tuned.decays(p_BTD)
+        p_BTD = tuned.decays(p_BTD)
         gamma_BTD = batch_invariant(torch.sigmoid, p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
-        if pad_BT is not None:
-            gamma_BTD = gamma_BTD.masked_fill(pad_BT[:, :, None], 1)  # v is 0 there: it has no bias
-        if reset_BT is not None:
-            gamma_BTD = gamma_BTD.masked_fill(reset_BT[:, :, None], 0)
+        gamma_BTD = filled(gamma_BTD, pad_BT, 1)  # v is 0 there: it has no bias
+        gamma_BTD = filled(gamma_BTD, reset_BT, 0)
         at = places(state.length_B, x_q.shape[1], reset_BT, pad_BT)
         inputs = [self.q_proj(x_q), self.k_proj(x_k), v_BTD, gamma_BTD]
         memory_BDR, more = state.memory_BDR, dict[str, Tensor]()
@@ -185,9 +182,8 @@ class PDR(Mixer):
             more["trace_BrDR"] = eligibility.carried(k, v, gamma, u_BTr, memory_BDR, state.trace_BrDR)
             memory_BDR = state.learned(memory_BDR)
         o_BTD, memory_BDR = self._scan(inputs, memory_BDR, at, consume_state)
-        if tuned is not None:
-            scale = self.config.rank**-0.5 if self.config.scale is None else self.config.scale
-            o_BTD = tuned.read(o_BTD, inputs[0], scale)
+        scale = self.config.rank**-0.5 if self.config.scale is None else self.config.scale
+        o_BTD = tuned.read(o_BTD, inputs[0], scale)
         y_BTD = self.o_proj(self.norm(o_BTD.to(x_q.dtype)))
         return y_BTD, replace(state, memory_BDR=memory_BDR, length_B=at.length_B, **more), {}
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from perspectron.designs.perspective import eligibility
 from perspectron.designs.perspective.pdr import GATE_BIAS, IDENTITY_NOISE, Adapted
-from perspectron.model.masks import Inputs, Mask, masked
+from perspectron.model.masks import Inputs, Mask, filled, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ValueFunction, logits_of_halflives, split_inputs
 from perspectron.model.state import register
 from perspectron.model.transfer import Heads, fill
-from perspectron.model.tuned import Tuned
+from perspectron.model.tuned import UNTUNED, Tuned
 from perspectron.ops import pdr
 from perspectron.ops.fused import RMSNorm, batch_invariant, decayed
 from perspectron.util.config import MixerConfig, at_least, require
@@ -134,7 +134,7 @@ class PDR2(Mixer):
         pad_BT: Mask,
         consume_state: bool,
         value_residual: ValueFunction | None = None,
-        tuned: Tuned | None = None,
+        tuned: Tuned = UNTUNED,
     ) -> tuple[Tensor, PDR2State, dict[str, Term]]:
         x_q, x_k, x_v, x_p = split_inputs(x_BTD, len(self.mix_exponents))
         q, k, v_BTD = self.q_proj(x_q), self.k_proj(x_k), self.v_proj(x_v)
@@ -142,8 +142,7 @@ class PDR2(Mixer):
         p_BTD = self.p_proj(x_p)
         if isinstance(state, Adapted):
             p_BTD, u_BTr = state.gates(p_BTD, x_p)
-        if tuned is not None:
-            p_BTD = tuned.decays(p_BTD)
+        p_BTD = tuned.decays(p_BTD)
         if self.config.unit_input:
             gamma_BTD, v_BTD = decayed(p_BTD, v_BTD)
         else:
@@ -151,11 +150,8 @@ class PDR2(Mixer):
                 torch.sigmoid, p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32))
             )
         own_BTD = gamma_BTD
-        if pad_BT is not None:
-            v_BTD = v_BTD.masked_fill(pad_BT[:, :, None], 0)
-            gamma_BTD = gamma_BTD.masked_fill(pad_BT[:, :, None], 1)
-        if reset_BT is not None:
-            gamma_BTD = gamma_BTD.masked_fill(reset_BT[:, :, None], 0)
+        v_BTD = filled(v_BTD, pad_BT, 0)
+        gamma_BTD = filled(filled(gamma_BTD, pad_BT, 1), reset_BT, 0)
         q, k, v, gamma = (self._groups(x) for x in (q, k, v_BTD, gamma_BTD))
         memory_BDR, more = state.memory_BDR, dict[str, Tensor]()
         if isinstance(state, AdaptedPDR2State) and state.traced:  # before the memory is written into
@@ -170,8 +166,7 @@ class PDR2(Mixer):
             memory_BDR = state.learned(memory_BDR)
         memory = memory_BDR.reshape(len(v), -1, self.config.rank)
         o, memory = pdr.scan(q, k, v, gamma, memory, consume_state=consume_state, checked=False)
-        if tuned is not None:
-            o = tuned.read(o, q, self.config.rank**-0.5)
+        o = tuned.read(o, q, self.config.rank**-0.5)
         o_BTD = o.unflatten(0, (len(x_q), -1)).transpose(1, 2).flatten(2)
         if self.config.gated:
             o_BTD = self.norm((o_BTD * batch_invariant(F.silu, self.z_proj(x_q))).to(x_q.dtype))

@@ -133,7 +133,10 @@ class Polytope:
         about = header.get("about", "")
         known = header.get("format") == FORMAT and set(tensors) == {"normals", "offsets", "inside"}
         if not known or header.get("digest") != _digest(about, tensors):
-            raise ConfigError(f"{path}: not a polytope, or damaged; safety fit RUN --out {path} writes one")
+            raise ConfigError(
+                f"{path}: not a polytope, or damaged; this writes one: "
+                f"perspectron perspective safety fit RUN {path} --allowed FILE --blocked FILE"
+            )
         own, size = model.fingerprint(), model.config.vocab_size
         try:
             fields = load(About, parse_json(about, room=JSON_ROOM), "about")

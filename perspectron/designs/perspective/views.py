@@ -357,7 +357,9 @@ def load_calibration(path: Path, model: Stateful, tokenizer: str) -> Perspective
     """The config that was fitted to this model. ConfigError: missing, damaged, or of another model or tokenizer."""
     fields = read_json(path, ConfigError)
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        raise ConfigError(f"{path}: not a calibration; perspectives calibrate RUN --out {path} writes one")
+        raise ConfigError(
+            f"{path}: not a calibration; this writes one: perspectron perspective views RUN --out {path}"
+        )
     for name, own in (("model", model.fingerprint()), ("tokenizer", tokenizer)):
         other = str(fields.get(name))[:12]
         if fields.get(name) != own:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.masks import Mask, masked
+from perspectron.model.masks import Mask, filled, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ShortConv, sigmoid, softplus
 from perspectron.model.state import register
@@ -109,12 +109,8 @@ class RGLRU(Mixer):
         size_BTI = torch.sqrt((2 * t_BTI / (1 + t_BTI)).clamp_min(LEAST))
         first_BT, begun_B1 = _first(state.begun_B1, x_BTD.shape[1], reset_BT, pad_BT)
         size_BTI = first_BT[:, :, None] + (1 - first_BT[:, :, None]) * size_BTI
-        v_BTI = i_BTI * u_BTI * size_BTI
-        if pad_BT is not None:
-            v_BTI = v_BTI.masked_fill(pad_BT[:, :, None], 0)
-            a_BTI = a_BTI.masked_fill(pad_BT[:, :, None], 1)
-        if reset_BT is not None:
-            a_BTI = a_BTI.masked_fill(reset_BT[:, :, None], 0)
+        v_BTI = filled(i_BTI * u_BTI * size_BTI, pad_BT, 0)
+        a_BTI = filled(filled(a_BTI, pad_BT, 1), reset_BT, 0)
         one_BT1 = torch.ones_like(v_BTI[..., :1])
         h_BTI, hidden_BI1 = pdr.scan(
             one_BT1, one_BT1, v_BTI, a_BTI, state.hidden_BI[..., None],
@@ -126,16 +122,12 @@ class RGLRU(Mixer):
 
 def _first(begun_B1: Tensor, T: int, reset_BT: Mask, pad_BT: Mask) -> tuple[Tensor, Tensor]:
     """1 at a document's first token and 0 elsewhere [B,T], and whether the last document has a token [B,1]."""
-    if T == 0:
-        return begun_B1[:, :0], begun_B1
     if reset_BT is None and pad_BT is None:
         first_B1 = 1 - begun_B1
         first_BT = first_B1 if T == 1 else F.pad(first_B1, (0, T - 1))
         return first_BT, torch.ones_like(begun_B1)
     shape = (len(begun_B1), T)
-    there_BT = torch.ones(shape, dtype=torch.int64, device=begun_B1.device)
-    if pad_BT is not None:
-        there_BT = there_BT.masked_fill(pad_BT, 0)
+    there_BT = filled(torch.ones(shape, dtype=torch.int64, device=begun_B1.device), pad_BT, 0)
     before_BT = there_BT.cumsum(1) - there_BT
     # tokens before the document's first, less one if it began before these
     start_BT = -begun_B1.long().expand(shape)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.masks import Mask, masked
+from perspectron.model.masks import Mask, filled, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import (
     UNIT_EPS,
@@ -28,7 +28,7 @@ from perspectron.model.parts import (
 )
 from perspectron.model.state import register
 from perspectron.model.transfer import Heads, fill
-from perspectron.model.tuned import Tuned
+from perspectron.model.tuned import UNTUNED, Tuned
 from perspectron.ops import delta
 from perspectron.ops.fused import batch_invariant
 from perspectron.util.config import MixerConfig, at_least, positive, require
@@ -170,27 +170,24 @@ class RWKV7(Mixer):
         pad_BT: Mask,
         consume_state: bool,
         shared: Shared | None = None,
-        tuned: Tuned | None = None,
+        tuned: Tuned = UNTUNED,
     ) -> tuple[Tensor, RWKV7State, dict[str, Term]]:
         """shared: "v_first", the first layer's values of these tokens [B,T,D]."""
         inputs, last_BD = between(x_BTD, state.last_BD, self.mix_6D, reset_BT, pad_BT)
         (x_r, x_w, x_k, x_v, x_a, x_g), full = inputs, last_BD.dtype
         v_BTD = self._with_first(self.v_proj(x_v), x_v, shared)
         eta_BTD = batch_invariant(torch.sigmoid, self.a_low(x_a).to(full))
-        w_BTD = self.w_low(x_w).to(full)
-        if tuned is not None:
-            w_BTD = tuned.decays(w_BTD)
+        w_BTD = tuned.decays(self.w_low(x_w).to(full))
         alpha_BTD = batch_invariant(lambda w: torch.exp(-math.exp(-0.5) * torch.sigmoid(w)), w_BTD)
         k_BTD = self.k_proj(x_k).to(full)
         key_BTD = k_BTD * (1 + (eta_BTD - 1) * self.k_a)
         inputs = (self.r_proj(x_r), key_BTD, v_BTD, eta_BTD, alpha_BTD, k_BTD * self.k_k)
         r, k, v, eta, alpha, kappa = (x.unflatten(-1, (-1, self.config.head_dim)) for x in inputs)
         kappa = read = unit(kappa, self.config.unit_eps)
-        if pad_BT is not None:
-            k, kappa, read = (x.masked_fill(pad_BT[:, :, None, None], 0) for x in (k, kappa, read))
-            alpha = alpha.masked_fill(pad_BT[:, :, None, None], 1)
-        if reset_BT is not None:  # it reads before it fades: there is nothing to read
-            alpha, read = (x.masked_fill(reset_BT[:, :, None, None], 0) for x in (alpha, read))
+        k, kappa, read = (filled(x, pad_BT, 0) for x in (k, kappa, read))
+        alpha = filled(alpha, pad_BT, 1)
+        # it reads before it fades: there is nothing to read
+        alpha, read = (filled(x, reset_BT, 0) for x in (alpha, read))
         own_BTD = (
             (r * k * self.r_k.unflatten(0, (-1, self.config.head_dim))).sum(-1, keepdim=True) * v
         ).flatten(2)
@@ -198,8 +195,7 @@ class RWKV7(Mixer):
         o_BHTK, memory_BHKK = delta.scan_rwkv7(
             q, k, v, a, b, alpha, state.memory_BHKK, consume_state=consume_state, checked=False
         )
-        if tuned is not None:
-            o_BHTK = tuned.read(o_BHTK, q)
+        o_BHTK = tuned.read(o_BHTK, q)
         o_BTD = F.layer_norm(o_BHTK.transpose(1, 2), o_BHTK.shape[-1:], eps=self.config.group_eps).flatten(2)
         o_BTD = (o_BTD * self.norm_weight + self.norm_bias + own_BTD).to(x_BTD.dtype)
         return self.o_proj(o_BTD * self.g_low(x_g)), RWKV7State(memory_BHKK, last_BD), {}

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.model.masks import Inputs, Mask, masked
+from perspectron.model.masks import Inputs, Mask, filled, masked
 from perspectron.model.mixer import Mixer
 from perspectron.model.parts import (
     ShortConv,
@@ -25,7 +25,7 @@ from perspectron.model.parts import (
 )
 from perspectron.model.state import register
 from perspectron.model.transfer import Heads, before_softplus, passing
-from perspectron.model.tuned import Tuned
+from perspectron.model.tuned import UNTUNED, Tuned
 from perspectron.ops import gla
 from perspectron.ops.fused import GroupedRMSNorm, RMSNorm, batch_invariant
 from perspectron.util.config import MixerConfig, at_least, one_of, require
@@ -155,7 +155,7 @@ class SSD(Mixer):
         pad_BT: Mask,
         consume_state: bool,
         value_residual: ValueFunction | None = None,
-        tuned: Tuned | None = None,
+        tuned: Tuned = UNTUNED,
     ) -> tuple[Tensor, SSDState, dict[str, Term]]:
         x_q, x_k, x_v, x_g = split_inputs(x, len(self.inputs))
         G, N = self.config.groups, self.config.state
@@ -165,16 +165,11 @@ class SSD(Mixer):
         z_BTI, u_BTC, delta_BTH = made_BTP.split(self.split, -1)
         u_BTC, window_BZC = self.conv1d(u_BTC, state.window_BZC, reset_BT, pad_BT)
         full = torch.promote_types(delta_BTH.dtype, torch.float32)
-        if tuned is not None:
-            delta_BTH = tuned.decays(delta_BTH)
-        delta_BTH = softplus(delta_BTH.to(full) + self.dt_bias)
+        delta_BTH = softplus(tuned.decays(delta_BTH).to(full) + self.dt_bias)
         if self.config.dt_min > 0 or self.config.dt_max is not None:
             delta_BTH = delta_BTH.clamp(self.config.dt_min, self.config.dt_max)
-        if pad_BT is not None:
-            delta_BTH = delta_BTH.masked_fill(pad_BT[:, :, None], 0)  # gate 1, nothing written
-        gate_BTH = torch.exp(-delta_BTH * torch.exp(self.A_log.to(full)))
-        if reset_BT is not None:
-            gate_BTH = gate_BTH.masked_fill(reset_BT[:, :, None], 0)
+        delta_BTH = filled(delta_BTH, pad_BT, 0)  # gate 1, nothing written
+        gate_BTH = filled(torch.exp(-delta_BTH * torch.exp(self.A_log.to(full))), reset_BT, 0)
         v_BTI, k, q = u_BTC.split([u_BTC.shape[-1] - 2 * G * N, G * N, G * N], -1)
         v_BTI = v_BTI if value_residual is None else value_residual(v_BTI, x_v)
         v_BTHP = v_BTI.unflatten(-1, (-1, self.config.head_dim))
@@ -189,8 +184,7 @@ class SSD(Mixer):
             consume_state=consume_state,
             checked=False,
         )
-        if tuned is not None:
-            o_BHTP = tuned.read(o_BHTP, q)
+        o_BHTP = tuned.read(o_BHTP, q)
         y_BTHP = torch.addcmul(o_BHTP.transpose(1, 2), v_BTHP, self.D[:, None])
         y_BTI, gate_BTI = y_BTHP.flatten(2), batch_invariant(F.silu, z_BTI)
         if self.config.norm == "before":

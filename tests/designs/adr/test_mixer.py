@@ -5,6 +5,7 @@ Shapes: B batch, T time, D model width, H heads, K head width.
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -276,17 +277,29 @@ def test_memories_stand_in_for_keys_and_values_one_for_each_token(config):
 # ---------------------------------------------------------------- config and weights
 
 
-def test_a_decay_that_rounds_to_1_gives_numbers_after_a_cold_start():
-    module = build(ADRConfig(H, gamma=0.8, learned="head", cold_start=True)).float()
+@pytest.mark.parametrize("options", [{"cold_start": True}, {"emit": "raw"}], ids=str)
+def test_a_decay_that_rounds_to_1_gives_numbers(options):
+    module = build(ADRConfig(H, gamma=0.8, learned="head", **options)).float()
     with torch.no_grad():
         module.decay.fill_(20)
-    assert (module.gamma() == 1).all()
+    assert (torch.sigmoid(module.decay) == 1).all() and (module.gamma() < 1).all()
     x_BTD = torch.randn(2, 5, D)
     y_BTD, _, _ = module(x_BTD, module.init_state(2, x_BTD.device, x_BTD.dtype))
     y_BTD.sum().backward()
     assert y_BTD.isfinite().all() and all(
         p.grad is None or p.grad.isfinite().all() for p in module.parameters()
     )
+
+
+def test_a_long_learned_decay_is_no_1_in_bfloat16():
+    """There 0.999 rounds to 1, which would leave memories empty."""
+    module = build(ADRConfig(H, gamma=0.8, learned="head"))
+    with torch.no_grad():
+        module.decay.fill_(math.log(999))
+    module.bfloat16()
+    torch.testing.assert_close(module.gamma(), torch.full([H], 0.999), rtol=0, atol=1e-4)
+    _, state, _ = module(tokens(2, 9).bfloat16(), module.init_state(2, torch.device("cpu"), torch.bfloat16))
+    assert state.memory_B2HK.abs().max() > 1e-4
 
 
 def test_a_cold_start_is_made_up_for():

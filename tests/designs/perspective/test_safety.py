@@ -169,8 +169,9 @@ def test_a_file_is_the_set_again_and_of_its_model_alone(made, perspective, tmp_p
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)
-    with refused(ConfigError, path):
+    with refused(ConfigError, path) as caught:
         Polytope.load(path, perspective)
+    assert "perspectron perspective safety fit RUN" in str(caught.value)
     with refused(ConfigError, "label", "cats"):
         made.remove("cats")
 

@@ -328,8 +328,9 @@ def test_bad_models_and_files_are_said_in_a_line(perspective, tokenizer, tmp_pat
     with refused(ConfigError, path, "0" * 12):
         load_calibration(path, perspective, "0" * 64)
     path.write_text("[]")
-    with refused(ConfigError, path):
+    with refused(ConfigError, path) as caught:
         load_calibration(path, perspective, mine)
+    assert "perspectron perspective views RUN --out" in str(caught.value)
     looked = Perspectives(perspective, ALWAYS)
     good = torch.zeros(1, 300)
     bad = torch.zeros(1, 3, 300)

@@ -12,13 +12,13 @@ import tyro
 from perspectron.cli.options import Json, answer, open_model, table
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
+from perspectron.data.reading import read_tokens
 from perspectron.data.specials import Specials
 from perspectron.decode.reading import CHUNK
 from perspectron.designs.perspective.adapt import AdaptConfig, Adapter, AdapterConfig, Learner, merge
 from perspectron.designs.perspective.adapt.adapter import gates
 from perspectron.designs.perspective.adapt.gradient import Piece, losses
 from perspectron.designs.perspective.adapt.positions import search
-from perspectron.designs.perspective.commands.routes import read_tokens
 from perspectron.eval.reading import bits_per_byte, byte_counts
 from perspectron.model.model import LanguageModel
 from perspectron.opening import describe

@@ -1,6 +1,5 @@
 """`perspectron perspective routes`."""
 
-import io
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from torch import Tensor
 from perspectron.cli.options import Device, Json, OpenedFrom, answer, table
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
-from perspectron.data.reading import examined
+from perspectron.data.reading import read_tokens
 from perspectron.designs.perspective.suites.routes import (
     Measures,
     Rates,
@@ -26,12 +25,10 @@ from perspectron.experts.torus import cells
 from perspectron.model.model import LanguageModel
 from perspectron.opening import open_model
 from perspectron.util.config import require
-from perspectron.util.errors import DataError, StorageError
-from perspectron.util.files import open_file, safe_join, write_json, write_text
+from perspectron.util.errors import StorageError
+from perspectron.util.files import safe_join, write_json, write_text
 from perspectron.util.machine import pick_device
 from perspectron.util.plot import Torus, draw_tori
-
-CHARACTERS = 100  # of a file are read for each token that is asked for; a token has at most 72
 
 
 class _Text(NamedTuple):
@@ -93,25 +90,6 @@ def _read(source: str, tokenizer: Tokenizer, limit: int) -> _Text:
         path = Path(name)
         require(kind != "", "text", source, "FILE or KIND=FILE")
     return _Text(str(path), kind, read_tokens(path, tokenizer, limit))
-
-
-def read_tokens(path: Path, tokenizer: Tokenizer, limit: int) -> list[int]:
-    """First `limit` tokens of a file (0: all). DataError where it is missing, no text, or shorter than 2 tokens."""
-    try:
-        with io.TextIOWrapper(open_file(path), encoding="utf-8", newline="") as file:
-            text = file.read(CHARACTERS * limit if limit else -1)
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        found = examined(path)
-        raise DataError(f"{path}: not UTF-8 text, at byte {found.offset or found.size or 0:,}") from None
-    ids = tokenizer.encode(text)
-    ids = ids[:limit] if limit else ids
-    if len(ids) < 2:
-        raise DataError(f"{path}: {len(ids)} tokens, need at least 2")
-    return ids
 
 
 def _picture(routes: list[Routes], measures: list[Measures], runs: dict[str, tuple[int, int]]) -> str:

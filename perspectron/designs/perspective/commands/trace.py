@@ -9,7 +9,7 @@ from rich.table import Table
 
 from perspectron.cli.options import Device, Json, OpenedFrom, answer, rate, table
 from perspectron.cli.progress import Work
-from perspectron.designs.perspective.commands.routes import read_tokens
+from perspectron.data.reading import read_tokens
 from perspectron.designs.perspective.suites.routes import Routes, of_document
 from perspectron.model.model import LanguageModel
 from perspectron.opening import open_model
