@@ -55,7 +55,9 @@ class Quantize:
         require(self.windows is None or self.windows >= 1, "windows", self.windows, "≥ 1")
         require(self.tokens == 0 or self.tokens >= 2, "tokens", self.tokens, "0 or ≥ 2")
         nearest = self.calibrate == "none"
-        require(self.windows is None or not nearest, "windows", self.windows, "left out with --calibrate none")
+        require(
+            self.windows is None or not nearest, "windows", self.windows, "left out with --calibrate none"
+        )
         require(not self.out.exists(), "out", str(self.out), "a new folder")
         folder = describe(self.run)
         config = folder.of_run()

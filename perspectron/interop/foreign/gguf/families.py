@@ -345,13 +345,19 @@ def _granite(fields: Fields, values: Values) -> Values:
 
 def _granite_hybrid(fields: Fields, values: Values) -> Values:
     attends = fields.flags("attention.head_count_kv", values["num_hidden_layers"], lambda i: True)
-    heads, inner = fields.number("ssm.time_step_rank"), fields.number("ssm.inner_size")
-    return _granite(fields, values) | {
+    return _granite(fields, values) | _mamba2(fields) | {
         "layer_types": ["attention" if flag else "mamba" for flag in attends],
-        "mamba_n_heads": heads, "mamba_d_head": inner // heads, "mamba_expand": inner // values["hidden_size"],
-        "mamba_d_state": fields.number("ssm.state_size"), "mamba_n_groups": fields.number("ssm.group_count"),
-        "mamba_d_conv": fields.number("ssm.conv_kernel"), "mamba_conv_bias": fields.has("ssm_conv1d.bias"),
-        "mamba_proj_bias": fields.has("ssm_in.bias"),
+        "mamba_expand": fields.number("ssm.inner_size") // values["hidden_size"],
+    }  # fmt: skip
+
+
+def _mamba2(fields: Fields) -> Values:
+    """The options of Mamba-2's mixers."""
+    sizes = _mamba_sizes(fields)
+    return {
+        "mamba_n_heads": sizes["heads"], "mamba_d_head": sizes["width"], "mamba_d_state": sizes["state"],
+        "mamba_n_groups": sizes["groups"], "mamba_d_conv": sizes["taps"],
+        "mamba_conv_bias": fields.has("ssm_conv1d.bias"), "mamba_proj_bias": fields.has("ssm_in.bias"),
     }  # fmt: skip
 
 
@@ -366,12 +372,9 @@ def _mamba_sizes(fields: Fields) -> dict[str, int]:
 
 def _falcon_h1(fields: Fields, values: Values) -> Values:
     """All factors are in the weights. llama.cpp has the norm after the gate, where there is one."""
-    sizes = _mamba_sizes(fields)
-    return {
-        "mamba_d_ssm": sizes["heads"] * sizes["width"], "mamba_n_heads": sizes["heads"],
-        "mamba_d_head": sizes["width"], "mamba_d_state": sizes["state"], "mamba_n_groups": sizes["groups"],
-        "mamba_d_conv": sizes["taps"], "mamba_conv_bias": fields.has("ssm_conv1d.bias"),
-        "mamba_proj_bias": fields.has("ssm_in.bias"), "projectors_bias": fields.has("ssm_out.bias"),
+    mixer = _mamba2(fields)
+    return mixer | {
+        "mamba_d_ssm": mixer["mamba_n_heads"] * mixer["mamba_d_head"], "projectors_bias": fields.has("ssm_out.bias"),
         "mamba_rms_norm": fields.has("ssm_norm.weight"), "mamba_norm_before_gate": False,
         "attention_bias": fields.has("attn_q.bias"), "mlp_bias": fields.has("ffn_up.bias"),
     }  # fmt: skip
