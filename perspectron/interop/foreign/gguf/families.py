@@ -353,20 +353,12 @@ def _granite_hybrid(fields: Fields, values: Values) -> Values:
 
 def _mamba2(fields: Fields) -> Values:
     """The options of Mamba-2's mixers."""
-    sizes = _mamba_sizes(fields)
-    return {
-        "mamba_n_heads": sizes["heads"], "mamba_d_head": sizes["width"], "mamba_d_state": sizes["state"],
-        "mamba_n_groups": sizes["groups"], "mamba_d_conv": sizes["taps"],
-        "mamba_conv_bias": fields.has("ssm_conv1d.bias"), "mamba_proj_bias": fields.has("ssm_in.bias"),
-    }  # fmt: skip
-
-
-def _mamba_sizes(fields: Fields) -> dict[str, int]:
-    """Heads of Mamba-2, their width, groups, rows of state and taps."""
     heads = fields.number("ssm.time_step_rank")
     return {
-        "heads": heads, "width": fields.number("ssm.inner_size") // heads, "groups": fields.number("ssm.group_count"),
-        "state": fields.number("ssm.state_size"), "taps": fields.number("ssm.conv_kernel"),
+        "mamba_n_heads": heads, "mamba_d_head": fields.number("ssm.inner_size") // heads,
+        "mamba_d_state": fields.number("ssm.state_size"), "mamba_n_groups": fields.number("ssm.group_count"),
+        "mamba_d_conv": fields.number("ssm.conv_kernel"), "mamba_conv_bias": fields.has("ssm_conv1d.bias"),
+        "mamba_proj_bias": fields.has("ssm_in.bias"),
     }  # fmt: skip
 
 
@@ -382,7 +374,7 @@ def _falcon_h1(fields: Fields, values: Values) -> Values:
 
 def _nemotron_h(fields: Fields, values: Values) -> Values:
     """llama.cpp has no least Δ, and norms of the one epsilon, though it asks for another, too."""
-    count, sizes = values["num_hidden_layers"], _mamba_sizes(fields)
+    count, mixer = values["num_hidden_layers"], _mamba2(fields)
     fields.get("attention.layer_norm_epsilon")
     attends = fields.flags("attention.head_count_kv", count, lambda i: True)
     widens = fields.flags("feed_forward_length", count, lambda i: True)
@@ -394,9 +386,10 @@ def _nemotron_h(fields: Fields, values: Values) -> Values:
     experts = _nemotron_experts(fields) if "moe" in kinds else {}
     return experts | {
         "layers_block_type": kinds, "layer_norm_epsilon": values["rms_norm_eps"], "rms_norm_eps": None,
-        "rope_parameters": None, "mamba_num_heads": sizes["heads"], "mamba_head_dim": sizes["width"],
-        "n_groups": sizes["groups"], "ssm_state_size": sizes["state"], "conv_kernel": sizes["taps"],
-        "use_conv_bias": fields.has("ssm_conv1d.bias"), "use_bias": fields.has("ssm_in.bias"),
+        "rope_parameters": None, "mamba_num_heads": mixer["mamba_n_heads"], "mamba_head_dim": mixer["mamba_d_head"],
+        "n_groups": mixer["mamba_n_groups"], "ssm_state_size": mixer["mamba_d_state"],
+        "conv_kernel": mixer["mamba_d_conv"], "use_conv_bias": mixer["mamba_conv_bias"],
+        "use_bias": mixer["mamba_proj_bias"],
         "mlp_bias": fields.has("ffn_up.bias"), "time_step_min": 0.0,
     }  # fmt: skip
 
