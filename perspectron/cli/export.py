@@ -32,13 +32,14 @@ class Export:
     """New folder for transformers' from_pretrained."""
     onnx: Path | None = None
     """New file for ONNX runtimes (PDR, GLA, Mamba-2 and attention, without experts)."""
-    context: int = 1024
-    """With --onnx: number of tokens that full attention looks back on."""
+    context: int | None = None
+    """With --onnx: number of tokens that full attention looks back on (default: 1024)."""
     json: Json = False
 
     def __call__(self) -> int:
         one = (self.hf is None) != (self.onnx is None)
         require(one, "hf, onnx", None if self.hf is None else "both", "one of them: what to write")
+        require(self.context is None or self.hf is None, "context", self.context, "left out with --hf")
         describe(self.run).of_run()  # an artifact is refused before it is loaded
         return self._hf(self.hf) if self.hf is not None else self._onnx(self.onnx or Path())
 
@@ -50,7 +51,7 @@ class Export:
         with Work(f"writing {out}"):
             opened = open_model(self.run)
             why = export.export(opened, out)
-        if why and (self.run / origin.FOLDER).is_dir():
+        if why and (opened.folder.path / origin.FOLDER).is_dir():
             say(f"in a class of perspectron, not as it was imported: {why}")
         if not why and "vision_config" in read_json(out / "config.json", CheckpointError, infinite=True):
             say(
@@ -72,7 +73,8 @@ class Export:
 
         with Work(f"writing {out}"):
             opened = open_model(self.run)
-            report = onnx.export(opened.model, opened.tokenizer, out, context=self.context)
+            context = {} if self.context is None else {"context": self.context}
+            report = onnx.export(opened.model, opened.tokenizer, out, **context)
         return answer(
             self.json,
             {"onnx": str(out), "bytes": report.bytes, "checked_tokens": report.tokens}

@@ -54,6 +54,10 @@ class Quantize:
     def __call__(self) -> int:
         require(self.windows is None or self.windows >= 1, "windows", self.windows, "≥ 1")
         require(self.tokens == 0 or self.tokens >= 2, "tokens", self.tokens, "0 or ≥ 2")
+        nearest = self.calibrate == "none"
+        require(
+            self.windows is None or not nearest, "windows", self.windows, "left out with --calibrate none"
+        )
         require(not self.out.exists(), "out", str(self.out), "a new folder")
         folder = describe(self.run)
         config = folder.of_run()
@@ -69,6 +73,8 @@ class Quantize:
         )
         with tempfile.TemporaryDirectory() as scratch:
             shards = None if imported else self._shards(opened, Path(scratch))
+            bound = "left out: the run has no text of which some was held out, or it is not at hand"
+            require(self.tokens == 0 or shards is not None, "tokens", self.tokens, bound)
             held = None if shards is None else shards.split("heldout")
             calibrate = "stdlib" if imported and self.calibrate is None else self.calibrate
             text = self._text(calibrate, shards, tokenizer, Path(scratch) / "calibrate")

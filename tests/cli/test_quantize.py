@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import perspectron
 from perspectron.cli import quantize
 from perspectron.cli.main import main
 from perspectron.stream.cache import ShardCache
@@ -62,6 +63,15 @@ def test_quantize_refuses_a_folder_that_is_there_an_artifact_and_no_windows(run,
     in_a_line(refusal(capsys, "quantize", run, "--out", tmp_path / "a", "--windows", 0), "windows", 0)
     in_a_line(refusal(capsys, "quantize", run, "--out", tmp_path / "a", "--tokens", 1), "tokens", 1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_quantize_refuses_what_would_change_nothing(run, tmp_path, capsys):
+    """Windows that nothing is calibrated on, and tokens to measure of a run without a text."""
+    nearest = ("--out", tmp_path / "a", "--calibrate", "none")
+    in_a_line(refusal(capsys, "quantize", run, *nearest, "--windows", 3), "windows", 3)
+    perspectron.save(*perspectron.load(run), tmp_path / "bare")
+    in_a_line(refusal(capsys, "quantize", tmp_path / "bare", *nearest, "--tokens", 50), "tokens", 50)
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize("name", ["init", "teacher", "resume"])

@@ -210,6 +210,8 @@ def test_export_needs_something_to_write_and_a_new_folder(run, tmp_path, capsys)
     assert main(["export", str(run)]) == 2
     assert main(["export", str(run), "--hf", str(run)]) == 2
     assert names(capsys.readouterr().err, run)
+    assert main(["export", str(run), "--hf", str(tmp_path / "hf"), "--context", "64"]) == 2
+    assert names(capsys.readouterr().err, "context", 64) and not (tmp_path / "hf").exists()
 
 
 def test_the_config_is_what_the_run_says(tokenizer):

@@ -11,7 +11,7 @@ from perspectron.cli.main import main
 from perspectron.data import origin
 from perspectron.interop import foreign
 from perspectron.interop.hf.back import put_back
-from tests.foreign_models import tokenizer
+from tests.foreign_models import saved, tokenizer
 from tests.interop import families, test_families, test_hybrids
 from tests.refusals import names
 
@@ -69,3 +69,13 @@ def test_a_model_of_images_is_exported_with_a_word_that_it_has_text_alone(tmp_pa
     assert names(capsys.readouterr().err, "images")
     tensors = load_file(tmp_path / "out" / "model.safetensors").keys()
     assert tensors and not any("vision" in name for name in tensors)
+
+
+def test_the_reason_is_told_of_a_checkpoint_as_of_its_run(tmp_path, capsys):
+    saved(tmp_path / "hf", "llama", tokenizer())
+    run = tmp_path / "run"
+    assert main(["import", str(tmp_path / "hf"), "--out", str(run), "--cache", "bfloat16"]) == 0
+    for number, path in enumerate((run, run / "checkpoints" / "step-00000000")):
+        capsys.readouterr()
+        assert main(["export", str(path), "--hf", str(tmp_path / f"out-{number}")]) == 0
+        assert "another config" in capsys.readouterr().err

@@ -303,12 +303,10 @@ def network_weights(source: Source, there: str, here: str, D: int, ffn: Any) -> 
 
 def gated_weights(source: Source, there: str, here: str, D: int, ffn: SwiGLUConfig) -> dict[str, Tensor]:
     """Those of a gated network."""
-    taken, F = {}, ffn.hidden
+    F, shapes = ffn.hidden, dict[str, tuple[int, ...]]()
     for name, rows, columns in (("gate_proj", F, D), ("up_proj", F, D), ("down_proj", D, F)):
-        taken[f"{here}.{name}.weight"] = source.take(f"{there}.{name}.weight", rows, columns)
-        if ffn.bias:
-            taken[f"{here}.{name}.bias"] = source.take(f"{there}.{name}.bias", rows)
-    return taken
+        shapes |= {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if ffn.bias else {})
+    return source.take_all(there, here, shapes)
 
 
 def attention_weights(

@@ -168,13 +168,12 @@ def _latent_weights(source: Source, there: str, here: str, D: int, mixer: Any) -
 def _linear_weights(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
     H, K, W = mixer.heads, mixer.head_dim, mixer.conv
     wide = H * K
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-        "f_a_proj.weight": ("f_proj.0.weight", (K, D)), "f_b_proj.weight": ("f_proj.1.weight", (wide, K)),
-        "g_a_proj.weight": ("g_proj.0.weight", (K, D)), "g_b_proj.weight": ("g_proj.1.weight", (wide, K)),
-        "b_proj.weight": ("b_proj.weight", (H, D)), "dt_bias": ("dt_bias", (wide,)),
-        "o_norm.weight": ("norm.weight", (K,)), "o_proj.weight": ("o_proj.weight", (D, wide)),
+    shapes: dict[str, tuple[int, ...]] = {
+        **{f"{x}_{part}_proj.weight": (K, D) if part == "a" else (wide, K) for x in "fg" for part in "ab"},
+        "b_proj.weight": (H, D), "dt_bias": (wide,), "o_norm.weight": (K,), "o_proj.weight": (D, wide),
     }  # fmt: skip
-    taken = {f"{here}.{ours}": source.take(f"{there}.{name}", *size) for name, (ours, size) in shapes.items()}
+    names = {f"{x}_{part}_proj": f"{x}_proj.{i}" for x in "fg" for i, part in enumerate("ab")}
+    taken = source.take_all(there, here, shapes, names | {"o_norm": "norm"})
     for ours, theirs, shape in (("qkv_proj", "proj", (wide, D)), ("conv1d", "conv1d", (wide, 1, W))):
         parts = [source.take(f"{there}.{x}_{theirs}.weight", *shape) for x in "qkv"]
         taken[f"{here}.{ours}.weight"] = torch.cat(parts)

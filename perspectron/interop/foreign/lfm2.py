@@ -83,18 +83,10 @@ def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[st
     }  # fmt: skip
     if mixer.bias:
         shapes |= {"in_proj.bias": (3 * D,), "conv.bias": (D,), "out_proj.bias": (D,)}
-    names = {"in_proj": "in_proj", "conv": "conv1d", "out_proj": "o_proj"}
-    taken = {}
-    for name, shape in shapes.items():
-        part, _, kind = name.partition(".")
-        taken[f"{here}.{names[part]}.{kind}"] = source.take(f"{there}.conv.{name}", *shape)
-    return taken
+    return source.take_all(f"{there}.conv", here, shapes, {"conv": "conv1d", "out_proj": "o_proj"})
 
 
 def _network(source: Source, there: str, here: str, D: int, ffn: SwiGLUConfig) -> dict[str, Tensor]:
     F = ffn.hidden
-    names = {"gate_proj": ("w1", F, D), "up_proj": ("w3", F, D), "down_proj": ("w2", D, F)}
-    return {
-        f"{here}.{ours}.weight": source.take(f"{there}.{theirs}.weight", *shape)
-        for ours, (theirs, *shape) in names.items()
-    }
+    shapes = {"w1.weight": (F, D), "w3.weight": (F, D), "w2.weight": (D, F)}
+    return source.take_all(there, here, shapes, {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"})

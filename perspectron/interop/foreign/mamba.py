@@ -67,7 +67,4 @@ def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[st
         shapes |= {"in_proj.bias": (2 * I,), "out_proj.bias": (D,)}
     if mixer.conv_bias:
         shapes["conv1d.bias"] = (I,)
-    return {
-        f"{here}.{name.replace('out_proj', 'o_proj')}": source.take(f"{there}.{name}", *shape)
-        for name, shape in shapes.items()
-    }
+    return source.take_all(there, here, shapes, mamba2.NAMES)

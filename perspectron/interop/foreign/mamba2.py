@@ -17,6 +17,7 @@ HARMLESS = (
     "chunk_size", "norm_before_gate", "rescale_prenorm_residual", "residual_in_fp32", "rms_norm", "time_step_floor",
     "time_step_max", "time_step_min", "time_step_rank",
 )  # fmt: skip
+NAMES = {"out_proj": "o_proj"}
 
 
 class Keys(NamedTuple):
@@ -110,7 +111,4 @@ def mixer_weights(source: Source, there: str, here: str, D: int, mixer: Any) -> 
         shapes["out_proj.bias"] = (D,)
     if mixer.conv_bias:
         shapes["conv1d.bias"] = (C,)
-    return {
-        f"{here}.{name.replace('out_proj', 'o_proj')}": source.take(f"{there}.{name}", *shape)
-        for name, shape in shapes.items()
-    }
+    return source.take_all(there, here, shapes, NAMES)

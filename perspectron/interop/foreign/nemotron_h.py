@@ -136,9 +136,10 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
 def _network_weights(source: Source, there: str, here: str, D: int, ffn: Any) -> dict[str, Tensor]:
     if isinstance(ffn, MixtureConfig):
         return mixture.weights(source, there, here, D, ffn, shared="shared_experts")
-    taken = {}
-    for name, shape in (("up_proj", (ffn.hidden, D)), ("down_proj", (D, ffn.hidden))):
-        taken[f"{here}.{name}.weight"] = source.take(f"{there}.{name}.weight", *shape)
-        if ffn.bias:
-            taken[f"{here}.{name}.bias"] = source.take(f"{there}.{name}.bias", shape[0])
-    return taken
+    shapes: dict[str, tuple[int, ...]] = {
+        "up_proj.weight": (ffn.hidden, D),
+        "down_proj.weight": (D, ffn.hidden),
+    }
+    if ffn.bias:
+        shapes |= {"up_proj.bias": (ffn.hidden,), "down_proj.bias": (D,)}
+    return source.take_all(there, here, shapes)

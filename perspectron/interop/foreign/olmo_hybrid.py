@@ -84,10 +84,9 @@ def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[st
     rows = (("q", G * K), ("k", G * K), ("v", H * V))
     shapes: dict[str, tuple[int, ...]] = {
         "g_proj.weight": (H * V, D), "a_proj.weight": (H, D), "b_proj.weight": (H, D), "A_log": (H,), "dt_bias": (H,),
-        "o_proj.weight": (D, H * V),
+        "o_proj.weight": (D, H * V), "o_norm.weight": (V,),
     }  # fmt: skip
-    return {f"{here}.{name}": source.take(f"{there}.{name}", *shape) for name, shape in shapes.items()} | {
-        f"{here}.norm.weight": source.take(f"{there}.o_norm.weight", V),
+    return source.take_all(there, here, shapes, {"o_norm": "norm"}) | {
         f"{here}.qkv_proj.weight": torch.cat(
             [source.take(f"{there}.{x}_proj.weight", n, D) for x, n in rows]
         ),

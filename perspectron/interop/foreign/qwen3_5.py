@@ -24,6 +24,10 @@ HARMLESS = (
     "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "video_token_id", "vision_config", "vision_end_token_id",
     "vision_start_token_id",
 )  # fmt: skip
+NAMES = {
+    "in_proj_qkv": "qkv_proj", "in_proj_z": "g_proj", "in_proj_a": "a_proj", "in_proj_b": "b_proj",
+    "out_proj": "o_proj",
+}  # fmt: skip
 
 
 def config(source: Source, ties: Source | None = None) -> ModelConfig:
@@ -72,17 +76,12 @@ def mixer_weights(source: Source, there: str, here: str, D: int, mixer: Any) -> 
 def _linear(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
     H, G, K, V = mixer.heads, mixer.key_heads, mixer.key_dim, mixer.value_dim
     C = 2 * G * K + H * V
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-        "in_proj_qkv.weight": ("qkv_proj.weight", (C, D)), "in_proj_z.weight": ("g_proj.weight", (H * V, D)),
-        "in_proj_a.weight": ("a_proj.weight", (H, D)), "in_proj_b.weight": ("b_proj.weight", (H, D)),
-        "conv1d.weight": ("conv1d.weight", (C, 1, mixer.conv)), "A_log": ("A_log", (H,)),
-        "dt_bias": ("dt_bias", (H,)), "norm.weight": ("norm.weight", (V,)),
-        "out_proj.weight": ("o_proj.weight", (D, H * V)),
+    shapes: dict[str, tuple[int, ...]] = {
+        "in_proj_qkv.weight": (C, D), "in_proj_z.weight": (H * V, D), "in_proj_a.weight": (H, D),
+        "in_proj_b.weight": (H, D), "conv1d.weight": (C, 1, mixer.conv), "A_log": (H,), "dt_bias": (H,),
+        "norm.weight": (V,), "out_proj.weight": (D, H * V),
     }  # fmt: skip
-    return {
-        f"{here}.{ours}": source.take(f"{there}.linear_attn.{theirs}", *shape)
-        for theirs, (ours, shape) in shapes.items()
-    }
+    return source.take_all(f"{there}.linear_attn", here, shapes, NAMES)
 
 
 def _attention(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:

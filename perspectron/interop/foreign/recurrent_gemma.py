@@ -69,14 +69,13 @@ def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[st
     if mixer.kind == "attention":
         return decoder.attention_weights(source, there, here, D, mixer)
     I, H, K = mixer.width(D), mixer.heads, mixer.width(D) // mixer.heads  # noqa: E741
-    taken = {}
-    for ours, theirs, rows, columns in (
-        ("x_proj", "linear_x", I, D), ("y_proj", "linear_y", I, D), ("o_proj", "linear_out", D, I),
-    ):  # fmt: skip
-        taken[f"{here}.{ours}.weight"] = source.take(f"{there}.{theirs}.weight", rows, columns)
-        taken[f"{here}.{ours}.bias"] = source.take(f"{there}.{theirs}.bias", rows)
-    taken[f"{here}.conv1d.weight"] = source.take(f"{there}.conv_1d.weight", I, 1, mixer.conv)
-    taken[f"{here}.conv1d.bias"] = source.take(f"{there}.conv_1d.bias", I)
+    shapes: dict[str, tuple[int, ...]] = {
+        "linear_x.weight": (I, D), "linear_x.bias": (I,), "linear_y.weight": (I, D), "linear_y.bias": (I,),
+        "linear_out.weight": (D, I), "linear_out.bias": (D,), "conv_1d.weight": (I, 1, mixer.conv),
+        "conv_1d.bias": (I,),
+    }  # fmt: skip
+    names = {"linear_x": "x_proj", "linear_y": "y_proj", "linear_out": "o_proj", "conv_1d": "conv1d"}
+    taken = source.take_all(there, here, shapes, names)
     taken[f"{here}.decay_I"] = source.take(f"{there}.rg_lru.recurrent_param", I)
     gates = [f"{there}.rg_lru.{name}_gate" for name in ("input", "recurrent")]
     weight = torch.cat([source.take(f"{gate}_weight", H, K, K) for gate in gates], -1)  # [in, out]

@@ -112,8 +112,5 @@ def _time(source: Source, there: str, here: str, D: int, mixer: object) -> dict[
 
 def _channel(source: Source, there: str, here: str, D: int, mixer: object) -> dict[str, Tensor]:
     F: int = getattr(mixer, "hidden", 0)
-    return {
-        f"{here}.mix_D": source.take(f"{there}.x_k", D),
-        f"{here}.k_proj.weight": source.take(f"{there}.key.weight", F, D),
-        f"{here}.v_proj.weight": source.take(f"{there}.value.weight", D, F),
-    }
+    shapes = {"x_k": (D,), "key.weight": (F, D), "value.weight": (D, F)}
+    return source.take_all(there, here, shapes, {"x_k": "mix_D", "key": "k_proj", "value": "v_proj"})

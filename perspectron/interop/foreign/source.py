@@ -1,7 +1,7 @@
 """A folder of another program while it is read: what was not asked for is named."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,22 @@ class Source:
             )
         self.taken.setdefault(name, (str(tensor.dtype).removeprefix("torch."), list(shape)))
         return tensor
+
+    def take_all(
+        self,
+        there: str,
+        here: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        names: Mapping[str, str] | None = None,
+    ) -> dict[str, Tensor]:
+        """Tensors of these names and shapes within `there`, by our names within `here`. names: of layers that have
+        others here. CheckpointError: as `take`."""
+        taken = {}
+        for name, shape in shapes.items():
+            layer, dot, part = name.partition(".")
+            ours = (names or {}).get(layer, layer)
+            taken[f"{here}.{ours}{dot}{part}"] = self.take(f"{there}.{name}", *shape)
+        return taken
 
     def has(self, name: str) -> bool:
         return name in self.tensors

@@ -345,33 +345,28 @@ def _granite(fields: Fields, values: Values) -> Values:
 
 def _granite_hybrid(fields: Fields, values: Values) -> Values:
     attends = fields.flags("attention.head_count_kv", values["num_hidden_layers"], lambda i: True)
-    heads, inner = fields.number("ssm.time_step_rank"), fields.number("ssm.inner_size")
-    return _granite(fields, values) | {
+    return _granite(fields, values) | _mamba2(fields) | {
         "layer_types": ["attention" if flag else "mamba" for flag in attends],
-        "mamba_n_heads": heads, "mamba_d_head": inner // heads, "mamba_expand": inner // values["hidden_size"],
+        "mamba_expand": fields.number("ssm.inner_size") // values["hidden_size"],
+    }  # fmt: skip
+
+
+def _mamba2(fields: Fields) -> Values:
+    """The options of Mamba-2's mixers."""
+    heads = fields.number("ssm.time_step_rank")
+    return {
+        "mamba_n_heads": heads, "mamba_d_head": fields.number("ssm.inner_size") // heads,
         "mamba_d_state": fields.number("ssm.state_size"), "mamba_n_groups": fields.number("ssm.group_count"),
         "mamba_d_conv": fields.number("ssm.conv_kernel"), "mamba_conv_bias": fields.has("ssm_conv1d.bias"),
         "mamba_proj_bias": fields.has("ssm_in.bias"),
     }  # fmt: skip
 
 
-def _mamba_sizes(fields: Fields) -> dict[str, int]:
-    """Heads of Mamba-2, their width, groups, rows of state and taps."""
-    heads = fields.number("ssm.time_step_rank")
-    return {
-        "heads": heads, "width": fields.number("ssm.inner_size") // heads, "groups": fields.number("ssm.group_count"),
-        "state": fields.number("ssm.state_size"), "taps": fields.number("ssm.conv_kernel"),
-    }  # fmt: skip
-
-
 def _falcon_h1(fields: Fields, values: Values) -> Values:
     """All factors are in the weights. llama.cpp has the norm after the gate, where there is one."""
-    sizes = _mamba_sizes(fields)
-    return {
-        "mamba_d_ssm": sizes["heads"] * sizes["width"], "mamba_n_heads": sizes["heads"],
-        "mamba_d_head": sizes["width"], "mamba_d_state": sizes["state"], "mamba_n_groups": sizes["groups"],
-        "mamba_d_conv": sizes["taps"], "mamba_conv_bias": fields.has("ssm_conv1d.bias"),
-        "mamba_proj_bias": fields.has("ssm_in.bias"), "projectors_bias": fields.has("ssm_out.bias"),
+    mixer = _mamba2(fields)
+    return mixer | {
+        "mamba_d_ssm": mixer["mamba_n_heads"] * mixer["mamba_d_head"], "projectors_bias": fields.has("ssm_out.bias"),
         "mamba_rms_norm": fields.has("ssm_norm.weight"), "mamba_norm_before_gate": False,
         "attention_bias": fields.has("attn_q.bias"), "mlp_bias": fields.has("ffn_up.bias"),
     }  # fmt: skip
@@ -379,7 +374,7 @@ def _falcon_h1(fields: Fields, values: Values) -> Values:
 
 def _nemotron_h(fields: Fields, values: Values) -> Values:
     """llama.cpp has no least Δ, and norms of the one epsilon, though it asks for another, too."""
-    count, sizes = values["num_hidden_layers"], _mamba_sizes(fields)
+    count, mixer = values["num_hidden_layers"], _mamba2(fields)
     fields.get("attention.layer_norm_epsilon")
     attends = fields.flags("attention.head_count_kv", count, lambda i: True)
     widens = fields.flags("feed_forward_length", count, lambda i: True)
@@ -391,9 +386,10 @@ def _nemotron_h(fields: Fields, values: Values) -> Values:
     experts = _nemotron_experts(fields) if "moe" in kinds else {}
     return experts | {
         "layers_block_type": kinds, "layer_norm_epsilon": values["rms_norm_eps"], "rms_norm_eps": None,
-        "rope_parameters": None, "mamba_num_heads": sizes["heads"], "mamba_head_dim": sizes["width"],
-        "n_groups": sizes["groups"], "ssm_state_size": sizes["state"], "conv_kernel": sizes["taps"],
-        "use_conv_bias": fields.has("ssm_conv1d.bias"), "use_bias": fields.has("ssm_in.bias"),
+        "rope_parameters": None, "mamba_num_heads": mixer["mamba_n_heads"], "mamba_head_dim": mixer["mamba_d_head"],
+        "n_groups": mixer["mamba_n_groups"], "ssm_state_size": mixer["mamba_d_state"],
+        "conv_kernel": mixer["mamba_d_conv"], "use_conv_bias": mixer["mamba_conv_bias"],
+        "use_bias": mixer["mamba_proj_bias"],
         "mlp_bias": fields.has("ffn_up.bias"), "time_step_min": 0.0,
     }  # fmt: skip
 
