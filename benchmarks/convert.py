@@ -76,7 +76,7 @@ DRAWN = SamplingConfig(temperature=0.7)
 
 
 class Arm(NamedTuple):
-    """share: of the teacher's tokens. recipe: what differs from the defaults, as "whole rate=1"."""
+    """share: of the teacher's tokens. recipe: what differs from the defaults, as "whole rate=0.06, teacher_mix=0.5"."""
 
     seed: int
     to: str = "perspective2"
@@ -138,19 +138,22 @@ def teacher(folder: Path, data: str, tokens: int, seed: int, sizes: dict[str, in
 def converted(folder: Path, teacher: Path, arm: Arm, tokens: int, dtype: str) -> dict[str, Any]:
     """An entry: the report of the conversion, and how long it took."""
     out, start = folder / arm.name.replace(" ", "_").replace(",", ""), time.monotonic()
-    before = dict(RATES), dict(SHARES)
-    if arm.recipe.startswith("shares="):
-        SHARES.update(zip(SHARES, map(float, arm.recipe.removeprefix("shares=").split()), strict=True))
-    elif arm.recipe:
-        stage, _, rate = arm.recipe.partition(" rate=")
-        RATES[stage] = float(rate)
+    before, mix = (dict(RATES), dict(SHARES)), "1"
+    for name, _, value in (part.partition("=") for part in arm.recipe.split(", ") if part):
+        if name == "shares":
+            SHARES.update(zip(SHARES, map(float, value.split()), strict=True))
+        elif name == "teacher_mix":
+            mix = value
+        else:
+            assert name.removesuffix(" rate") in RATES, f"--recipe {arm.recipe!r}: no {name!r}"
+            RATES[name.removesuffix(" rate")] = float(value)
     try:
         if (out / FILE).is_file():
             run("convert", "--resume", str(out))
         else:
             run(
                 "convert", str(teacher), "--to", arm.to, "--keep-attention", str(arm.keep),
-                "--data", str(encoded(teacher)), "--tokens", str(tokens),
+                "--data", str(encoded(teacher)), "--tokens", str(tokens), "--teacher-mix", mix,
                 "--seed", str(arm.seed), "--dtype", dtype, "--out", str(out),
             )  # fmt: skip
     finally:
@@ -374,7 +377,9 @@ def main() -> int:
         help="only a tenth of the tokens, attention in 1 of 4",
     )
     parser.add_argument(
-        "--recipe", default="", help='with --plain: other than the defaults, as "whole rate=0.25"'
+        "--recipe",
+        default="",
+        help='with --plain: other than the defaults, as "whole rate=0.06, teacher_mix=0.5"',
     )
     parser.add_argument("--dtype", default="bfloat16", help="(%(default)s)")
     parser.add_argument(

@@ -61,6 +61,8 @@ class Convert:
     """End after this many minutes (default: 10, if --tokens is not given)."""
     tokens: str | None = None
     """Train on this many tokens in all, such as 2M, instead of --minutes."""
+    teacher_mix: float = 1.0
+    """Share of the teacher's distribution in the loss of stage `whole`; the rest is the text's."""
     resume: Path | None = None
     """Folder of a conversion to resume; all other options come from there."""
     seed: int = 0
@@ -101,6 +103,7 @@ class Convert:
             *fitting(model, trained, tokens, device),
             heldout=trained.heldout if trained.data else ConvertConfig.heldout, seed=self.seed, dtype=self.dtype,
             device=self.device, template=OWN if trained.template and data == trained.data else "",
+            teacher_mix=self.teacher_mix,
         )  # fmt: skip
         for stage in SHARES if config.tokens else ():
             config.steps(stage, model.positions)

@@ -258,6 +258,33 @@ def test_a_conversion_is_an_ordinary_run(runs, tmp_path, teacher):
     assert trainer is not None
 
 
+def test_the_text_has_its_share_in_what_the_whole_learns(runs, tmp_path, teacher):
+    """Of the loss of stage whole alone."""
+    mixes, losses = [], []
+
+    def fit(trainer, name, ends):
+        mixes.append((name, trainer.config.train.teacher_mix))
+        if name == "whole":
+            batch = trainer.batches().next_batch()
+            trainer.backward(batch, 1.0)
+            gradients = torch.cat(
+                [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
+            )
+            losses.append(gradients.clone())
+            return 15
+        return trainer.fit(until=1) or (trainer.save() and None)
+
+    for mix in (1.0, 0.5, 0.25):
+        conversion(tmp_path / f"{mix}", teacher, runs, teacher_mix=mix).go(fit)
+    assert mixes == [pair for mix in (1.0, 0.5, 0.25) for pair in (("layers", 1.0), ("whole", mix))]
+    one, half, quarter = losses
+    text = 2 * half - one
+    torch.testing.assert_close(quarter, 0.25 * one + 0.75 * text, rtol=1e-4, atol=1e-5)
+    assert (text - one).norm() > 0.1 * one.norm()
+    with refused(ConfigError, "teacher_mix", 1.5):
+        conversion(tmp_path / "more", teacher, runs, teacher_mix=1.5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["layers", "whole", "text"])
 def test_it_resumes_bit_for_bit(stage, runs, tmp_path, teacher, monkeypatch):

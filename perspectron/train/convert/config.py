@@ -32,7 +32,8 @@ class ConvertConfig:
     """teacher: the run. to: a design whose recurrence it is, such as perspective2. keep: one attention layer in so many
     is kept; 0 keeps none. window: of attention that is kept; 0 leaves it as it is. tokens: of all stages; 0 where
     `minutes` says how long. seq_len, batch_size: of the first two stages. shares, rates: by stage, `SHARES` and `RATES`
-    of the version that began it. template: "own" where the text has prompts and completions."""
+    of the version that began it. template: "own" where the text has prompts and completions. teacher_mix: the teacher's
+    share in the loss of stage whole, beside the text's."""
 
     teacher: str
     to: str = "perspective2"
@@ -50,11 +51,13 @@ class ConvertConfig:
     shares: dict[str, float] = field(default_factory=lambda: dict(SHARES))
     rates: dict[str, float] = field(default_factory=lambda: dict(RATES))
     template: str = ""
+    teacher_mix: float = 1.0
 
     def __post_init__(self) -> None:
         one_of(self.to, presets.DESIGNS, "to")
         at_least(0, self, "keep", "window", "tokens", "minutes")
         at_least(1, self, "seq_len", "batch_size")
+        require(0 < self.teacher_mix <= 1, "teacher_mix", self.teacher_mix, "above 0 and ≤ 1")
         require((self.tokens > 0) != (self.minutes > 0), "tokens", self.tokens, "given, or else minutes")
         for name, by_stage in (("shares", self.shares), ("rates", self.rates)):
             right = by_stage.keys() == SHARES.keys() and all(0 < x < math.inf for x in by_stage.values())

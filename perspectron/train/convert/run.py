@@ -215,7 +215,8 @@ class Conversion:
         if "limit" in self.notes:
             more["eval_tokens"] = self.notes["limit"]
         if stage != TEXT:
-            more |= {"teacher": self.config.teacher, "teacher_mix": 1.0}
+            mix = self.config.teacher_mix if stage == WHOLE else 1.0
+            more |= {"teacher": self.config.teacher, "teacher_mix": mix}
         if stage == LAYERS:
             more["only"] = learning(on_meta(model), self.layers)
         size = active_parameters(model)
