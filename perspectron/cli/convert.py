@@ -44,6 +44,9 @@ class Convert:
     What was lost, by position and in recall, and what is gained: perspectron eval runs/recurrent --suite conversion
     """
 
+    FIRST: ClassVar[tuple[str, ...]] = (
+        "--to", "--data", "--out", "--keep-attention", "--window", "--minutes", "--tokens", "--teacher-mix", "--resume",
+    )  # fmt: skip
     run: tyro.conf.Positional[Path | None] = None
     """Folder of a run with attention, trained here or imported."""
     to: str = "perspective2"
