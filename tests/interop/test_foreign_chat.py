@@ -137,7 +137,7 @@ def test_a_chat_reads_all_that_its_template_writes_and_nothing_else(hf, begins):
     talk = chat.Talk(opened.model, opened.tokenizer, chat.Chat(run, max_tokens=3), template)
     for message in ("hi", "so"):
         talk.answer(message)
-        asked = template.ids(talk.now.messages[:-1], opened.tokenizer)
+        asked = template.ids(talk.now.said.messages[:-1], opened.tokenizer)
         assert talk.now.session._ids[: len(asked)] == asked
         assert (asked[:1] == [*opened.tokenizer.specials.prefix]) == bool(begins)
 
