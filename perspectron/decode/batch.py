@@ -107,7 +107,8 @@ class Batch:
             return
         self.settle(self.rows if self.together else rows, drop=True)
         for row in rows:
-            if self.drafter is not None and (draft := self._drafts.pop(row, None)) is not None:
+            draft = self._drafts.pop(row, None)
+            if draft is not None and self.drafter is not None:
                 self.drafter.end(draft)
         left, self.rows = self.rows, [row for row in self.rows if row not in rows]
         if self.state is None:

@@ -326,6 +326,18 @@ def test_rows_with_trained_memories_of_other_kinds_read_drafts(
     assert drafts.counts.accepted > 0
 
 
+def test_rows_that_left_are_not_kept_where_drafts_were_given_up(tokenizer: Tokenizer) -> None:
+    rows = Rows(small("gdn"), tokenizer, drafts=NGrams())
+    row = rows.add("the cat", max_tokens=4)
+    rows.step()
+    assert rows._drawing._drafts
+    rows._drawing.drafter = None  # as where the model reads none after all
+    while rows.active:
+        rows.step()
+    rows.remove(row)
+    assert not rows._drawing._drafts
+
+
 def test_a_model_that_reads_no_drafts_is_not_kept(tokenizer: Tokenizer, always) -> None:
     """What refuses it has a traceback, whose frames hold the model."""
     model = small("perspective-experts")
