@@ -361,8 +361,7 @@ class Answers:
         if run.slot is not None:
             self.served.slots[run.slot] = run.jobs[0].session
         if run.jobs:
-            said = Said(tuple(run.messages), run.begins, given=run.given if run.messages else {})
-            run.jobs[0].session.extra = said.extra()
+            run.jobs[0].session.extra = Said(tuple(run.messages), run.begins, given=run.given).extra()
             await run.writing.save(run.jobs[0].session, run.parent)
 
     def _text(self, prompt: str | list[int]) -> str:
