@@ -219,7 +219,7 @@ def test_a_model_made_by_hand_is_a_run_for_every_command(place):
         "generate by-hand The --max-tokens 4",
         "inspect by-hand",
         "eval by-hand --data text.txt --tokens 64",
-        "quantize by-hand --out packed --linear int8 --calibrate text.txt --windows 2 --tokens 64",
+        "quantize by-hand --out packed --linear int8 --calibrate text.txt --windows 2",
         "generate packed The --max-tokens 4",
         "export by-hand --hf exported",
         f"train --init by-hand --data text.txt --out tuned {small}",
