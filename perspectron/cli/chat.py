@@ -30,7 +30,7 @@ from perspectron.data import Tokenizer
 from perspectron.data.template import Template
 from perspectron.decode.drafts import Drafter
 from perspectron.decode.rows import Rows
-from perspectron.decode.said import Said, said_in
+from perspectron.decode.said import SAID, Said, said_in
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.saved import alike
 from perspectron.decode.session import Session
@@ -138,6 +138,8 @@ class Point(NamedTuple):
         """The point of a file. Where nothing of what was said is known, or not where it begins, messages begin after
         it."""
         said, tokens = said_in(session.extra), len(session.tokens)
+        if SAID in session.extra and said == Said():
+            say("the file does not have what was said as messages: messages begin after its text")
         if not said.messages or said.start > tokens or (said.start == 0 and not session.whole):
             said = Said(start=tokens, gone=said.gone)
         return cls(session, said)

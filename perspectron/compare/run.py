@@ -81,7 +81,7 @@ def trials(out: Path, plan: Plan, rates: dict[str, list[Rate]]) -> list[Cell]:
             0,
             rate,
             _trial_steps(plan, name),
-            _folder(out, f"rates/{name}/{rate.lr:g}-{rate.warmup:g}"),
+            _folder(out, f"rates/{name}/{rate.lr}-{rate.warmup}"),
             1,
         )
         for name, values in rates.items()

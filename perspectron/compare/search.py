@@ -155,7 +155,7 @@ def halve(
 
 
 def _cell(out: Path, one: Candidate, tokens: int, steps: int) -> Cell:
-    place = f"rungs/{tokens}/{one.variant}/{one.rate.lr:g}-{one.rate.warmup:g}"
+    place = f"rungs/{tokens}/{one.variant}/{one.rate.lr}-{one.rate.warmup}"
     return Cell(one.variant, 0, one.rate, steps, safe_join(out, place, ConfigError), 1)
 
 

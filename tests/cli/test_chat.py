@@ -232,6 +232,18 @@ def spoken(model, tokenizer, text):
     return generate(model, tokenizer, [text], max_tokens=1).conversation
 
 
+@pytest.mark.parametrize("said", ["hello", {"messages": [{"role": "user"}]}, {"start": -1}, None])
+def test_a_file_that_tells_no_talk_is_gone_on_from_as_a_text_and_it_says_so(run, talk, tmp_path, said):
+    """Under the name of what was said a file may have anything."""
+    model, tokenizer = perspectron.load(run)
+    session = perspectron.Session(model, tokenizer).read("the cat")
+    for name, extra in (("plain", {}), ("odd", {"said": said})):
+        session.save(tmp_path / name, extra=extra)
+    wanted, found = (talk(f"/load {tmp_path / name}", "the dog") for name in ("plain", "odd"))
+    assert found[:2] == wanted[:2] and "messages begin after its text" in found[2]
+    assert "messages begin" not in wanted[2]
+
+
 def test_what_was_loaded_goes_on_with_and_without_a_message(run, tmp_path, monkeypatch):
     model, tokenizer = perspectron.load(run)
     path, plain = tmp_path / "talk.state", Template.named("plain")
