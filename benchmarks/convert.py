@@ -1,8 +1,9 @@
 """Conversion of transformers that are trained here: what is lost, by tokens, attention kept and target.
 
-A teacher of 8 layers and 2 M parameters for each seed; from it, models with a recurrence in most layers, and beside
-them models of the same shape trained from nothing on as many tokens, and the teacher trained on by them. Each entry is
-written when it is there, and one that is there is not measured again: started anew, it goes on, also within an entry.
+A teacher of 8 layers and 2 M parameters for each seed (12 and 20 M with --large); from it, models with a recurrence in
+most layers, and beside them models of the same shape trained from nothing on as many tokens, and the teacher trained on
+by them. Each entry is written when it is there, and one that is there is not measured again: started anew, it goes on,
+also within an entry.
 
 python benchmarks/convert.py --folder runs/convert --json results/convert.json
 python benchmarks/convert.py --data prose --plain --folder runs/convert-prose --json results/convert_prose.json
@@ -44,7 +45,11 @@ from perspectron.util.machine import commit
 
 TESTS = ("tests/train/test_convert.py",)
 SEEDS, SEQ_LEN, BATCH = 3, 256, 8
-SIZES = {"vocab_size": 2048, "d_model": 128, "layers": 8, "heads": 4, "hidden": 344}
+SIZES = {
+    "2 M": {"vocab_size": 2048, "d_model": 128, "layers": 8, "heads": 4, "hidden": 344},
+    "20 M": {"vocab_size": 2048, "d_model": 384, "layers": 12, "heads": 6, "hidden": 896},
+}
+SMALL, LARGE = SIZES
 SHARE_OF_QUICK = 0.35
 QUICK = {"vocab_size": 300, "d_model": 32, "layers": 2, "heads": 2, "hidden": 32}
 QUICK_OPTIONS = conversion.Options(tokens=4096, texts=4, contexts=(16, 64), rounds=1)
@@ -215,7 +220,7 @@ def beside(made: Path, options: conversion.Options) -> dict[str, Any]:
 
 
 def trained_here(args: Any, report: common.Report) -> dict[str, Any]:
-    sizes = QUICK if args.quick else SIZES
+    sizes = QUICK if args.quick else SIZES[LARGE if args.large else SMALL]
     results: dict[str, Any] = {
         part: report.before(part) for part in ("teachers", "arms", "nothing", "onwards", "beside")
     }
@@ -381,6 +386,7 @@ def main() -> int:
         default="",
         help='with --plain: other than the defaults, as "whole rate=0.06, teacher_mix=0.5"',
     )
+    parser.add_argument("--large", action="store_true", help="20 M parameters in the place of 2 M")
     parser.add_argument("--dtype", default="bfloat16", help="(%(default)s)")
     parser.add_argument(
         "--smollm2", nargs="?", type=Path, const=Path(), metavar="GGUF",
@@ -399,7 +405,7 @@ def main() -> int:
     if args.quick:
         args.tokens, args.dtype = 120_000, "float32"
     torch.set_num_threads(args.threads)
-    shapes = f"2 M, {args.tokens:,} tokens of {args.data}"
+    shapes = f"{LARGE if args.large else SMALL}, {args.tokens:,} tokens of {args.data}"
     if args.smollm2 is not None:
         shapes = f"{args.smollm2.name or 'SmolLM2'} to {args.to}, chats of up to {LONGEST_ANSWER} tokens"
     recipe = f"rates {[*RATES.values()]}, shares {[*SHARES.values()]}, {UPDATES} updates"
