@@ -55,7 +55,7 @@ class Folder:
 @dataclass(frozen=True)
 class Opened:
     """A model on the CPU and its tokenizer. line: which parts of an artifact are in memory and which stream; empty for
-    a run. checkpoint: whose weights a run's model has; None for an artifact."""
+    a run. checkpoint: the one a run's weights are from; None for an artifact."""
 
     folder: Folder
     model: LanguageModel
@@ -64,8 +64,8 @@ class Opened:
     checkpoint: Checkpoint | None = None
 
     def template(self, named: str | None = None) -> Template | None:
-        """The chat template that is named (`Template.named`), or else the model's, if it has one: that by which the
-        prompts of its training were made, or the one that it was imported with. ConfigError: it is none."""
+        """The named chat template (`Template.named`), or else the model's own, if it has one: that by which the prompts
+        of its training were made, or the one that it was imported with. ConfigError: it is no template."""
         if named is not None:
             return Template.named(named, tokens_of(self.folder.path / origin.FOLDER))
         return origin.template_in(self.folder.path)
@@ -73,8 +73,8 @@ class Opened:
     def sampling(
         self, asked: Asked | None = None, otherwise: SamplingConfig | None = None
     ) -> tuple[SamplingConfig, str]:
-        """The rules of drawing, where they are not asked for those that an imported model came with or else
-        `otherwise`, and what was taken from it in a line, as `suggested` has them."""
+        """(settings of sampling, a line on those taken from the model), by `suggested`: each as asked for, or else as
+        an imported model came with it, or else as in `otherwise`."""
         source, values = self.folder.path / origin.FOLDER, {} if asked is None else asked.values
         return suggested(source, values, otherwise or SamplingConfig())
 
@@ -163,10 +163,10 @@ def save(model: LanguageModel, tokenizer: Tokenizer, folder: Path | str, *, seq_
     one; its folder. The run holds weights alone, in float32 or 16 bits as the model has them: training goes on in a new
     run, by `train(init=folder)`.
 
-    tokenizer: its ids are below the model's vocabulary size. seq_len: of the windows it was trained on, at most its
-    learned positions, in which `eval` measures it. The folder is there as a whole or not at all. ConfigError: it is
-    there already, the tokenizer has ids that the model lacks, or the model has packed or adapted weights, which are no
-    run's; StorageError: writing failed.
+    tokenizer: its ids are below the model's vocabulary size. seq_len: tokens of the windows it was trained on, in which
+    `eval` measures it; at most its learned positions count. The folder is there as a whole or not at all. ConfigError:
+    it is there already, the tokenizer has ids that the model lacks, or the model has packed or adapted weights, which
+    are no run's; StorageError: writing failed.
 
         >>> import perspectron
         >>> tokenizer = perspectron.Tokenizer.train(["to be or not to be"], 300)

@@ -24,12 +24,12 @@ from perspectron.util.errors import ConfigError, PerspectronError
 from perspectron.util.files import remove, write_text
 
 TEXT, TEXTS = "text.txt", "text.jsonl"
-"""Files of a run's folder with one text that was given as it is, or several."""
+"""Files in a run's folder that keep one text that was given as it is, or several."""
 
 
 class Trained(NamedTuple):
-    """What a training leaves: the model with the weights of its best held-out checkpoint, its tokenizer, the folder of
-    the run, and that checkpoint's held-out bits per byte (None where nothing was measured).
+    """The result of a training: the model with the weights of its best held-out checkpoint, its tokenizer, the folder
+    of the run, and that checkpoint's held-out bits per byte (None where nothing was measured).
 
         >>> text = "KING: QUEEN went over the hills. " * 300
         >>> trained = perspectron.train(text=text, steps=2, params=300_000, seq_len=16, quiet=True)
@@ -63,14 +63,13 @@ def train(
     """Train a model on a text, as `perspectron train` does: what is not given is chosen for this machine, the text and
     the time, 5 minutes if nothing says how long. Every checkpoint of the run is on disk, and it can be resumed.
 
-    data: a path or a name that `perspectron train --data` takes, or several with weights, such as
-    "code=0.7:src". text: instead, a text as it is, or several, each a document; the run's folder keeps them. out: of
-    the run, a new folder (default: in runs/, called after the text). resume: a run to go on with, where only `steps`
-    may be more. minutes, tokens (such as 2e6 or
-    "20M"), epochs, steps: how long, one of them. design, params: the model's design, and its parameters (default: what
-    the time or the tokens can train). preset, sizes: or a preset, and sizes to replace in it. quiet: print no progress.
-    options: any field of `perspectron.train.config.TrainConfig` or of its `optim`, such as lr, batch_size, seq_len,
-    init, lora, tokenizer, template, device or seed.
+    data: a path or a name that `perspectron train --data` takes, or several with weights, such as "code=0.7:src". text:
+    instead, a text as it is, or several, each a document; the run's folder keeps them. out: a new folder for the run
+    (default: in runs/, named after the text). resume: a run to go on with; only more `steps` may be given with it.
+    minutes, tokens (such as 2e6 or "20M"), epochs, steps: how long to train, one of them. design, params: the model's
+    design, and its parameters (default: what the time or the tokens can train). preset, sizes: instead, a preset, and
+    sizes to replace in it. quiet: print no progress. options: any field of `perspectron.train.config.TrainConfig` or of
+    its `optim`, such as lr, batch_size, seq_len, init, lora, tokenizer, template, device or seed.
 
     An interrupt saves the run and ends as KeyboardInterrupt, which names it; a second one ends at once. Every other
     error is a PerspectronError: ConfigError for what is not allowed, DataError for a text that cannot be read or is too
@@ -133,7 +132,7 @@ def train(
 
 
 def _settings(options: Mapping[str, Any]) -> TrainConfig:
-    """The settings of these names, of a training or of its optimizer. ConfigError for one that neither has, or of
+    """The settings of a training and its optimizer, by name. ConfigError for one that neither has, or a value of
     another type."""
     here, optim = ({field.name for field in fields(cls)} for cls in (TrainConfig, OptimConfig))
     values: dict[str, Any] = {"optim": {}}
@@ -175,14 +174,14 @@ def _with_texts(command: Train, texts: list[str], quiet: bool) -> Trained:
 
 
 def _free(run: Path) -> Path:
-    """The folder of a new run. ConfigError: it is a run."""
+    """The folder, for a new run. ConfigError: it is a run already."""
     if (run / "config.json").exists():
         raise ConfigError(f"out: {run} is a run already; go on with resume={str(run)!r}, or name a new out")
     return run
 
 
 def _trained(command: Train, quiet: bool) -> Trained:
-    """Run a command, and open what it leaves."""
+    """Run a command for training, and open the run that it leaves."""
     run = command.resume or _free(command.folder())
     with silence(quiet):
         code = replace(command, out=None if command.resume else run)()

@@ -94,7 +94,7 @@ def with_mixers(config: ModelConfig, kind: type[MixerConfig], **values: Any) -> 
 
 
 def of_mixers(kind: type[MixerConfig], **values: Any) -> Change:
-    """The change to other values in every mixer of a kind."""
+    """The change that sets other values in every mixer of a kind."""
     return lambda config: with_mixers(config, kind, **values)
 
 
@@ -107,7 +107,7 @@ def _half_as_deep(config: ModelConfig) -> ModelConfig:
 
 
 def _parallel(config: ModelConfig) -> ModelConfig:
-    """ConfigError for a model without a block that adds its parts one after another."""
+    """Config with parallel in place of sequential residuals. ConfigError: no block adds mixer and network in turn."""
     found = [
         isinstance(block.residual, SequentialConfig) and None not in (block.mixer, block.ffn)
         for block in config.blocks

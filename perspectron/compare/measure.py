@@ -28,11 +28,11 @@ from perspectron.util.machine import pick_device
 MODULE = "perspectron.compare.measure"
 OF_CELLS = ("perplexity", *OF_TEXT)
 COMPRESSORS = "compressors"
-"""Measured of the first cell beside its suites: their text is that of all."""
+"""Measured for the first cell only, beside its suites, as all cells have the same text."""
 
 
 def jobs(out: Path, settings: Settings, finished: list[Cell]) -> list[Job]:
-    """Jobs for what is still to be measured of these cells; recall of an arm's first cell stands for the arm."""
+    """Jobs for what is still to be measured of these cells; recall is measured on the first cell of each arm."""
     missing_jobs = []
     wanted = [name for name in OF_CELLS if name in ("perplexity", *settings.suites)]
     for cell in finished:
@@ -52,7 +52,7 @@ def jobs(out: Path, settings: Settings, finished: list[Cell]) -> list[Job]:
 
 
 def _has(cell: Cell, name: str) -> bool:
-    """True if a suite of a cell was measured; the loss, with memory carried too, which older versions did not."""
+    """True if a suite of a cell was measured: for the loss, also with memory carried, which older versions left out."""
     path = path_of(cell, name)
     return path.is_file() and (name != "perplexity" or "streaming" in read_json(path, ConfigError))
 

@@ -107,7 +107,7 @@ class Settings:
 @dataclass(frozen=True)
 class Arm:
     """A model and its training. steps: updates. train_flops_per_token: forward and backward, as three times the FLOPs
-    of reading a token at half the context. optim: its optimizer, but for the rate; None is AdamW with plain groups."""
+    of reading a token at half the context. optim: its optimizer, without the rate; None is AdamW with plain groups."""
 
     model: ModelConfig
     steps: int
@@ -228,7 +228,7 @@ def clear(out: Path, settings: Settings) -> None:
 
 
 def asked(settings: Settings) -> dict[str, Any]:
-    """What the text in a folder was encoded for."""
+    """The settings that the text in a folder is encoded for."""
     return {name: getattr(settings, name) for name in ("data", "heldout", "dev", "vocab_size")}
 
 
@@ -256,7 +256,7 @@ def read(out: Path) -> Plan:
 
 
 def _same(out: Path, known: Plan, kind: str, asked: Settings) -> None:
-    """ConfigError that names the first setting in which the two differ; a setting left open differs from none."""
+    """ConfigError that names the first setting in which the two differ; a setting left open matches any."""
     require(known.kind == kind, f"{out}: kind", kind, known.kind)
     have, want = dump(known.settings), dump(asked)
     for name, value in want.items():
@@ -285,7 +285,7 @@ def models_of_designs(settings: Settings) -> Models:
 
 def optimizer_in(name: str, model: ModelConfig) -> OptimConfig:
     """The optimizer that an arm's name asks for, as in transformer[optimizer=muon]; else AdamW, with the groups of the
-    mixers' authors. ConfigError for groups of a mixer that the model has not."""
+    mixers' authors. ConfigError for groups of a mixer that the model lacks."""
     config: OptimConfig = load(OptimConfig, {"groups": "own"} | presets.training(name), name)
     with torch.device("meta"):
         recipe_of(LanguageModel(model), config.groups)

@@ -93,7 +93,7 @@ def collect(
 
 
 def text_of(data: str, shards: Shards) -> str:
-    """Name of the text: as the user gave it, or that of a text of NAMED, of which a folder has the ids."""
+    """Name of the text: as the user gave it, or the name in NAMED if a folder has the ids of such a text."""
     kind = shards.corpus_fingerprint.partition(":")[0]
     return kind if kind in NAMED else data
 
@@ -105,8 +105,8 @@ def write(out: Path, results: dict[str, Any]) -> None:
 
 
 def write_page(path: Path) -> Path:
-    """Write the page of a results.json beside it, and return its path. ConfigError: the file has none, or other values
-    in it than a comparison writes."""
+    """Write the page of a results.json beside it, and return its path. ConfigError: the file has no results of a
+    comparison, or damaged ones."""
     from jinja2 import TemplateError
 
     results = read_json(path, ConfigError)
@@ -202,7 +202,7 @@ def _arm(
 
 
 def _streaming(cells: list[Cell]) -> dict[str, Any] | None:
-    """Bytes of the state with memory carried, or why the design is not scored so; None before that was measured."""
+    """Bytes of the state with memory carried, or why the design has no such score; None before it was measured."""
     found = (measure.suites_of(cell).get("perplexity", {}) for cell in cells)
     one = next((loss for loss in found if "streaming" in loss), None)
     return one and {"state_bytes": (one["streaming"] or {}).get("state_bytes"), "why": one["why"]}

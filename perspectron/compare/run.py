@@ -69,7 +69,7 @@ def cells(out: Path, plan: Plan, rates: dict[str, Rate]) -> list[Cell]:
 
 
 def _folder(out: Path, name: str) -> Path:
-    """ConfigError: a name that leads out of the comparison's folder, also by a link."""
+    """A folder in that of the comparison. ConfigError: the name leads out of it, also by a link."""
     return safe_join(out, name, ConfigError)
 
 
@@ -94,14 +94,14 @@ def _trial_steps(plan: Plan, name: str) -> int:
 
 
 def alike(plan: Plan) -> bool:
-    """True if warm-ups differ that are as long in the trials of an arm."""
+    """True if different warm-up shares give equally long warm-ups in the trials of some arm."""
     warmups = set(plan.settings.warmups)
     lengths = [{warm_up(share, _trial_steps(plan, name)) for share in warmups} for name in plan.arms]
     return any(len(those) < len(warmups) for those in lengths)
 
 
 def _apart(plan: Plan, name: str, rates: list[Rate]) -> list[Rate]:
-    """The rates of an arm that differ in a trial: of warm-ups with as many updates in it, the shortest."""
+    """The rates of an arm whose trials differ: of warm-ups with equally many updates there, the smallest share."""
     steps = _trial_steps(plan, name)
     found = {(rate.lr, warm_up(rate.warmup, steps)): rate for rate in sorted(rates, reverse=True)}
     return sorted(found.values())
@@ -194,7 +194,7 @@ def choose_rates(
 
 
 def keep_rates(out: Path, rates: dict[str, Rate]) -> None:
-    """Have the arms of a comparison trained with these, without trials; where it has rates, those stay."""
+    """Set the rates that arms of a comparison are trained with, without trials; rates that it has already stay."""
     if not (out / RATES).is_file():
         write_json(out / RATES, {"chosen": rates, "tried": {name: [] for name in rates}})
 
@@ -225,7 +225,7 @@ def at_an_end(tried: list[dict[str, Any]], best: Rate) -> bool:
 
 
 def _beyond(values: list[Rate], best: Rate) -> list[Rate]:
-    """The rate next to the best one where that is the lowest or the highest, at the same warm-up."""
+    """The next rate outside, if the best one is the lowest or the highest with its warm-up; else none."""
     rates = [rate.lr for rate in values if rate.warmup == best.warmup]
     if len(rates) == 1:
         return []
@@ -235,9 +235,9 @@ def _beyond(values: list[Rate], best: Rate) -> list[Rate]:
 
 
 def history(cell: Cell, flops_per_token: float) -> dict[str, Any]:
-    """A training by its metrics: steps, tokens, seconds without measuring and saving; tokens per second of the median
-    update, which no pause slows; bits per byte over steps, tokens, seconds and FLOPs; SHA-256 of all losses to
-    the last bit, so that equal digests mean equal trainings; and what the model reported beside its last loss."""
+    """Summary of a training from its metrics: steps, tokens, seconds without measuring and saving; tokens per second of
+    the median update, which no pause slows; bits per byte over steps, tokens, seconds and FLOPs; SHA-256 of all losses
+    to the last bit, so that equal digests mean equal trainings; and what the model reported beside its last loss."""
     curve, updates = list[dict[str, Any]](), list[dict[str, Any]]()
     for line in read_metrics(cell.folder):
         if "loss" in line:

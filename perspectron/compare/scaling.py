@@ -1,10 +1,10 @@
 """A scaling study: the same designs compared at several sizes and numbers of tokens for a parameter, and the laws that
 their losses follow.
 
-DIR/SIZE-RATIO is the comparison at one of the points, DIR/data the text in one vocabulary for all. A law is log L =
-log A − α log N − β log D, by least squares for each seed; where all points have one ratio D/N, α is what both gain and
-there is no β. Intervals are Student's over the seeds, so that designs are compared on the same seeds. A loss that no
-model gets below is not fitted: a few sizes cannot tell it from a smaller α, and `off` shows how straight the lines are.
+DIR/SIZE-RATIO is the comparison at one of the points, DIR/data the text in one vocabulary for all. A law is log L = log
+A − α log N − β log D, by least squares for each seed; where all points have one ratio D/N, α covers both and there is
+no β. Intervals are Student's over the seeds, so that designs are compared on the same seeds. A loss that no model gets
+below is not fitted: a few sizes cannot tell it from a smaller α, and `off` shows how straight the lines are.
 
 N: active parameters, D: tokens, L: held-out bits per byte.
 """
@@ -34,17 +34,17 @@ from perspectron.util.stats import interval, paired
 VERSION = 2
 STUDY, RESULTS, PAGE = "scale.json", "scale-results.json", "scale.html"
 WARMUP = 0.2
-FAR = 10.0  # crossings further from the sizes that were trained than by this factor are not told
-MOST_MOVED = 1000.0  # factor from which on it is not told by how much a crossing moves
+FAR = 10.0  # crossings further from the trained sizes than by this factor are not reported
+MOST_MOVED = 1000.0  # largest factor that is reported for how far a crossing moves
 SCORES = {WINDOWS: "in windows", STREAMING: "memory carried"}
 
 
 @dataclass(frozen=True)
 class Study:
-    """What a study compares. designs: as in `compare`. sizes: active parameters. per_parameter: tokens for each, at
-    each size. rates: peak learning rates that are tried with the whole training at the smallest size, on the dev split,
-    for each of per_parameter; none takes that of the design (`presets.rates.rate`). From size to size they go by
-    N^FALL. vocab_size: of all sizes; 0 is that of the smallest."""
+    """Settings of a study. designs: as in `compare`. sizes: active parameters. per_parameter: tokens for each of them,
+    at each size. rates: peak learning rates that are tried with the whole training at the smallest size, on the dev
+    split, for each of per_parameter; none takes that of the design (`presets.rates.rate`). From size to size they go by
+    N^FALL. vocab_size: of all sizes; 0 takes one that suits the smallest."""
 
     designs: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -74,11 +74,11 @@ class Study:
 
     @property
     def points(self) -> list["Point"]:
-        """Size by size, those with the fewest tokens first."""
+        """All points, size by size, each with the fewest tokens first."""
         return [Point(size, ratio) for size in self.sizes for ratio in self.per_parameter]
 
     def tokens(self, at: "Point") -> int:
-        """Those that a model is trained on at a point."""
+        """Number of tokens that a model is trained on at a point."""
         return max(self.seq_len * self.batch_size, round(at.ratio * at.size))
 
     @property
@@ -87,7 +87,7 @@ class Study:
         return self.vocab_size or presets.vocabulary(self.sizes[0])
 
     def settings(self, at: "Point") -> Settings:
-        """Those of the comparison at a point."""
+        """Settings of the comparison at a point."""
         tried = self.rates if at.size == self.sizes[0] else ()
         return Settings(
             self.designs, at.size, self.tokens(at), self.seeds, self.data, self.heldout, self.dev,
@@ -104,8 +104,8 @@ class Point(NamedTuple):
 
 
 class Law(NamedTuple):
-    """A design's losses by point and seed, what it was trained with there, and (log A, α, β) of each seed that has all
-    points; what the points cannot tell is 0."""
+    """A design's losses by point and seed, its parameters and tokens there, and (log A, α, β) of each seed that has all
+    points; an exponent that the points cannot determine is 0."""
 
     losses: dict[Point, dict[int, float]]
     parameters: dict[Point, float]
@@ -113,17 +113,17 @@ class Law(NamedTuple):
     fits: dict[int, tuple[float, float, float]]
 
     def line(self, seed: int, ratio: float) -> tuple[float, float]:
-        """(intercept, fall) of log L over log N where there are so many tokens for a parameter."""
+        """(intercept, fall) of log L over log N at `ratio` tokens for a parameter."""
         at, alpha, beta = self.fits[seed]
         return at - beta * math.log(ratio), alpha + beta
 
     def mean(self) -> tuple[float, float, float]:
-        """(log A, α, β), of all seeds."""
+        """(log A, α, β), averaged over the seeds."""
         at, alpha, beta = (statistics.fmean(values) for values in zip(*self.fits.values(), strict=True))
         return at, alpha, beta
 
     def off(self) -> float:
-        """The largest share by which a mean loss lies off the law, both of the seeds that have all points."""
+        """The largest relative deviation of a mean loss from the mean law, both over the seeds that have all points."""
         at, alpha, beta = self.mean()
         shares = []
         for point, losses in self.losses.items():
@@ -133,7 +133,7 @@ class Law(NamedTuple):
 
 
 def folder_of(out: Path, at: Point) -> Path:
-    """That of the comparison at a point."""
+    """Folder of the comparison at a point."""
     return safe_join(out, f"{short(at.size)}-{at.ratio:g}", ConfigError)
 
 
@@ -165,7 +165,7 @@ def text_at(out: Path, study: Study, at: Point) -> None:
 
 def checked(study: Study) -> None:
     """ConfigError for designs that are unknown, cannot be as small, ask for a recipe that is not theirs, or are
-    variants while no rates are given: what is known is of the designs."""
+    variants while no rates are given: rates are known only for designs."""
     for name in study.designs if not study.rates else ():
         bound = f"given, such as 4e-3 8e-3 1.6e-2: none is known for {name}"
         require(name in presets.DESIGNS, "rates", "none", bound)
@@ -205,7 +205,7 @@ def lowest(tried: Sequence[dict[str, Any]]) -> float:
 
 
 def collected(out: Path, study: Study) -> dict[str, Any]:
-    """What has been measured so far: a line for each cell that finished."""
+    """The results so far: a line for each cell that finished, the laws and the crossings."""
     cells = list[dict[str, Any]]()
     for at in study.points:
         path = folder_of(out, at) / "results.json"
@@ -261,7 +261,7 @@ def fitted(law: Law, seed: int, study: Study) -> tuple[float, float, float]:
 
 
 def told(law: Law) -> dict[str, Any]:
-    """A law with its intervals; an exponent that the points cannot tell is None."""
+    """A law with its intervals, as a dict; an exponent that the points cannot determine is None."""
     if not law.fits:
         return {"alpha": None, "beta": None}
     _, *exponents = zip(*law.fits.values(), strict=True)
@@ -274,10 +274,10 @@ def told(law: Law) -> dict[str, Any]:
 
 
 def crossings(laws: dict[str, Law], study: Study) -> list[dict[str, Any]]:
-    """Where the lines of two designs cross for as many tokens for a parameter: the parameters, with their interval over
-    the seeds that both have. Only those whose whole interval lies within FAR of the sizes, and whose lines meet in one
-    order in every seed; of one seed there is no interval. off: the share by which losses lie off both lines; moved: the
-    factor by which that moves the crossing; both None where there are no more points than exponents."""
+    """Crossings of the lines of two designs at equal tokens for a parameter: the number of parameters, with its
+    interval over the seeds that both have. Only those whose whole interval lies within FAR of the sizes, and whose
+    lines cross in the same order in every seed; one seed gives no interval. off: relative deviation of losses from both
+    lines; moved: the factor by which it moves the crossing; both None if there are no more points than coefficients."""
     spare = len(study.points) > 1 + (len(study.sizes) > 1) + (len(study.per_parameter) > 1)
     found, low, high = list[dict[str, Any]](), study.sizes[0] / FAR, study.sizes[-1] * FAR
     if len(study.sizes) == 1:
@@ -291,7 +291,7 @@ def crossings(laws: dict[str, Law], study: Study) -> list[dict[str, Any]]:
             logs = [(mine[0] - theirs[0]) / x for (mine, theirs), x in zip(lines, steeper, strict=True)]
             ends = interval(logs) or (statistics.fmean(logs),) * 2
             if math.log(low) <= ends[0] and ends[1] <= math.log(high):
-                first = a if steeper[0] > 0 else b  # the steeper is ahead of it beyond
+                first = a if steeper[0] > 0 else b  # beyond the crossing the steeper line is ahead
                 span = [math.exp(end) for end in ends] if len(logs) > 1 else None
                 off = one.off() + other.off() if spare else None
                 found.append({
@@ -319,7 +319,7 @@ def losses_at(found: dict[str, Any], at: Point, score: str) -> dict[str, dict[in
 
 
 def sentence(found: dict[str, Any], score: str = WINDOWS) -> str:
-    """What follows: who is ahead at each end, and told apart from whom."""
+    """The conclusion in words: which design is ahead at each end, and from which others it is told apart."""
     study, ahead = found["study"], list[str]()
     ends = [Point(study["sizes"][i], study["per_parameter"][i]) for i in (0, -1)]
     for at in dict.fromkeys(ends):
@@ -335,7 +335,7 @@ CROSSING = ("ahead beyond it", "of", "tokens for each", "parameters", "trained t
 
 
 def crossing_rows(found: dict[str, Any], score: str = WINDOWS) -> list[list[str]]:
-    """Where lines cross. The last column is the factor by which the losses that lie off both lines move it."""
+    """Table rows of where lines cross. The last column is the factor by which deviations from both lines move it."""
     rows = []
     for cross in found["crossings"][score]:
         behind = next(name for name in cross["designs"] if name != cross["ahead_beyond"])

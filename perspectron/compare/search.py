@@ -26,7 +26,7 @@ from perspectron.util.files import read_json, safe_join, write_json
 
 RESULTS = "search.json"
 SPACE = "space.json"
-OF_TRAINING = {"lr": 4e-3, "warmup": 0.05}  # and what they are where a space leaves them out
+OF_TRAINING = {"lr": 4e-3, "warmup": 0.05}  # with defaults where a space leaves them out
 Space = Mapping[str, list[Any]]
 """The candidate values of each size, and of lr and warmup."""
 
@@ -66,7 +66,7 @@ def read_space(path: Path, design: str) -> Space:
 
 
 def candidates(design: str, space: Space, most: int, seed: int) -> list[Candidate]:
-    """All combinations of the space, or `most` of them, drawn without return."""
+    """All combinations of the space, or `most` of them, drawn without replacement."""
     made = dict[Candidate, None]()  # a value that a list has twice is one
     for values in itertools.product(*space.values()):
         sizes = dict(zip(space, values, strict=True))
@@ -85,7 +85,7 @@ def _named(design: str, sizes: Mapping[str, Any]) -> str:
 
 
 def settle(out: Path, space: Space, rungs: list[int], keep: int, seed: int) -> None:
-    """Write down what is asked for. ConfigError where the folder holds another search that had a plan."""
+    """Write down the settings of the search. ConfigError: the folder holds another search that has a plan."""
     asked = {"space": dict(space), "rungs": rungs, "keep": keep, "seed": seed}
     if (out / SPACE).is_file() and (out / PLAN).is_file():
         same = read_json(out / SPACE, ConfigError) == asked
@@ -118,8 +118,8 @@ def halve(
     train: Callable[[list[Cell]], None],
     report: Callable[[int, list[dict[str, Any]]], None],
 ) -> dict[str, Any]:
-    """The results: every rung with its candidates, best first, and the one chosen. keep: of so many, one goes on.
-    `train` trains cells, `report` is called with the tokens and the lines of each rung."""
+    """The results: every rung with its candidates, best first, and the one chosen. keep: one in so many goes on to the
+    next rung. `train` trains cells, `report` is called with the tokens and the lines of each rung."""
     left = [one for one in everyone if one.variant in plan.arms]
     refused = sorted({one.variant for one in everyone} - plan.arms.keys())
     results: dict[str, Any] = {"params": plan.settings.params, "data": plan.settings.data, "refused": refused}

@@ -27,9 +27,9 @@ SLOW = 5.0  # seconds of an update that is timed once
 ENOUGH = 64 << 20  # bytes of text that are counted
 BYTES_PER_TOKEN = 3.0  # about: before there is a tokenizer
 MEASURED = 8  # times that the loss is measured and a checkpoint written
-SHARE_MEASURED = 0.05  # of the time of the updates, for that
+SHARE_MEASURED = 0.05  # of the time of the updates, for these measurements
 MOST_ROOM = (
-    0.25  # of the memory there is, for what is known before: what a layer keeps of its tokens comes on top
+    0.25  # of the memory there is, for what is known in advance: what layers keep of tokens comes on top
 )
 LEAST_UPDATES = 10
 LARGEST_VOCABULARY = 65536  # of characters, where nothing is said
@@ -37,8 +37,8 @@ LARGEST_VOCABULARY = 65536  # of characters, where nothing is said
 
 @dataclass(frozen=True)
 class Budget:
-    """Exactly one of them is given. minutes: until all is done, on this machine. tokens: to train on. passes: over the
-    text."""
+    """Budget of a training, with exactly one field given. minutes: until all is done, on this machine. tokens: to train
+    on. passes: over the text."""
 
     minutes: float | None = None
     tokens: int | None = None
@@ -51,8 +51,8 @@ class Budget:
 
 
 def largest_vocabulary(train: TrainConfig) -> int:
-    """Tokens of a vocabulary that follows from the text alone: at most LARGEST_VOCABULARY, and half as many as there is
-    room for in memory, whose other half is the weights'."""
+    """Largest vocabulary that may follow from the text alone: LARGEST_VOCABULARY, or what half of the memory allowed
+    holds; the other half is for the weights."""
     there = MOST_ROOM * room(pick_device(train.device)) / 2
     each = PER_LOGIT * train.batch_size * train.seq_len
     return max(BYTES, min(LARGEST_VOCABULARY, int(there / each)))
@@ -125,7 +125,7 @@ def _in_time(model: Callable[[float], ModelConfig], train: TrainConfig, seconds:
 
 
 def seconds_of(model: ModelConfig, train: TrainConfig) -> float:
-    """Seconds of an update here, measured on a few; on the first where it is SLOW."""
+    """Seconds of an update here, measured on a few, or on a single one that takes SLOW or longer."""
     device = pick_device(train.device)
     step = stepper(model, Setting(train.batch_size, train.seq_len, train.device), train.optim)
     dtypes: list[Dtype] = precisions(device) if train.dtype == "auto" else [train.dtype]

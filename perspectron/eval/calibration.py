@@ -86,7 +86,7 @@ def judged(logits_NV: Tensor, target_N: Tensor) -> tuple[Floats, Floats, Floats]
 
 def summary(predicted: Predictions, bins: int = 15, seed: int = 0) -> dict[str, Any]:
     """ece: mean gap between confidence and accuracy of the bins. ece_low, ece_high: 95% of bootstrapped windows (tokens
-    of a window depend on each other), less the bias that resampling adds, because a gap has no sign; None of fewer
+    of a window depend on each other), less the bias that resampling adds, because a gap has no sign; None with fewer
     than LEAST windows. ece_calibrated: the ECE that a model with exactly right confidences would show on as many
     tokens. bins: the reliability diagram."""
     N = len(predicted.confidence_N)

@@ -1,8 +1,8 @@
 """Recall in a conversation: facts told at its beginning, other turns, then questions, further and further away.
 
 Each person's animal is told, by a chat template if the model has one, and none twice. The answer is begun for the
-model; of the animals told, the likeliest counts as its answer. Who remembers the animals but not whose they are guesses
-one of them; `exact` is the share of right answers that the model would have drawn greedily.
+model; of the animals told, the likeliest counts as its answer. A model that remembers the animals but not whose they
+are guesses one of them; `exact` is the share of right answers that the model would have drawn greedily.
 """
 
 from collections.abc import Iterator
@@ -44,8 +44,8 @@ class Options:
 
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     """`distances`, by distance: accuracy among the animals told, exact, tokens that lay between (mean), answers, bytes
-    of the state; None where the table of positions ends before. ConfigError: the template writes earlier messages
-    otherwise when others follow."""
+    of the state; None where the table of positions ends before. ConfigError: the template changes earlier messages when
+    others follow."""
     template = subject.opened.template() or Template.named(PLAIN)
     asked: dict[int, list[dict[str, float]]] = {distance: [] for distance in sorted(set(options.distances))}
     for talk in range(options.conversations):
@@ -84,7 +84,7 @@ def _line(distance: str, found: dict[str, float] | None) -> str:
 
 
 def facts(rng: np.random.Generator, count: int) -> dict[str, str]:
-    """Persons and their animals, both in an order that says nothing."""
+    """Persons and their animals, both chosen and ordered at random."""
     people, animals = rng.permutation(PEOPLE)[:count], rng.permutation(ANIMALS)[:count]
     return dict(zip(people.tolist(), animals.tolist(), strict=True))
 
@@ -166,8 +166,8 @@ def _ids(subject: Subject, template: Template, messages: list[Message]) -> list[
 def _asked(
     subject: Subject, template: Template, messages: list[Message], person: str, read: int
 ) -> tuple[list[int], dict[str, list[int]]]:
-    """What is read after the first `read` ids: the question, and the beginning that all answers share; the rest of each
-    animal's answer."""
+    """(ids after the first `read`: the question, and the beginning that all answers share; the rest of the answer, by
+    animal)."""
     message, opening = question(person)
     tokenizer, specials = subject.tokenizer, subject.tokenizer.specials
     asking = [*specials.prefix, *specials.bare(template.ids([*messages, message], tokenizer))]

@@ -1,4 +1,4 @@
-"""What a conversion lost and what it gained: the converted model beside its teacher.
+"""Losses and gains of a conversion: the converted model beside its teacher.
 
 Suffixes: B batch, N pairs, T time.
 """
@@ -26,9 +26,9 @@ from perspectron.util.files import read_json
 
 @dataclass(frozen=True)
 class Options:
-    """tokens: to read for the loss by position, over `stretches`; 0 is all. pairs: that are to be recalled, of random
-    tokens, in so many texts, at once and `later`, after so many tokens of held-out text. contexts: at which a token is
-    timed, in so many rounds; those past a table of positions are left out."""
+    """tokens: to read for the loss by position, over `stretches`; 0 is all. pairs: numbers of pairs of random tokens to
+    recall, in `texts` texts, at once and after `later` tokens of held-out text. contexts: lengths at which a token is
+    timed, in `rounds` rounds; those past a table of positions are left out."""
 
     tokens: int = 4 * 32768
     stretches: int = 4
@@ -95,7 +95,7 @@ def recall(subject: Subject, options: Options) -> dict[str, float]:
 
 
 def _hits(subject: Subject, ids_BT: Tensor, asked: int) -> int:
-    """How many of the last tokens, every second of so many, are the likeliest."""
+    """Number of hits: every second one of the last `asked` tokens, where the model finds it likeliest."""
     with subject.opened.autocast():
         hidden_BTD, _, _ = subject.model.hidden(ids_BT.to(subject.model.device))
         drawn_BN = subject.model.head(hidden_BTD[:, -asked::2]).argmax(-1).cpu()

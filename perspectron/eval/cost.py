@@ -32,9 +32,9 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """contexts: tokens, the one that is read among them. rounds: in each everyone has a turn of `visit` tokens, or of
-    one training step; at contexts where tokens are quick there are more, for `seconds`. batch_size, seq_len, dtype and
-    device are those of training; None is the run's, or 256, float32 and the CPU. Decoding is one row in float32."""
+    """contexts: lengths in tokens, with the one that is read. rounds: in each, all have a turn of `visit` tokens, or of
+    one training step; more rounds, for `seconds`, where tokens are quick. batch_size, seq_len, dtype and device are
+    those of training; None is the run's, or 256, float32 and the CPU. Decoding is one row in float32."""
 
     contexts: tuple[int, ...] = census.CONTEXTS
     rounds: int = 9
@@ -74,8 +74,8 @@ QUICK = Options(rounds=3, visit=2, seconds=2.0)
 
 @dataclass(frozen=True)
 class Measured:
-    """One design. peak: bytes of training, or why there is no answer. seconds: of a training step, by dtype once a
-    round, empty where `untimed` says why. decoded: by context."""
+    """Measurements of one design. peak: bytes of training, or why there is no answer. seconds: of a training step, by
+    dtype once a round, empty where `untimed` says why. decoded: by context."""
 
     counted: census.Census
     peak: int | str
@@ -265,7 +265,7 @@ def _ratios(measured: Measured, reference: Measured, dtype: Dtype) -> Result:
 
 
 def _ratio(above: Sequence[float] | None, below: Sequence[float] | None) -> Result | None:
-    """Round by round."""
+    """The spread of ratios taken round by round; None if one of both is missing."""
     if not above or not below:
         return None
     return asdict(Spread.middle([a / b for a, b in zip(above, below, strict=True)]))
@@ -275,7 +275,7 @@ def _ratio(above: Sequence[float] | None, below: Sequence[float] | None) -> Resu
 
 
 def lines(result: Result) -> list[str]:
-    """A run's, as `measure` gives it."""
+    """The result of `measure` as lines for the terminal."""
     conditions, to = result["conditions"], result.get("to_transformer")
     training = f"training {conditions['batch_size']}×{conditions['seq_len']} in {conditions['dtype']}"
     speed, peak = result["train_tokens_per_second"], result["train_peak_bytes"]

@@ -1,5 +1,5 @@
-"""A server that speaks OpenAI's API, over HTTP: what is asked of it, its answers with their log-probabilities, and what
-it keeps (llama.cpp's slots, our saved states)."""
+"""A client of servers that speak OpenAI's API over HTTP: requests, answers with their log-probabilities, and what
+servers keep (llama.cpp's slots, our saved states)."""
 
 import contextlib
 import http.client
@@ -18,13 +18,13 @@ from perspectron.util.errors import PerspectronError
 Prompt = str | Sequence[int]
 Keeping = Literal["llama.cpp", "perspectron", "none"]
 REFUSALS = (400, 403, 404, 405, 415, 422, 501)
-"""Statuses of what a server does not offer."""
+"""HTTP statuses with which a server says that it does not offer something."""
 BUSY = (429, 503)
 ROOM = 1 << 26  # bytes of one answer
 
 
 class NotOffered(PerspectronError):
-    """The server does not do this."""
+    """The server does not offer what was asked."""
 
 
 class EngineError(PerspectronError):
@@ -33,10 +33,10 @@ class EngineError(PerspectronError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server drew after a prompt. text: None: as its tokens have it. ids: its tokens, where the server gives
-    them. logprobs: of each token. top: of each position the likeliest tokens (an id where there is one, else the text
-    and which of that text it is) with their log-probabilities. cached, read: tokens of the prompt that were not read
-    again, and all of them; None: not told."""
+    """A server's answer to a prompt. text: None if only its tokens are known. ids: of its tokens, if the server gives
+    them. logprobs: of each token. top: log-probabilities of the likeliest tokens at each position, by id, or else by
+    text and number among tokens of that text. cached, read: tokens of the prompt that were reused, and all; None: not
+    told."""
 
     text: str | None
     finish: str | None = None
@@ -54,8 +54,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two answers beside each other. at: the first token in which they differ. largest: difference of
-    log-probabilities, of the positions up to there. compared: how many were compared."""
+    """How two answers differ. texts: in text or reason to finish. at: the first token in which they differ. largest:
+    difference of log-probabilities up to there. compared: how many were compared."""
 
     texts: bool
     at: int | None
@@ -69,8 +69,8 @@ class Difference:
 
 
 def difference(one: Answer, other: Answer) -> Difference:
-    """What two answers to the same question differ in. A token among the likeliest of one alone counts with what it is
-    above the least of the other's."""
+    """The difference of two answers to the same question. A token among the likeliest of only one of them counts with
+    how far it is above the least of the other's."""
     told = one.text is not None and other.text is not None
     texts = (told and one.text != other.text) or one.finish != other.finish
     tokens = [(a.ids or a.tokens) for a in (one, other)]
@@ -100,8 +100,8 @@ def _apart(a: float, b: float) -> float:
 @dataclass
 class Server:
     """A server at an address. model: the name that requests give. keeping: how it saves. likely: log-probabilities
-    asked for at each position. extra: fields of every request. fresh_by: "cache_prompt", where a request can forbid
-    what was read before; "first", where only a prompt that was never asked is read anew. slots: how many it has; 0:
+    asked for at each position. extra: fields of every request. fresh_by: "cache_prompt", if a request can forbid reuse
+    of what was read before; "first", if only a prompt that was never asked is read anew. slots: how many it has; 0:
     requests do not choose one. log: called with each request and how it was answered."""
 
     url: str
@@ -188,7 +188,7 @@ class Server:
             twice = [self.complete(probe, 1, fresh=True).cached for _ in "12"]
         except NotOffered:
             twice = [None, None]
-        if twice[1] != 0:  # not told, or read before all the same
+        if twice[1] != 0:  # not told, or reused all the same
             self.fresh_by = "first"
         if self.keeping == "llama.cpp":
             self.slots = self._count_slots()
@@ -227,8 +227,8 @@ class Server:
         stream: bool = False,
         **fields: Any,
     ) -> Answer:
-        """What comes after a prompt, at temperature 0 unless `fields` say otherwise. fresh: read from the first token.
-        likely: log-probabilities at each position, −1: as many as ever, None: they are not asked for."""
+        """The answer to a prompt, at temperature 0 unless `fields` say otherwise. fresh: read the prompt from its first
+        token. likely: log-probabilities at each position; −1: as many as `Server.likely`, None: do not ask for them."""
         count = (self.likely if self.logprobs else None) if likely == -1 else likely
         body: dict[str, Any] = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
         body |= self._settings(tokens, fresh, slot)
@@ -269,7 +269,7 @@ class Server:
         return answer
 
     def together(self, calls: Sequence[Callable[[], Answer]]) -> list[Answer]:
-        """The answers of calls that are made at once. The error of the first that failed."""
+        """The answers of calls that are made at once. The error of the first that failed is raised."""
         found: list[Answer | BaseException | None] = [None] * len(calls)
         gate = threading.Barrier(len(calls))
 
@@ -319,7 +319,7 @@ class Server:
 
 
 def detected(url: str, **settings: Any) -> Keeping:
-    """How a server keeps what it has read, by its routes."""
+    """The kind of keeping that a server offers, judged by its routes."""
     server = Server(url, **settings)
     with contextlib.suppress(NotOffered):
         server.ask("GET", "/v1/states")
@@ -331,7 +331,7 @@ def detected(url: str, **settings: Any) -> Keeping:
 
 
 def _message(text: bytes) -> str:
-    """The words of an error."""
+    """The message of an error response."""
     try:
         error = json.loads(text)["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:200]
@@ -340,7 +340,7 @@ def _message(text: bytes) -> str:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The objects of a stream. EngineError: it says one, or ends before its end."""
+    """The objects of a stream. EngineError: it reports an error, has no JSON, or ends before [DONE]."""
     for line in response:
         if not line.startswith(b"data:"):
             continue
@@ -387,8 +387,8 @@ def _answer(parts: Sequence[dict[str, Any]]) -> Answer:
 
 
 def _positions(said: Any) -> Iterator[tuple[str, int | None, float, Mapping[Any, float]]]:
-    """Of each position: the token, its id, its log-probability, and the likeliest tokens with theirs; in the form of
-    completions, or in that of chats."""
+    """(token, id, log-probability, likeliest tokens with theirs) at each position, from log-probabilities in the form
+    of completions or of chats."""
     if not said:
         return
     if said.get("content") is not None:
@@ -411,7 +411,7 @@ def _positions(said: Any) -> Iterator[tuple[str, int | None, float, Mapping[Any,
 
 
 def _number(value: Any) -> float:
-    """A log-probability; null stands for one of nothing."""
+    """A log-probability; null is that of probability 0."""
     return -math.inf if value is None else float(value)
 
 

@@ -22,7 +22,7 @@ tolerance: they differ by no more than is allowed. failed: the server gave an er
 FAULTS = (SAME, DIFFERS, FAILED)
 MORE = 24  # tokens of a turn after an answer
 SHOWN = 3
-"""Differences of a question that a report shows."""
+"""Most differences of a question that a report shows."""
 
 THINGS = (  # noqa: SIM905
     "lamp river clock garden window letter bridge candle market harbour engine violin forest mirror castle "
@@ -53,10 +53,10 @@ WHO = (
 
 @dataclass
 class Row:
-    """A question and what came of it. compared: answers; numbers: log-probabilities among them. texts: how many answers
-    had another text or other tokens. largest: difference of log-probabilities. reused: tokens of prompts that were not
-    read again, of how many, where the server tells them. shown: what was unequal. requests: as they were sent, prompts
-    as numbers of tokens."""
+    """A question and its result. compared: answers; numbers: log-probabilities among them. texts: how many answers had
+    another text or other tokens. largest: difference of log-probabilities. reused: tokens of prompts that were not read
+    again, and all of these prompts, if the server tells them. shown: what was unequal. requests: as they were sent,
+    prompts as numbers of tokens."""
 
     question: str
     way: str
@@ -73,9 +73,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked. length: tokens of a prompt, about. tokens: of an answer. texts: prompts asked at once. rounds: how
-    often what may depend on chance is asked. tolerance: of log-probabilities. only: questions whose names begin so.
-    seed: of the prompts' words."""
+    """Settings of the questions. length: tokens of a prompt, about. tokens: of an answer. texts: prompts asked at once.
+    rounds: how often a question that may depend on chance is asked. tolerance: of log-probabilities. only: beginnings
+    of the names of questions to ask; empty is all. seed: of the prompts' words."""
 
     length: int = 300
     tokens: int = 24
@@ -105,7 +105,7 @@ class Asked:
         server.log = self._noted
 
     def all(self) -> list[Row]:
-        """The rows of all questions."""
+        """Ask all questions that are chosen; their rows."""
         for question, way, ask in self.chosen():
             self._row = Row(question, way)
             self._read = self._cached = 0
@@ -123,7 +123,7 @@ class Asked:
         return self.rows
 
     def chosen(self) -> list[tuple[str, str, Callable[[], None]]]:
-        """Those of `questions` that the plan asks. ConfigError: it names one that there is not."""
+        """The `questions` that the plan asks. ConfigError: it names one that does not exist."""
         every = [*self.questions()]
         names = [*dict.fromkeys(question for question, _, _ in every)]
         for name in self.plan.only:
@@ -132,7 +132,7 @@ class Asked:
         return [each for each in every if not self.plan.only or each[0].startswith(self.plan.only)]
 
     def questions(self) -> Iterator[tuple[str, str, Callable[[], None]]]:
-        """Question, way, and what asks it."""
+        """(question, way, function that asks it) of all questions."""
         yield "repeated = repeated", "greedy", self.repeated
         yield "repeated = repeated", "drawn with a seed", self.seeded
         yield "logprobs on = off", "completions", self.logprobs
@@ -171,7 +171,7 @@ class Asked:
     # Parts of questions
 
     def text(self, length: int | None = None, number: int | None = None) -> str:
-        """A text of about so many tokens that no other question has asked, also not in its first words."""
+        """A text of about so many tokens that no other question has used, not even its first words."""
         if number is None:
             self._asked += 1
         draw = random.Random(f"{self.plan.seed}/{self._asked if number is None else number}")
@@ -181,18 +181,18 @@ class Asked:
         return words
 
     def prompt(self, length: int | None = None) -> Prompt:
-        """Tokens of such a text, where the server tells them, exactly so many of a long enough one."""
+        """Exactly so many tokens of a text, if the server tells them; else a text that is long enough for them."""
         length = length or self.plan.length
         found = self.server.encode(self.text(2 * length))
         return found if isinstance(found, str) else found[:length]
 
     def more(self, number: int) -> Prompt:
-        """What is put behind a prompt or an answer."""
+        """Text to put behind a prompt or an answer, or its tokens; it depends on the number."""
         found = self.server.encode(f" Then {self.text(16, -number)}")
         return found if isinstance(found, str) else found[:MORE]
 
     def end(self, length: int) -> Prompt:
-        """A prompt's last so many tokens, others each time."""
+        """So many tokens for the end of a prompt, different each time."""
         self._asked += 1
         draw = random.Random(f"{self.plan.seed}/{self._asked}")
         found = self.server.encode("".join(f" {draw.choice(THINGS)}" for _ in range(length)))
@@ -203,7 +203,7 @@ class Asked:
         return self.server.complete(prompt, tokens or self.plan.tokens, **how)
 
     def warm(self, prompt: Prompt, tokens: int | None = None, **how: Any) -> Answer:
-        """An answer after what was read before, which counts as reused."""
+        """An answer that may reuse what was read before; the reuse is counted."""
         answer = self.draw(prompt, tokens, slot=self._slot(), **how)
         self._count(answer)
         return answer
@@ -213,7 +213,7 @@ class Asked:
         return self.draw(prompt, tokens, fresh=True, **how)
 
     def compare(self, wanted: Answer, found: Answer, way: str = "") -> None:
-        """Count what is unequal in two answers."""
+        """Compare two answers, and count in the row what is unequal."""
         row, apart = self._row, difference(wanted, found)
         row.compared, row.numbers = row.compared + 1, row.numbers + apart.compared
         if apart.exact:
@@ -304,7 +304,7 @@ class Asked:
             self.compared_after(prompt, partial(self.warm, prompt[:end], 1), f"after {share:.0%} of it")
 
     def turn(self) -> None:
-        """A prompt, its answer and more, where prompt and answer stand there already."""
+        """A prompt, its answer and more, where prompt and answer were read already."""
         prompt = self.prompt()
         for number in range(self.plan.rounds):
             answer = self.warm(prompt) if self.server.fresh_by != "first" else self.anew(prompt)
@@ -321,7 +321,7 @@ class Asked:
             self.compare(wanted, found, f"time {number + 1}")
 
     def edited(self, last: int) -> None:
-        """A prompt whose last tokens are others, after one that begins alike and its answer."""
+        """A prompt after another that differs in the last tokens alone, and that one's answer."""
         start = self.prompt(self.plan.length - last)
         one, other = (_join(start, self.end(last)) for _ in "12")
         self.compared_after(other, lambda: self.warm(one), f"the last {last} tokens are others")
@@ -344,7 +344,7 @@ class Asked:
         return list(answer.ids)
 
     def stopped(self) -> None:
-        """Half an answer, and the other half by a request whose prompt is all of that; beside the whole answer."""
+        """Half an answer, then the rest by a request whose prompt has that half; compared with the whole answer."""
         prompt, half = self.prompt(), self.plan.tokens // 2
         whole = self.anew(prompt, 2 * half, slot=self._slot())
         first = self.anew(prompt, half, slot=self._slot())
@@ -354,8 +354,8 @@ class Asked:
         self.compare(_rest(whole, first), found, "the second half")
 
     def restored(self, slot: int, *, turn: bool = False, edit: bool = False) -> None:
-        """Half an answer, saved, gone from the slot, restored, and the other half; beside the whole answer at once. A
-        turn: beside the same turn in a slot that was not saved. An edit: beside the same edit, read anew."""
+        """Half an answer, saved, erased and restored, then the other half; compared with the whole answer at once.
+        turn: compared with the same turn in a slot that was not saved. edit: with the same edit, read anew."""
         server, name = self.server, f"exactness-{secrets.token_hex(4)}.bin"
         if server.keeping != "llama.cpp":
             raise NotOffered("nothing is saved and restored (--save)")
@@ -393,12 +393,12 @@ class Asked:
             self.compare(_rest(whole, first), found, "the second half after a restore")
 
     def _count_off(self, answer: Answer) -> None:
-        """Take back what `warm` counted: of a restored text alone it is told."""
+        """Take back what `warm` counted: reuse is only reported for the restored text."""
         if answer.cached is not None and answer.read is not None:
             self._cached, self._read = self._cached - answer.cached, self._read - answer.read
 
     def state(self, times: int = 1) -> None:
-        """A part of an answer, saved as a state, and the rest from there; beside the whole answer at once."""
+        """A part of an answer, saved as a state, and the rest from there; compared with the whole answer at once."""
         server, names = self.server, [f"exactness-{secrets.token_hex(4)}" for _ in range(times)]
         prompt, part = self.prompt(), self.plan.tokens // (times + 1)
         whole = self.anew(prompt, part * (times + 1))
@@ -415,8 +415,8 @@ class Asked:
                 server.forget(name)
 
     def state_turn(self) -> None:
-        """A turn after a saved state; beside the same turn after the same state of the prompt and answer that another
-        request saved, and an edit of it by a fork."""
+        """A turn after the saved state of a prompt, twice, compared with each other and with the whole read anew; and
+        after a fork of the state 8 tokens back, compared with that read anew."""
         server, name = self.server, f"exactness-{secrets.token_hex(4)}"
         prompt, half = self.prompt(), self.plan.tokens // 2
         try:
@@ -455,7 +455,7 @@ class Asked:
             self._row.note = "one slot: texts wait for each other"
 
     def _of(self, text: int) -> int | None:
-        """A slot of its own, where there are enough."""
+        """The slot of a text, one for each if there are enough; else None."""
         return text if self.plan.texts <= self.server.slots else None
 
     def chat(self) -> None:
@@ -506,7 +506,7 @@ class Asked:
 
 
 def _join(*parts: Prompt) -> Prompt:
-    """One prompt after the other; texts with a space where they meet without one."""
+    """Prompts joined into one; texts with a space where they would meet without one."""
     if all(isinstance(part, str) for part in parts):
         text = ""
         for part in parts:
@@ -517,12 +517,12 @@ def _join(*parts: Prompt) -> Prompt:
 
 
 def _rest(whole: Answer, first: Answer) -> Answer:
-    """What comes in an answer after its first part."""
+    """The rest of an answer after its first part."""
     return _part(whole, len(first.tokens) or len(first.ids), len(whole.tokens))
 
 
 def _part(whole: Answer, start: int, count: int) -> Answer:
-    """Some tokens of an answer. The reason why it ends is that of its end."""
+    """So many tokens of an answer from `start` on; finish is the answer's if they reach its end, else "length"."""
     end = start + count
     last = end >= len(whole.tokens)
     return Answer(

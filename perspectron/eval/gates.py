@@ -30,8 +30,8 @@ def gates_of(model: LanguageModel) -> dict[int, nn.Module]:
 def recorded(
     model: LanguageModel, ids: list[int], special: Specials = OURS
 ) -> tuple[dict[int, Tensor], Tensor]:
-    """The logits of the decays [T,D] at each token of a text that begins with its first id, by block, and the model's
-    logits [T+1,V] after what begins a text and each of them."""
+    """Decay logits [T,D] at each token of a text with these ids, by block, and the model's logits [T+1,V] after the
+    tokens that start a text and after each of these."""
     found, start = dict[int, Tensor](), [*special.start]
 
     def keep(number: int, p_BTD: Tensor) -> None:

@@ -24,7 +24,7 @@ from perspectron.util.config import one_of, require
 from perspectron.util.errors import NonFiniteError
 
 MAX_TOKENS = 256
-"""Generated where a request does not say how many, as in the harness."""
+"""Tokens generated where a request does not say how many, as in the harness."""
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names by which tasks call the number of tokens to generate; the first that is there counts, as in the harness."""
 GENERATION = ("until", "do_sample", "temperature", "top_k", "top_p", *LENGTHS)
@@ -62,8 +62,8 @@ class Answers:
         return self._scores([self._row(context, continuation) for context, continuation in pairs])
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
-        """The log-likelihood of each text as a whole, in nats. With a table of P positions: of P tokens at a time,
-        each given the up to P tokens before the last of them."""
+        """The log-likelihood of each text as a whole, in nats. With a table of P positions, P tokens are scored at a
+        time, in a window that begins up to P tokens before the last of them."""
         encoded = self.tokenizer.encode_batch(list(texts))
         documents = [self._begun(ids) for ids in encoded]
         rows = [list(self._windows(ids)) for ids in documents]
@@ -77,7 +77,7 @@ class Answers:
         rows = [self._prompt(context, *_wanted(options)) for context, options in requests]
         waiting = sorted(
             range(len(rows)), key=lambda i: len(rows[i]["prompt"])
-        )  # the longest is last, and first
+        )  # the longest last, as it is taken first
         texts, request_of, under_way = [""] * len(rows), dict[int, int](), Rows(self.model, self.tokenizer)
         with torch.autocast(self.model.device.type, self.dtype, enabled=self.dtype is not None):
             while waiting or under_way.active:
@@ -93,8 +93,8 @@ class Answers:
         return texts
 
     def _row(self, context: str, continuation: str) -> Row:
-        """Spaces at the end of a context belong to what follows, and the two are encoded together, as the harness does
-        for any model; apart where together a token would lie across the border."""
+        """The row of a continuation, to which spaces at the end of the context belong. Both are encoded together, as
+        the harness does for any model; apart if a token would lie across the border."""
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
         before, both, after = self.tokenizer.encode_batch([stripped, stripped + continuation, continuation])
@@ -102,8 +102,8 @@ class Answers:
         return Row([*self._begun(before), *scored], len(scored))
 
     def _begun(self, ids: list[int]) -> list[int]:
-        """A text from its beginning, with a token before the first that is scored: where the tokenizer puts none there,
-        the one that ends texts, as the harness does."""
+        """The ids of a text after a start token, so that the first of them can be scored: if the tokenizer has none,
+        after the token that ends texts, as in the harness."""
         return [*self.tokenizer.specials.start, *self.tokenizer.specials.bare(ids)]
 
     def _windows(self, ids: list[int]) -> Iterator[Row]:
@@ -123,7 +123,7 @@ class Answers:
         return scores
 
     def _cut(self, rows: Sequence[Row]) -> list[Row]:
-        """The last tokens, as many as a table of positions has and the one that is not read."""
+        """Rows cut to their last tokens: as many as a table of positions has, and the last one, which is not read."""
         table = self.model.config.positions
         if table == 0:
             return list(rows)
@@ -166,7 +166,7 @@ class Answers:
     def _prompt(
         self, context: str, until: tuple[str, ...], max_tokens: int | None, sampling: SamplingConfig
     ) -> dict[str, Any]:
-        """A row of a under_way. ConfigError for more tokens than a table of positions has."""
+        """Arguments of `Rows.add` for a request. ConfigError for more tokens than a table of positions has."""
         table = self.model.config.positions
         if max_tokens is None:
             max_tokens = min(MAX_TOKENS, table // 2) if table else MAX_TOKENS
@@ -191,7 +191,7 @@ def _wanted(options: Mapping[str, Any]) -> tuple[tuple[str, ...], int | None, Sa
 
 
 def _number(options: Mapping[str, Any], name: str, otherwise: float) -> float:
-    """Null is as if it were not given."""
+    """An option as a finite number; null counts as not given."""
     value = options.get(name)
     value = otherwise if value is None else value
     require(isinstance(value, int | float) and math.isfinite(value), name, value, "a finite number or null")

@@ -82,8 +82,8 @@ def streaming_state_bytes(model: LanguageModel, window: int) -> int:
 
 
 def mean_context(split: Split, seq_len: int = 0, tokens: int = 0) -> float:
-    """Tokens that stand before a target, in its window of `seq_len` tokens and its document; 0: in its document. Over
-    the first `tokens` of the split; 0 is all."""
+    """Mean number of tokens before a target, in its window of `seq_len` tokens and its document; 0: in its document.
+    Over the first `tokens` of the split; 0 is all."""
     at = np.arange(min(tokens or split.tokens, split.tokens) - 1)
     starts = np.asarray(split.starts)
     begins = np.concatenate([[0], starts])[np.searchsorted(starts, at, side="right")]
@@ -103,7 +103,7 @@ class Options:
 
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     """The fields of `Heldout` in windows, and `context`, the mean tokens before a target; under "streaming" those of
-    `Streaming` with theirs, or None and under "why" the reason; and the compressors' results for the same bytes."""
+    `Streaming` with theirs, or None with the reason under "why"; and compressors' results for the same bytes."""
     split, model, limit = subject.text, subject.model, options.tokens or None
     dtype, window = subject.opened.folder.dtype, subject.seq_len
     result = heldout(model, split, subject.tokenizer, seq_len=window, limit_tokens=limit, dtype=dtype)
@@ -145,14 +145,14 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 
 def said(result: dict[str, Any]) -> str:
-    """The loss, the text that it is of, and compressors of the same bytes: one sentence wherever it is told."""
+    """A sentence with the loss, the text it was measured on, and compressors on the same bytes."""
     others = ", ".join(f"{name} {bits:.3f}" for name, bits in result["compressors"].items())
     text = f"{'all' if result['whole'] else 'the first'} {result['text_bytes']:,} held-out bytes"
     return f"{result['bits_per_byte']:.3f} bits per byte on {text} ({others} on the same bytes)"
 
 
 def text_of(split: Split, tokenizer: Tokenizer, stop: int, start: int = 0) -> bytes:
-    """The bytes that the ids from `start` to `stop` of a split stand for, or those of them that are learned."""
+    """The bytes of the ids from `start` to `stop` of a split; if it has prompts, of completions alone."""
     stop = min(stop, split.tokens)
     ids = split.read(start, stop)[split.is_learned(start, stop)]
     return b"".join(map(tokenizer.token_bytes, ids.tolist()))
@@ -168,9 +168,9 @@ def end_of(split: Split, tokenizer: Tokenizer) -> bytes:
 
 
 def compressors(text: bytes, before: bytes = b"") -> dict[str, float]:
-    """Bits per byte that compressors need for a text, alone and, with what models were trained on `before` it, primed:
-    how much longer the archive of both is. xz and zstd look back over all of it, gzip over 32 kB; bzip2 has blocks of
-    900 kB."""
+    """Bits per byte that compressors need for a text, alone and, if `before` is given (the training text), primed by
+    it: how much longer the archive of both is. xz and zstd look back over all of it, gzip over 32 kB; bzip2 has blocks
+    of 900 kB."""
 
     def bits(size: int) -> float:
         return 8 * size / max(len(text), 1)

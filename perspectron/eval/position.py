@@ -31,8 +31,8 @@ from perspectron.util.config import require
 @dataclass(frozen=True)
 class Options:
     """tokens: to read, over all stretches; 0 is as many as give the longest stretches that there are, and the default
-    suffices for 8,192 tokens of context. stretches: their number. contexts: those past which the loss may still
-    fall; each needs a stretch of twice as many tokens."""
+    suffices for 8,192 tokens of context. stretches: their number. contexts: lengths past which the loss may still fall;
+    each needs a stretch of twice as many tokens."""
 
     tokens: int = 8 * 16384
     stretches: int = 8

@@ -10,7 +10,7 @@ from perspectron.eval.tracking import Brackets, Parity, Permutations
 @dataclass(frozen=True)
 class Setting:
     """A task of one size, and for how many steps a design may learn it. also: variants in the same ids that the trained
-    model is measured on; of one with longer texts the second half alone, as what is asked there is far from its fact.
+    model is measured on; of those with longer texts the second half alone, where questions are far from their facts.
     """
 
     task: Task
@@ -32,9 +32,9 @@ class Profile:
 MANY = MQAR(64, pairs=16, keys=64, values=64, gaps="uniform")
 DEPO, BREVO, MANO = Depo(32, things=8, hops=3), Brevo(32, things=6, needs=2), Mano(8, operations=2, modulus=7)
 LOADS = (4, 8, 16, 32, 64)
-"""Pairs of a text; of more than it was trained on, in texts of four times as many tokens."""
+"""Numbers of pairs in a text, which has at least as many tokens as in training and at least 4 for each pair."""
 FAR = tuple(2**k for k in range(7, 14))
-"""Tokens of texts of 8 pairs."""
+"""Lengths in tokens of texts with 8 pairs."""
 LONG = (
     Setting(
         MANY,

@@ -22,14 +22,14 @@ ROWS = 8
 CHUNK = 2048
 """Tokens whose logits are in memory at once."""
 LEAST = 4
-"""Stretches, or windows, for an interval."""
+"""Least number of stretches, or windows, for an interval."""
 
 
 def stretches(split: Split, length: int, count: int) -> Tensor:
     """Ids [N, length + 1], N ≤ count: `length` inputs and the target of the last, all of one document.
 
-    The first stretch of every document that is long enough, in order, then the second of each, and so on: as many
-    documents as there can be. DataError when none is long enough.
+    The first stretch of every document that is long enough, in order, then the second of each, and so on: from as many
+    documents as possible. DataError when none is long enough.
     """
     ends = [*split.starts[1:].tolist(), split.tokens]
     fits = [
@@ -43,8 +43,8 @@ def stretches(split: Split, length: int, count: int) -> Tensor:
 
 
 def longest(split: Split, count: int, most: int) -> int:
-    """Length of the stretches: the greatest power of two ≤ `most` of which there are `count`, or one where there are
-    never so many. DataError without a document of two tokens."""
+    """Length of the stretches: the greatest power of two ≤ `most` of which there are `count`, or at least one if no
+    length gives so many. DataError without a document of two tokens."""
     sizes = np.diff([*split.starts, split.tokens]) - 1
     if sizes.max(initial=0) < 1:
         raise DataError(f"{split.name}: no document of 2 tokens, need at least one")

@@ -81,8 +81,8 @@ class Brevo(Task):
         a c b c c d a d a e . > d a b c      things 5
                               a b c d
 
-    Where several may come next, that comes which stands first in the text, so that one answer is right; in the paper
-    each order counts that can be. At most `needs` things are needed by a thing, and it by as many. chance:
+    Where several may come next, the one that stands first in the text does, so that one answer is right; in the paper
+    every possible order counts. A thing needs at most `needs` things, and at most as many need it. chance:
     1/(names - 1), for nothing follows itself and names mean nothing.
     """
 
@@ -149,14 +149,14 @@ class Brevo(Task):
 
 @dataclass(frozen=True)
 class Mano(Task):
-    """How many operations there are, in [fewest, operations], and an expression of them in front of what they join,
-    over the numbers below `modulus`; at a mark its value is asked.
+    """A number of operations, in [fewest, operations], and an expression of so many in prefix notation, over the
+    numbers below `modulus`; at a mark its value is asked.
 
         . 2 + * 3 4 6 =      operations 2, modulus 7
                       4
 
     The facts are the tables of +, - and *: they are the same in all texts, and a model keeps them in its weights.
-    chance: the share of 0, the commonest value, as a product is more often 0 than not.
+    chance: the share of 0, the commonest value, as a product is 0 more often than any other value.
     """
 
     name = "mano"
@@ -198,7 +198,7 @@ class Mano(Task):
         return ids_BT, targets_BT
 
     def _expression(self, rng: np.random.Generator, operations: int) -> tuple[list[int], int]:
-        """Its ids and its value: a number, or an operation and two expressions, each split of the rest as likely."""
+        """(ids, value) of an expression: a number, or an operation and two expressions, each split equally likely."""
         if operations == 0:
             number = int(rng.integers(self.modulus))
             return [1 + number], number
@@ -210,7 +210,7 @@ class Mano(Task):
 
 @cache
 def values(modulus: int, operations: int) -> NDArray[np.float64]:
-    """[n, v]: how likely value v is of an expression of n ≤ `operations` operations, as Mano draws them."""
+    """[n, v]: how likely an expression of n ≤ `operations` operations has value v, as Mano draws them."""
     a, b = np.indices((modulus, modulus))
     found = np.zeros((operations + 1, modulus))
     found[0] = 1 / modulus

@@ -36,13 +36,13 @@ CPU = torch.device("cpu")
 SOLVED = 0.95
 """Accuracy on the texts of the test that counts as solved."""
 STOP = 0.98
-"""Accuracy on the texts it is watched by at which training ends: some way past the bar, as the test is on others."""
+"""Accuracy on the validation texts at which training ends: above SOLVED, as the test is on other texts."""
 TRAIN, WATCH, TEST, BEYOND = range(4)  # streams of texts of one seed
 WATCH_EVERY, WATCH_TEXTS, TEST_TEXTS = 25, 128, 1024
 BEYOND_TEXTS, LEAST_TEXTS, BEYOND_TOKENS = TEST_TEXTS // 4, 16, 65536  # of a task that was not trained on
 AT_ONCE = 16384  # tokens whose logits are in memory
 LESSONS = (4, 2, 1)
-"""Training begins with texts of a quarter, then of half the length: what is to be found is found in fewer steps."""
+"""Training begins with texts of a quarter, then of half the length, on which the solution is found in fewer steps."""
 PASSED, LESSON = 0.9, 0.35
 """Accuracy at which the next lesson begins, and the share of the steps after which it does anyway."""
 BETAS, CLIP, WARMUP, FINAL = (0.9, 0.98), 1.0, 0.05, 0.1  # of AdamW; shares of the steps and of the rate
@@ -52,9 +52,9 @@ VERSION = 3
 @dataclass(frozen=True)
 class Options:
     """profile: "quick", "full", or "long": many pairs, long texts, facts that are combined. seeds: how many. rates:
-    learning rates; by the texts that the first seed is watched by, the first that solves a setting is taken for all,
-    the best when none does. layers: of a model. None is as the profile says. batch_tokens: texts of a batch are so
-    many that they have about this many tokens together."""
+    learning rates, tried in order with the first seed; the first that solves a setting on the validation texts is taken
+    for all seeds, or the best if none does. layers: of a model. None is as the profile says. batch_tokens: tokens of
+    all texts of a batch together, about."""
 
     profile: Literal["quick", "full", "long"] = "quick"
     seeds: int | None = None
@@ -74,7 +74,7 @@ class Options:
 
     @property
     def asked(self) -> Profile:
-        """The profile, with what is given instead."""
+        """The profile, with the options that are given in place of its own."""
         profile = PROFILES[self.profile]
         seeds, rates = self.seeds or profile.seeds, self.rates or profile.rates
         return replace(profile, seeds=seeds, rates=rates, layers=self.layers or profile.layers)
@@ -82,9 +82,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Solved:
-    """accuracy: over the answers of the test. watched: over those of the texts it was watched by. beyond: over those
-    past the trained length, in texts of twice it. steps: trained, fewer than allowed when it was solved before.
-    seconds: of a processor, the test included. also: accuracy by variant, None where the model cannot read so far."""
+    """Result of a training. accuracy: over the answers of the test. watched: of the validation texts. beyond: of those
+    past the trained length, in texts of twice it. steps: trained, fewer than allowed if it was solved before. seconds:
+    of a processor, the test included. also: accuracy by variant, None where the model cannot read so far."""
 
     accuracy: float
     watched: float
@@ -210,7 +210,7 @@ def beyond(model: LanguageModel, trained: Task, task: Task, seed: int) -> float 
 
 
 def difference(task: Task, other: Task) -> str:
-    """Sizes by which a variant of a task is another one: "length 256, pairs 8"."""
+    """The sizes in which a variant of a task differs from it, as text: "length 256, pairs 8"."""
     return ", ".join(f"{name} {size}" for name, size in other.sizes().items() if size != task.sizes()[name])
 
 
@@ -275,7 +275,7 @@ def recall(
 def measure_setting(
     config: ModelConfig, setting: Setting, options: Options, *, seed: int = 0, device: torch.device = CPU
 ) -> dict[str, Any]:
-    """One setting over the seeds: what was asked, what came of it, and by which rate."""
+    """The result of one setting over the seeds, with its sizes and the learning rate that was taken."""
     task, steps, asked = setting.task, setting.steps, options.asked
 
     def solved(lr: float, seed: int) -> Solved:

@@ -33,9 +33,9 @@ GENERAL = {
     "recall": Suite("perspectron.eval.recall", reads_text=False, draws=True),
 }
 CONVERSATION = {"conversation": Suite("perspectron.eval.conversation", reads_text=False, draws=True)}
-"""Of models that hold conversations: not for a comparison of new ones."""
+"""Suites of models that hold conversations; not for a comparison of new models."""
 CONVERTED = {"conversion": Suite("perspectron.eval.conversion", draws=True)}
-"""Of runs that `convert` made."""
+"""Suites of runs that `convert` made."""
 SUITES = (
     GENERAL
     | CONVERSATION

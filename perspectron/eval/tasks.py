@@ -1,9 +1,9 @@
 """Synthetic memory tasks. A task is a small language with questions, so that answers are right or wrong and the
 accuracy of guessing is known. `eval.tracking` has the state-tracking tasks, `eval.reasoning` those that combine facts.
 
-A task draws (ids [B,T], targets [B,T]) from a generator and from nothing else. A target stands at the token it is
-asked at, IGNORE where nothing is asked. `chance` is the greatest accuracy, in expectation, of who knows place and
-token there and remembers nothing; tests count it.
+A task draws (ids [B,T], targets [B,T]) from a generator and from nothing else. A target stands at the token it is asked
+at, IGNORE where nothing is asked. `chance` is the greatest expected accuracy of a guess from the place and the token
+there, without memory; tests count it.
 
 In the drawn examples ids are letters, "." is a blank, and the line below has the answers.
 
@@ -27,15 +27,15 @@ Ids = NDArray[np.int64]
 BLANK = 0
 LEAST = {"distance": 2, "pairs": 2, "letters": 1, "facts": 2, "reach": 2}
 LEAST |= {"things": 3, "hops": 1, "questions": 1, "operations": 1, "fewest": 1}
-"""Sizes that get smaller in an easier task, and how small."""
+"""Sizes that get smaller in an easier task, and their least values."""
 POWER = 0.01  # exponent of zoology's law of gaps: the density of a gap g is as g^(POWER - 1)
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """length: T. The sizes are fields, checked when it is made; `theory` says what is known of who can solve it.
-    follows: answers are measured in the second half alone; the beginnings of texts before it are so few that training
-    has seen most of them, with their answers."""
+    """A task. Its sizes are fields, checked when it is made. length: T. theory: what is known of which models solve it.
+    follows: answers are measured in the second half alone, as texts have so few different beginnings that training has
+    seen most of them, with their answers."""
 
     name: ClassVar[str]
     about: ClassVar[str]
@@ -45,7 +45,7 @@ class Task(ABC):
 
     @abstractmethod
     def counts(self) -> tuple[int, int]:
-        """The number of ids, of answers among them, and of answers that are equally likely without memory."""
+        """(number of ids, number of answers among them that are equally likely without memory)."""
 
     @property
     def vocab_size(self) -> int:
@@ -77,8 +77,7 @@ class Task(ABC):
         return ids_BT, targets_BT
 
     def longer(self, times: int) -> Self:
-        """The same task over so many times the length. What else has a size of its own keeps it: pairs, letters,
-        facts."""
+        """The same task over so many times the length. Its other sizes stay: pairs, letters, facts."""
         return replace(self, length=times * self.length)
 
     @property
@@ -87,8 +86,8 @@ class Task(ABC):
         return 1
 
     def shorter(self, times: int) -> Self:
-        """An easier task in the same ids: such a part of the length, and of what there is to remember. Two pairs or
-        facts are left: of one the value is the answer whatever the key, and who learned that has to unlearn it."""
+        """An easier task in the same ids: length and what there is to remember are divided by `times`. Two pairs or
+        facts are left: with one, its value is the answer whatever the key, which would have to be unlearned."""
         there = {name: size for name in LEAST if (size := getattr(self, name, None))}
         sizes = {name: max(min(LEAST[name], size), size // times) for name, size in there.items()}
         small = replace(self, **sizes)
@@ -102,14 +101,14 @@ class Task(ABC):
 @dataclass(frozen=True)
 class MQAR(Task):
     """Multi-query associative recall (zoology, Arora et al. 2023, arXiv 2312.04927): pairs of a key and a value, then
-    each key again, somewhere; its value is asked. Keys and values are from two vocabularies, no key and no value
-    twice in a text; the second time a key stands a gap after the pairs that is drawn from a power law ("power",
-    mostly soon) or evenly.
+    each key again, somewhere; its value is asked. Keys and values are from two vocabularies, no key and no value twice
+    in a text; a key stands again at a gap after the pairs that is drawn from a power law ("power", mostly short) or
+    evenly.
 
         c K a L b M . b . . a . c .      pairs 3
                       M     L   K
 
-    chance: 1/values. Who knows which values there were and not with which key guesses 1/pairs.
+    chance: 1/values. With the values known but not their keys, it is 1/pairs.
     """
 
     name = "mqar"
@@ -199,8 +198,8 @@ class Needle(Task):
         o n d M a K o p b L m o o a      facts 3, distance 9
                                   K
 
-    chance: 1/values. Who knows which values there were and not with which key guesses 1/facts; of one fact the key
-    need not be read at all.
+    chance: 1/values. With the values known but not their keys, it is 1/facts; with one fact the key need not be read at
+    all.
     """
 
     name = "needle"
@@ -238,7 +237,7 @@ class Needle(Task):
         asked_B = rng.integers(self.length - 2, size=batch_size)
         if self.distance is not None:
             asked_B[:] = last - self.distance
-        # so that no two facts meet, all are an even way from the one asked for, which is the first in at_BF
+        # so that no two facts meet, all are at even distances from the one asked for, the first in at_BF
         times = rng.exponential(size=(batch_size, last // 2))
         times[np.arange(batch_size), asked_B // 2] = -1.0
         times[asked_B % 2 == 1, (last - 1) // 2 :] = np.inf
@@ -252,7 +251,7 @@ class Needle(Task):
 
 
 def empty(batch_size: int, length: int) -> tuple[Ids, Ids]:
-    """Blanks, nothing asked."""
+    """(ids, targets): blanks, with nothing asked."""
     shape = (batch_size, length)
     return np.full(shape, BLANK, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
 
@@ -260,8 +259,8 @@ def empty(batch_size: int, length: int) -> tuple[Ids, Ids]:
 def some(
     rng: np.random.Generator, batch_size: int, of: int, count: int, weight: NDArray[np.float64] | None = None
 ) -> Ids:
-    """`count` different numbers under `of` in each row, in an order that says nothing, evenly or each next one by
-    weight among those left (the least of exponential times at those rates)."""
+    """`count` different numbers below `of` in each row, in random order, drawn evenly or each next one by weight among
+    those left (the least of exponential times at those rates)."""
     times = rng.exponential(size=(batch_size, of))
     if weight is not None:
         times /= weight

@@ -1,7 +1,7 @@
-"""Times that can be compared: contenders take turns, and what is told is a median with its spread.
+"""Times that can be compared: contenders take turns, and a median with its spread is reported.
 
-A machine is now fast and now slow. Contenders that alternate meet the same moments, so that their ratios hold where
-their times do not. Timed are steps of training, on random tokens; steps of decoding at contexts too long to read first,
+The speed of a machine varies. Contenders that alternate meet the same conditions, so that their ratios hold where their
+times do not. What is timed: steps of training, on random tokens; steps of decoding at contexts too long to read first,
 from states whose caches are filled with random numbers; and, for one model, its tokens after a prompt.
 
 Shapes: B batch, T time, V vocabulary, D model width.
@@ -39,13 +39,13 @@ PROMPT = 64  # tokens read before a state is filled
 BLOCK = 1 << 20  # random numbers, of which there are copies
 FREE_SHARE = 0.5  # of the free memory that is used
 GREEDY = SamplingConfig(temperature=0)
-WARMUP = 2  # tokens that are not told
+WARMUP = 2  # tokens that are left out
 READ = 1 << 29  # bytes read to learn how fast that is
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of some measurements, between which bounds they lie, and how many there were."""
+    """Median of some measurements, bounds between which they lie, and their number."""
 
     median: float
     low: float
@@ -64,7 +64,7 @@ class Spread:
 def take_turns(
     contenders: Mapping[Key, Callable[[], float]], rounds: int, warmup: int = 1, *, seconds: float = 0.0
 ) -> dict[Key, list[float]]:
-    """Answers of each contender, which is called once a round, after `warmup` rounds that are not told. They take
+    """Results of each contender, which is called once a round, after `warmup` rounds that are left out. They take
     turns, in reverse order every other round. Quick ones go on for `seconds`, up to `MOST` times as many rounds."""
     names = list(contenders)
     answers: dict[Key, list[float]] = {name: [] for name in names}
@@ -83,8 +83,8 @@ def timed(
     device: torch.device = torch.device("cpu"),  # noqa: B008  (immutable)
     clock: Callable[[], float] | None = None,
 ) -> Callable[[], float]:
-    """Calls it and answers the seconds that it took, work that it left to the device included; by another clock than
-    `time.perf_counter` if one is given."""
+    """A function that makes the call and returns the seconds it took, with work left to the device; by another clock
+    than `time.perf_counter` if one is given."""
 
     def seconds() -> float:
         now = clock or time.perf_counter
@@ -98,7 +98,7 @@ def timed(
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until what was asked of the device is done."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -133,7 +133,7 @@ def check(config: ModelConfig, setting: Setting) -> None:
 def stepper(
     config: ModelConfig, setting: Setting, optim: OptimConfig | None = None
 ) -> Callable[[Dtype], None]:
-    """A call of which is one step of a random model, by AdamW unless another optimizer is named."""
+    """A function that makes one training step of a random model, by AdamW unless another optimizer is named."""
     device = pick_device(setting.device)
     model = build(config).to(device).train()
     draw, shape = torch.Generator().manual_seed(0), (setting.batch_size, setting.seq_len + 1)
@@ -173,8 +173,8 @@ def seconds_per_step(
 
 @dataclass(frozen=True)
 class Decoded:
-    """A model at one context. seconds: of a token, once a round; empty where it was not run. state_bytes: of one
-    conversation that long. touched_bytes: that a token reads or writes. skipped: why it was not run, or empty."""
+    """Costs of a model at one context. seconds: of a token, once a round; empty where it was not run. state_bytes: of
+    one conversation that long. touched_bytes: that a token reads or writes. skipped: why it was not run, or empty."""
 
     seconds: list[float]
     state_bytes: int
@@ -183,8 +183,8 @@ class Decoded:
 
 
 def decode_model(config: ModelConfig, longest: int, device: torch.device) -> LanguageModel:
-    """A random model to time steps of, at contexts up to `longest`. A shorter table of learned positions goes on
-    with its first row again and again: a token takes one row, and which one costs nothing."""
+    """A random model to time steps of, at contexts up to `longest`. A shorter table of learned positions is replaced by
+    its first row, repeated: a token takes one row, and which one costs nothing."""
     model = build(config).to(device).eval().requires_grad_(False)
     if 0 < config.positions < longest:
         model.config = replace(config, positions=longest)
@@ -205,7 +205,7 @@ def cache_bytes(state: LMState) -> int:
 
 
 def noise(nbytes: int, device: torch.device) -> Tensor:
-    """So many bytes or a few more, of random float32 numbers, for one model's caches after another's to lie in."""
+    """At least `nbytes` bytes of random float32 numbers, for the caches of one model after another to lie in."""
     count = max(1, -(-nbytes // 4))
     block = torch.randn(min(BLOCK, count), generator=torch.Generator(device).manual_seed(0), device=device)
     return block.repeat(-(-count // len(block))).view(torch.uint8)
@@ -314,8 +314,8 @@ def decode(
     between: Callable[[], object] | None = None,
 ) -> tuple[list[float], LMState]:
     """(seconds of each of `tokens` tokens after a prompt, the state after them). A token's time is that of drawing it
-    from the logits, reading it, and having the next logits. The first `warmup` are not told. `between`: called
-    before each token, not timed."""
+    from the logits, reading it, and having the next logits. The first `warmup` are left out. `between`: called before
+    each token, not timed."""
     logits_1V, state = prefill(model, [prompt])
     seconds, steps = [], steps_of(model)
     for drawn in range(warmup + tokens):
@@ -338,7 +338,7 @@ def reader(model: LanguageModel) -> Callable[[], float]:
 @dataclass(frozen=True)
 class Bench:
     """Tokens decoded one by one. seconds: of each. touched: bytes of one. bandwidth: bytes a second, read from memory
-    between the tokens. missed: bytes a token read from the disk, and waited: seconds it stood still for them."""
+    between the tokens. missed: bytes that a token read from the disk; waited: seconds that it waited for them."""
 
     seconds: list[float]
     touched: Touched
@@ -353,7 +353,7 @@ class Bench:
 
     @property
     def share(self) -> float:
-        """Share of the speed at which reading the bytes once would be all there is to do."""
+        """Speed as a share of the bound at which a token takes only as long as reading its bytes once."""
         return self.touched.total / self.bandwidth / self.median
 
 

@@ -1,8 +1,8 @@
 """Synthetic tasks in which a state is followed through a text: what stands where, whether, and inside what. They are as
 those of `eval.tasks`, which says what a task is.
 
-Of few tokens there are few beginnings: a text of parity is one of 65,536 up to its 16th bit, and a training of some
-hundred steps reads most of those. So all answers are taught, but only those of a text's second half are measured.
+Few tokens make few beginnings: a text of parity is one of 65,536 up to its 16th bit, and a training of some hundred
+steps reads most of those. So all answers are taught, but only those of a text's second half are measured.
 
 Suffixes: B batch, T time.
 """
@@ -21,13 +21,13 @@ from perspectron.util.config import require
 
 @dataclass(frozen=True)
 class Permutations(Task):
-    """The word problem of the symmetric group S_n: permutations one after the other; asked at each is what they come to
-    so far, the first applied first. Not asked at the first, where nothing is composed yet.
+    """The word problem of the symmetric group S_n: permutations one after the other; at each, the composition of all so
+    far is asked, the first applied first. Not at the first, where nothing is composed yet.
 
         (01) (12) (01) …        n 3
              (021) (02)
 
-    chance: 1/n!, for what stood before is any permutation as likely; also for who sees all but the first.
+    chance: 1/n!, as all permutations are equally likely before it; also for a model that sees all but the first.
     """
 
     name = "permutations"
@@ -59,12 +59,12 @@ class Permutations(Task):
 
 @dataclass(frozen=True)
 class Parity(Task):
-    """Bits; asked at each is whether the ones so far are odd. Not asked at the first.
+    """Bits; at each but the first it is asked whether the number of ones so far is odd.
 
         1 0 1 1 0
           1 0 1 1
 
-    chance: 1/2, also for who sees all but the first.
+    chance: 1/2, also for a model that sees all but the first.
     """
 
     name = "parity"
@@ -96,7 +96,7 @@ class Brackets(Task):
         ( [ ] ( [ ] [ ] ) )      reach 4
                       ) )
 
-    chance: 1/kinds, also for who sees the last `reach` tokens: the bracket around them is not among those.
+    chance: 1/kinds, also for a model that sees the last `reach` tokens: the bracket around them is not among those.
     """
 
     name = "brackets"
@@ -120,7 +120,7 @@ class Brackets(Task):
         return 2 * self.kinds, self.kinds
 
     def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
-        """Kinds are evenly drawn; it opens or closes by a coin, and as it must at depth 0 and at the greatest."""
+        """Kinds are drawn evenly; a coin decides to open or close, except at depth 0 and at the greatest."""
         ids_BT, targets_BT = empty(batch_size, self.length)
         rows_B, depth_B = np.arange(batch_size), np.zeros(batch_size, dtype=np.int64)
         stack = np.zeros((batch_size, self.depth + 1), dtype=np.int64)  # kinds open, from place 1 on

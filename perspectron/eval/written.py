@@ -1,4 +1,4 @@
-"""What a run's page shows of a model: what it writes, and how long the rows of its memory last."""
+"""Parts of a run's page about its model: texts that it writes, and how long the rows of its memory last."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ LAYERS = 3  # of those that have such a memory, from the first to the last
 
 
 def written(model: LanguageModel, tokenizer: Tokenizer, texts: Sequence[str]) -> list[str]:
-    """What a model writes after each text. Its noise is its own: no generator of torch moves."""
+    """A model's continuation of each text, with noise of its own: no generator of torch is used."""
     longest = max(len(tokenizer.encode(text)) for text in texts) + len(tokenizer.specials.start)
     room = model.config.room or math.inf
     tokens = int(min(TOKENS, room - longest))

@@ -3,12 +3,12 @@
 A file begins as an ordinary safetensors file. Tensors that get a slot per token (`grown`, [B,·,S,·]) are digested in
 pages of PAGE slots. A later save to the same path keeps the pages that are the same and appends a part: again a header
 and data as safetensors have them, of the slots that are new and of all that does not grow. `from` in its header says
-how many slots of what is before it stay; the last part's metadata and tensors are the state's.
+how many slots of the parts before it stay; the last part's metadata and tensors are the state's.
 
 `end` in the first header, at a fixed place within the file's first 512 bytes, says how many bytes count. It is changed
 last, when all before it is on the disk: a kill leaves the old state or the new one, and whoever reads meanwhile gets
-one of them. What lies behind it was cut short, and is written over. A file of which half is no longer used, or of less
-than LEAST bytes, is written anew.
+one of them. Anything behind it is an unfinished save, and is overwritten. A file of which half is no longer used, or of
+less than LEAST bytes, is written anew.
 
 Digests show damage, not forgery. `digest` is the SHA-256 of a part's metadata without `end`, `whole` that of the
 tensors that do not grow, `pages` the XXH3 (128 bits) of each page: the bytes of its slots, tensor by tensor as `grown`
@@ -51,21 +51,21 @@ PAGE = 64
 """Slots of a page; the last of a part may have fewer."""
 AT_ONCE = 8  # pages
 LEAST = 256 << 10
-"""Bytes of a state from which on saves append to its file."""
+"""Least bytes of a state for saves to append to its file; a smaller one is written anew."""
 MOST_APPENDED = 1024
-"""Parts of a file, from which on it is written anew."""
+"""A file of so many parts or more is written anew, not appended to."""
 MOST_PARTS = 4096
-"""Parts of one file that are read; those before it, in files of their own, are as many as a text has."""
+"""Most parts that are read from one file; earlier parts in files of their own are not limited."""
 FIELDS = ("grown", "from", "pages", "page", "whole", "digest")
-"""Of a header, beside what the state is."""
+"""Fields of a header that describe the file and not the state."""
 END = "end"
 _Body = tuple[int, Callable[[], Tensor]]
-"""Bytes of a tensor, and what gives it."""
+"""Bytes of a tensor, and a function that returns it."""
 
 
 @dataclass(frozen=True)
 class Grown:
-    """Tensors that get a slot per token: their names, and what gives a span of the slots of each [B,H,S,K]."""
+    """Tensors that get a slot per token: their names, and a function for a span of slots of each [B,H,S,K]."""
 
     names: tuple[str, ...]
     span: Callable[[int, int], Sequence[Tensor]]
@@ -73,7 +73,7 @@ class Grown:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file is to hold: metadata, the tensors that do not grow, and those that do, of so many slots."""
+    """Contents of a file: metadata, the tensors that do not grow, and those that do, with their number of slots."""
 
     header: dict[str, str]
     tensors: dict[str, Tensor]
@@ -118,7 +118,7 @@ def _bytes(x: Tensor) -> Any:
 
 
 def page_ends(start: int, stop: int) -> list[int]:
-    """Where the pages of a part end that begins at `start`."""
+    """Ends of the pages of a part that has the slots from `start` to before `stop`."""
     return [*range(start + PAGE, stop, PAGE), stop] if stop > start else []
 
 
@@ -130,8 +130,8 @@ class _Page:
 
 @dataclass
 class _Part:
-    """A part of a file, up to what later parts have replaced. places: of the last one alone; data: where it begins;
-    start: its first slot; slots: those that it has; starts: of the tensors that grow, as `kinds` lists them."""
+    """A part of a file. places: of its tensors, in the last part only; data: byte where they begin; start: first slot;
+    slots: how many it has; starts: of tensors that grow, counted from `data`; pages: those not replaced since."""
 
     path: Path
     metadata: dict[str, str]
@@ -152,8 +152,8 @@ class _Part:
 
 
 def write(path: Path, contents: Contents, name: Path, start: int = 0) -> None:
-    """Write a whole file, or a part of its own from a slot on, for its owner alone and not atomically by itself.
-    OSError when it cannot be written; StateError, which names `name`: its header would be over the bound."""
+    """Write a whole file, or one part from slot `start` on in a file of its own, readable by its owner alone; not
+    atomic by itself. OSError: it cannot be written; StateError, which names `name`: its header would be too large."""
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         head, bodies = _part(contents, start, whole=True)
         check_size(name, len(head) - 8, StateError)
@@ -165,8 +165,8 @@ def write(path: Path, contents: Contents, name: Path, start: int = 0) -> None:
 
 
 def page_names(contents: Contents, stops: Sequence[int], start: int = 0, before: str = "") -> list[str]:
-    """The names of parts of their own that begin at a slot, and where the one before ends: each by what it holds and by
-    the name of the part before."""
+    """The names of parts in files of their own, the first from slot `start`, each of the others from the end of the one
+    before: digests of what a part holds and of the name of the part before it."""
     starts, names = [start, *stops][: len(stops)], list[str]()
     ends = [page_ends(start, stop) for start, stop in zip(starts, stops, strict=True)]
     digests = iter(contents.pages([end for own in ends for end in own], start))
@@ -182,7 +182,7 @@ def _page_name(digests: Sequence[str], start: int, before: str) -> str:
 
 def append(path: Path, contents: Contents) -> bool:
     """Append what is new to a file that holds an earlier state of the same text, whole or not at all. False: there is
-    none, or it is better written anew. StorageError when it cannot be written, StateError as `write`."""
+    no such file, or it is better written anew. StorageError when it cannot be written, StateError as `write`."""
     size = _bytes_of(contents)
     if not contents.grown or size < LEAST:
         return False
@@ -206,7 +206,7 @@ def append(path: Path, contents: Contents) -> bool:
         check_size(path, len(head) - 8, StateError)
         _append(path, descriptor, end, head, bodies)
         return _is_at(path, descriptor)  # else another has written the file anew meanwhile
-    except (OSError, ValueError):  # another writes to it, or it is nothing that can be gone on with
+    except (OSError, ValueError):  # another process writes to it, or it cannot be continued
         return False
     finally:
         os.close(descriptor)
@@ -233,7 +233,7 @@ def _append(path: Path, descriptor: int, end: int, head: bytes, bodies: Sequence
 
 
 def _pwrite(descriptor: int, data: Any, at: int) -> int:
-    """Write all of it: where it ends."""
+    """Write all of the data at an offset; the offset of its end."""
     left = memoryview(data).cast("B")
     while left:
         count = os.pwrite(descriptor, left, at)
@@ -242,7 +242,7 @@ def _pwrite(descriptor: int, data: Any, at: int) -> int:
 
 
 def _kept(parts: list[_Part], contents: Contents) -> int:
-    """How many slots a file has that are the same: the pages that agree from the first on."""
+    """Slots of a file that are as in `contents`: those of its first pages, up to one that differs."""
     alike = all(parts[-1].metadata.get(name) == contents.header[name] for name in ("format", "model"))
     if not alike or parts[-1].kinds != contents.kinds():
         return 0
@@ -257,7 +257,7 @@ def _kept(parts: list[_Part], contents: Contents) -> int:
 
 
 def _part(contents: Contents, start: int, *, whole: bool = False) -> tuple[bytes, list[_Body]]:
-    """(header, bytes and maker of each tensor after it) of a part that begins at a slot."""
+    """(header, bytes of each tensor after it and a function that returns it) of a part from slot `start` on."""
     made: dict[str, tuple[torch.dtype, tuple[int, ...], Callable[[], Tensor]]] = {}
     for name, x in contents.tensors.items():
         made[name] = (x.dtype, tuple(x.shape), lambda x=x: x)  # type: ignore[misc]
@@ -306,7 +306,7 @@ def _whole(tensors: Mapping[str, Tensor]) -> str:
 
 
 def digest_of(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """Hex digest of a header and its tensors, as other files and those of the format before keep it."""
+    """Hex digest of a header and its tensors, as state files of the previous format and adapters store it."""
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     _take(digest, tensors)
     return digest.hexdigest()
@@ -325,7 +325,7 @@ def _digest(header: Mapping[str, str]) -> str:
 
 
 def _end(count: int) -> bytes:
-    """The field `end`: bytes that count, and a check of it, in hexadecimal digits."""
+    """The field `end`: the number of bytes that count and its checksum, in hexadecimal digits."""
     digits = f"{count:016x}".encode()
     return digits + xxh3_64_hexdigest(digits).encode()
 
@@ -344,7 +344,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 class PageError(StateError):
-    """A file of a part before, which is missing or damaged."""
+    """The file of an earlier part, `path`, is missing or damaged."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(why)
@@ -352,8 +352,8 @@ class PageError(StateError):
 
 
 def read(path: Path, before: Sequence[Path] = ()) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """(metadata without the fields of the file, tensors). before: files of the parts before, each named by what it
-    holds. StateError, which names the file: missing, damaged, larger than half the memory, or none of these files."""
+    """(metadata without the fields of the file, tensors). before: files of earlier parts, each named by `page_names`.
+    StateError, which names the file: it is missing, damaged, larger than half the memory, or no saved state."""
     earlier, name = list[_Part](), ""
     for page in before:
         try:
@@ -376,7 +376,7 @@ def read(path: Path, before: Sequence[Path] = ()) -> tuple[dict[str, str], dict[
         header = {name: text for name, text in last.metadata.items() if name not in FIELDS}
         if "whole" in last.metadata:
             fits = _whole(tensors) == last.metadata["whole"]
-        else:  # of the format before
+        else:  # of the previous format
             fits = digest_of(header, tensors) == last.metadata.get("digest")
         if not fits:
             raise ValueError("damaged, its contents do not match their digest")
@@ -385,14 +385,14 @@ def read(path: Path, before: Sequence[Path] = ()) -> tuple[dict[str, str], dict[
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata that counts; the tensors are not read. StateError as `read`."""
+    """The metadata of the state, without its tensors, which are not read. StateError as `read`."""
     with _readable(path) as (_, parts):
         return {name: text for name, text in parts[-1].metadata.items() if name not in FIELDS}
 
 
 @contextlib.contextmanager
 def _readable(path: Path, before: Sequence[_Part] = ()) -> Iterator[tuple[BufferedReader, list[_Part]]]:
-    """The open file, and its parts after those before."""
+    """The open file, and its parts, preceded by those of `before`."""
     with opened(path, StateError) as file:
         size, most = os.fstat(file.fileno()).st_size, memory() // 2
         if size > most:
@@ -406,8 +406,8 @@ def _readable(path: Path, before: Sequence[_Part] = ()) -> Iterator[tuple[Buffer
 
 
 def _parts(path: Path, file: Any, before: Sequence[_Part] = ()) -> tuple[list[_Part], int]:
-    """(those before and the parts of a file, each with the pages that count; the bytes that count). ValueError:
-    damaged, or no such file."""
+    """(the parts of `before` and of a file, each with the pages that count; the bytes that count). ValueError: the file
+    is damaged, or no saved state."""
     parts, at, count, size = list(before), 0, 0, os.fstat(file.fileno()).st_size
     end = size
     while at < end:
@@ -430,7 +430,7 @@ def _parts(path: Path, file: Any, before: Sequence[_Part] = ()) -> tuple[list[_P
 
 
 def _end_of(metadata: dict[str, str], size: int) -> int:
-    """Bytes that count. ValueError: the file has fewer, or that field is damaged."""
+    """Number of bytes of a file that count. ValueError: the file has fewer, or the field `end` is damaged."""
     text = metadata.pop(END, None)
     if text is None:
         return size
@@ -448,8 +448,8 @@ def _end_of(metadata: dict[str, str], size: int) -> int:
 def _with(
     parts: list[_Part], path: Path, metadata: dict[str, str], places: dict[str, Place], data: int
 ) -> list[_Part]:
-    """The parts before, cut to what stays of them, and one more. ValueError: it is damaged, or not of their kind."""
-    if "whole" not in metadata and not parts:  # a file of the format before
+    """The parts so far without the pages that a new one replaces, and it. ValueError: it is damaged or unlike them."""
+    if "whole" not in metadata and not parts:  # a file of the previous format
         return [_Part(path, metadata, places, data, {})]
     if "digest" not in metadata or metadata["digest"] != _digest(metadata):
         raise ValueError("damaged, a header does not match its digest")
@@ -481,7 +481,7 @@ def _with(
 
 
 def _kinds(metadata: dict[str, str], places: dict[str, Place]) -> dict[str, list[Any]]:
-    """What grows, as the header lists it. ValueError: the tensors are not so."""
+    """Kinds of the tensors that grow, as the header lists them. ValueError: the file's tensors differ."""
     kinds = parse_json(metadata.get("grown", "{}"), room=JSON_ROOM)
     if not isinstance(kinds, dict):
         raise ValueError("grown is no object")
@@ -502,8 +502,8 @@ def _number(text: str) -> int:
 
 
 def _joined(file: BufferedReader, parts: list[_Part]) -> dict[str, Tensor]:
-    """The tensors that grow, of the slots of all parts; file: of the last. ValueError, PageError: a page does not match
-    its digest."""
+    """The tensors that grow, joined from the slots of all parts. file: that of the last part. ValueError, or PageError
+    for an earlier file: a page does not match its digest."""
     last, joined = parts[-1], dict[str, Tensor]()
     for name in last.kinds:
         dtype, (B, H, _, K) = last.places[name].dtype, last.places[name].shape
@@ -523,7 +523,7 @@ def _joined(file: BufferedReader, parts: list[_Part]) -> dict[str, Tensor]:
 
 
 def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An empty tensor. numpy asks for large pages of memory, of which new ones are had several times faster."""
+    """An uninitialised tensor. numpy asks for large memory pages, which the system provides several times faster."""
     size = math.prod(shape) * dtype.itemsize
     return (
         torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)
@@ -533,7 +533,7 @@ def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _read_slots(file: BufferedReader, part: _Part, at: int, into_BHSK: Tensor) -> None:
-    """Read the slots of a part that count, of a tensor that begins at `at`. ValueError: the file ends before them."""
+    """Read the slots of a part that count into a tensor, whose data begin at `at`. ValueError: the file ends early."""
     B, H, _, K = into_BHSK.shape
     S, live, size = part.slots, part.stop - part.start, K * into_BHSK.dtype.itemsize
     pieces = into_BHSK if live == into_BHSK.shape[2] == S else None

@@ -1,6 +1,6 @@
 """One layer of a model: a mixer over time, a feed-forward network over channels, and the residual connections.
 
-Shapes: B batch, T time, D model width, N tokens that mixer and network read of those before.
+Shapes: B batch, T time, D model width, N earlier tokens that mixer and network read.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 NORMS: dict[str, type[nn.Module]] = {"rms": RMSNorm, "layer": nn.LayerNorm}
 ROUTE_START = 2.2  # sigmoid: 0.9
-ROWS = 8  # of a call, to a multiple of which products of matrices that are not packed are filled up
+ROWS = 8  # tokens of a call are padded to a multiple of this for products with matrices that are not packed
 
 
 @register
@@ -47,8 +47,8 @@ class NoState:
 @register
 @dataclass(frozen=True)
 class ShiftedState:
-    """State of a block that reads the token before. mixer: its mixer's. last: what mixer and network read of the last
-    token, or of the last few, newest first [B,N,D]; zeros before the document's first; float32 or float64."""
+    """State of a block that reads the token before. mixer: state of its mixer. last: what mixer and network read of the
+    last token, or of the last few, newest first [B,N,D]; zeros before the document's first; float32 or float64."""
 
     mixer: Any
     last_BND: Tensor
@@ -57,7 +57,7 @@ class ShiftedState:
 @register
 @dataclass(frozen=True)
 class BesideState:
-    """State of a block with two mixers side by side. mixer, beside: theirs."""
+    """State of a block with two mixers side by side. mixer, beside: the state of each."""
 
     mixer: Any
     beside: Any
@@ -69,14 +69,14 @@ def of_mixer(state: Any) -> Any:
 
 
 def with_mixer(state: Any, own: Any) -> Any:
-    """A block's state with another part of the mixer."""
+    """A block's state with `own` as the mixer's own part."""
     if isinstance(state, ShiftedState | BesideState | Tuned):
         return replace(state, mixer=with_mixer(state.mixer, own))
     return own
 
 
 def states_of(state: Any) -> tuple[Any, ...]:
-    """The parts of a block's state by its mixers, in the order of `BlockConfig.mixers`."""
+    """The state of each mixer in a block's state, in the order of `BlockConfig.mixers`."""
     return (state.mixer, state.beside) if isinstance(state, BesideState) else (state,)
 
 
@@ -107,8 +107,8 @@ class RouteGate(nn.Module):
 class Block(nn.Module):
     """One layer: h adds the mixer's output to the input, y adds the network's. `config.residual` says how.
 
-    shift: both also read the token before, or these inputs of theirs do. input_conv, input_swish: or the few before
-    (`InputConv`). `first_values`, which the model sets: what the mixer's values lean on."""
+    shift: both also read the token before, or only these of their inputs do. input_conv, input_swish: instead, the
+    three before (`InputConv`). `first_values`, which the model sets: the value residual of the mixer."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Block(nn.Module):
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """Those of the layer: none, one or two."""
+        """The layer's mixers, in order: none, one or two."""
         names = ("mixer", "beside")
         return tuple(
             cast(Mixer, getattr(self, name)) for name in names if getattr(self.config, name) is not None
@@ -176,19 +176,19 @@ class Block(nn.Module):
 
     @property
     def inputs(self) -> set[str]:
-        """Names of those that can read the token before."""
+        """Names of the inputs that can read the token before."""
         found = {name for mixer in self.mixers if not mixer.own_token_shift for name in ("x", *mixer.inputs)}
         return found | ({"network"} if self.config.ffn is not None else set())
 
     @property
     def networks(self) -> tuple[nn.Module, ...]:
-        """That of the layer, if it has one."""
+        """The layer's own feed-forward network, if it has one; a tied one is another block's."""
         return (self.ffn,) if hasattr(self, "ffn") else ()
 
     @property
     def exact_cells(self) -> int:
-        """Those of its mixers, network and matrices, which are `ROWS` unless they are packed; 0 where one of its parts
-        promises nothing of the kind."""
+        """The largest `exact_cells` of its mixers, its network and its matrices (`ROWS` unless all are packed); 0 if a
+        mixer or the network promises nothing of the kind."""
         promised = [int(getattr(part, "exact_cells", 0)) for part in (*self.mixers, *self.networks)]
         matrices = ROWS if any(x.ndim > 1 for x in self.parameters()) else 1
         return max([matrices, *promised]) if all(promised) else 0
@@ -201,7 +201,7 @@ class Block(nn.Module):
         capacity: int = 0,
         tuned: Sequence[str] = (),
     ) -> "DataclassInstance":
-        """The state before any token. tuned: kinds of trained parts that matrix memories get zeros of."""
+        """The state before any token. tuned: kinds of trained parts that matrix memories get, as zeros."""
         state: DataclassInstance = NoState()
         if self.config.mixer is not None:
             state, *others = (
@@ -221,7 +221,7 @@ class Block(nn.Module):
         return ShiftedState(state, torch.zeros(batch_size, N, D, device=device, dtype=dtype))
 
     def handed(self, shared: Shared | None, mixer: Mixer | None = None) -> dict[str, Any]:
-        """A mixer's arguments beside tokens and state: what comes from the blocks below. mixer: None is the first."""
+        """A mixer's arguments besides tokens and state, which come from the blocks below. mixer: None is the first."""
         handed: dict[str, Any] = {"shared": shared} if (mixer or self.mixer).takes_shared else {}
         if self.first_values is not None:
             handed["value_residual"] = partial(
@@ -287,8 +287,8 @@ class Block(nn.Module):
         consume_state: bool = False,
         shared: Shared | None = None,
     ) -> tuple[Tensor, Any, list[Tensor], dict[str, Term]]:
-        """What the mixers give of the block's input; their state, and what of the last tokens the first one's shift
-        keeps."""
+        """The mixers' output for the block's input, their state, the last tokens that the mixers' shift keeps, and
+        their loss terms."""
         bare = self.around.norm == "post" or isinstance(self.config.residual, Law5Config)
         own, before_BND = (state.mixer, state.last_BND) if isinstance(state, ShiftedState) else (state, None)
         lasts: list[Tensor] = []
@@ -309,7 +309,7 @@ class Block(nn.Module):
         return mixed_BTD + other_BTD, BesideState(first_state, other_state), lasts, aux
 
     def _added(self, y_BTD: Tensor, part: Literal["mixer", "ffn"]) -> Tensor:
-        """What the mixer or the network adds, of what it gives: normed and multiplied if the config says so."""
+        """The output of the mixer or the network as the block adds it: normed and multiplied if the config says so."""
         if self.around.norm != "pre":
             name = f"{part}_norm" if self.around.norm == "post" else f"{part}_post_norm"
             y_BTD = self.get_submodule(name)(y_BTD)
@@ -318,7 +318,7 @@ class Block(nn.Module):
     def _joined(
         self, x_BTD: Tensor, h_BTD: Tensor, mixed_BTD: Tensor, y_BTD: Tensor
     ) -> tuple[Tensor, dict[str, Term]]:
-        """The block's output of its input x, h, the mixer's output and the network's."""
+        """The block's output from its input x, h and the outputs of mixer and network; and the terms to report."""
         if not isinstance(self.config.residual, RouteGatedConfig):
             return h_BTD + y_BTD, {}
         g = self.route().to(x_BTD.dtype)

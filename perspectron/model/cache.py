@@ -1,8 +1,8 @@
 """The growing cache of full attention, shared by every mixer that attends to all earlier tokens.
 
 Caches share memory until they are written. A fork sees the slots that are filled and has no free ones, so that only the
-cache that it was made from goes on writing there, behind what the fork sees. What goes on from a fork keeps these slots
-as a piece, which nobody changes any more, and gets slots of its own for its tokens.
+cache that it was made from goes on writing there, behind what the fork sees. A cache that goes on from a fork keeps
+these slots as a piece, which is never changed again, and gets slots of its own for its tokens.
 
 Shapes: B batch, T time, N tokens of a piece, H heads of keys and values, S cache slots, K query and key width, V value
 width.
@@ -28,20 +28,20 @@ from perspectron.ops.dispatch import forward_mode, recorder, under_tracing
 from perspectron.util.errors import StateError
 
 LEAST_SLOTS = 64
-"""A cache grows by as many slots, at least."""
+"""Least number of slots by which a cache grows."""
 LEAST_OWN = 32
-"""Slots of a cache behind pieces, at least."""
+"""Least number of slots of a cache that follow pieces."""
 LEAST_PIECE = 64
-"""Tokens of a piece at least: fewer are copied."""
+"""Least number of tokens in a piece; fewer are copied."""
 LEAST_CUT, LEAST_JOINED = 512, 2048
-"""Tokens of a text at least of which a part becomes a piece, and of one that is taken into a batch: where they are
+"""Least number of tokens of a text for a part of it to become a piece, and for it to keep pieces in a batch: with
 fewer, reading from several places costs more than a copy saves."""
 
 
 @register
 @dataclass(frozen=True)
 class Piece:
-    """Keys [1,H,N,K] and values [1,H,N,V] of tokens of one row that stand one after another; not written any more."""
+    """Keys [1,H,N,K] and values [1,H,N,V] of consecutive tokens of one row; never written again."""
 
     k_1HNK: Tensor
     v_1HNV: Tensor
@@ -52,17 +52,17 @@ class Piece:
 
     @cached_property
     def place(self) -> bytes:
-        """Where it stands, for a recorded step."""
+        """Its addresses and strides in memory, packed for a recorded step."""
         return piece_of(self.k_1HNK, self.v_1HNV if self.v_1HNV.shape[3] else self.k_1HNK)
 
     @cached_property
     def storages(self) -> tuple[tuple[int, int], ...]:
-        """The number and the bytes of each memory that it is a view of."""
+        """Id and bytes of each storage that it is a view of."""
         return tuple(storage_of(x) for x in (self.k_1HNK, self.v_1HNV))
 
 
 def storage_of(x: Tensor) -> tuple[int, int]:
-    """A number of the memory that a tensor is a view of, and its bytes."""
+    """Id and bytes of the storage that a tensor is a view of."""
     storage = x.untyped_storage()
     return int(storage._cdata), storage.nbytes()
 
@@ -74,9 +74,9 @@ class Cache(Ragged):
     [B]; used: no row fills more slots than this. Steps count it up without asking the device; a document that
     starts, padding in a chunk and `select` bring it down to the longest row.
 
-    shared: nothing, or for each row the pieces of its first tokens; the slots then hold those after them.
+    shared: empty, or for each row the pieces with its first tokens; the slots then hold the tokens after them.
 
-    Where V is 0, the first numbers of the keys are the values, too."""
+    Where V is 0, the values are the first numbers of the keys."""
 
     k_BHSK: Tensor
     v_BHSV: Tensor
@@ -92,12 +92,12 @@ class Cache(Ragged):
 
     @property
     def slots(self) -> int:
-        """Tokens that there is room for, those in pieces left out."""
+        """Number of slots, used and free; tokens in pieces need none."""
         return self.k_BHSK.shape[2]
 
     @property
     def before(self) -> list[int]:
-        """Tokens of each row that stand in pieces; nothing where no row has any."""
+        """Tokens of each row that are in pieces; empty if no row has pieces."""
         return [sum(piece.tokens for piece in row) for row in self.shared]
 
     @property
@@ -111,7 +111,7 @@ class Cache(Ragged):
         return replace(self, k_BHSK=k, v_BHSV=v)
 
     def with_room(self, T: int) -> "Cache":
-        """The cache with memory of its own, with free slots for T tokens more. What others see of it stays where it
+        """The cache with slots in memory of its own, free for T more tokens. Memory that other caches see stays as it
         is."""
         used = self.used + T
         if not (self._may_close(LEAST_CUT) and is_lent(self.k_BHSK)):
@@ -120,10 +120,10 @@ class Cache(Ragged):
             return self.with_slots(room_for(used, LEAST_OWN if used <= LEAST_OWN else LEAST_SLOTS))
         closed = self.closed()
         total = closed.before[0]
-        T += used - T - (total - sum(self.before))  # slots that padding has counted
+        T += used - T - (total - sum(self.before))  # slots that `used` counts for padding
         room = -(-T // LEAST_OWN) * LEAST_OWN
         if self.shared and _lender(self.k_BHSK) == id(self.k_BHSK):
-            # Not a fork but one that reads on: few pieces, of which an eighth of all may be free.
+            # Not a fork but the cache itself, growing: few large pieces, with at most an eighth of all slots free.
             room = max(room, min(2 * self.slots, room_for(total + T) - total))
         return closed.with_slots(room)
 
@@ -137,7 +137,7 @@ class Cache(Ragged):
         return Cache(k, v, self.length_B, 0, (pieces,))
 
     def whole(self, free: int = 0) -> "Cache":
-        """The cache without pieces, a copy, with so many free slots at least."""
+        """A copy without pieces, with at least so many free slots; the cache itself if it has no pieces."""
         if not self.shared:
             return self
         ends = [max(0, length) for length in self.length_B.tolist()]
@@ -156,7 +156,7 @@ class Cache(Ragged):
         return Cache(k, v, self.length_B, used)
 
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys [B,H,stop − start,K] and values of these tokens, all of them filled; views where one piece has them."""
+        """Keys [B,H,stop − start,K] and values of these tokens, which must be filled; views if one piece has them."""
         if len(self.shared) > 1:
             return self.whole().span(start, stop)
         found = list[Tensor]()
@@ -176,7 +176,7 @@ class Cache(Ragged):
         return self.k_BHSK[:, :, : self.used], self.v_BHSV[:, :, : self.used]
 
     def parts(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Keys and values of all tokens that may be there, cut along them."""
+        """Keys and values of all tokens that may be there, each as a list of tensors cut along the tokens."""
         if len(self.shared) > 1:
             return self.whole().parts()
         k, v = self.ring()
@@ -196,8 +196,8 @@ class Cache(Ragged):
         return replace(self, k_BHSK=k, v_BHSV=v)
 
     def fork(self, into: "Cache | None" = None) -> "Cache":
-        """An independent cache: a copy where little is in it, in the memory of `into` if that fits, or where gradients
-        may be wanted; else it shares the slots that are used, and has no others."""
+        """An independent cache. It shares the used slots and has no others; if it holds little or gradients may be
+        wanted, it is a copy, in the memory of `into` if that fits."""
         if self._may_lend() and (self.shared or self.used >= LEAST_PIECE):
             k, v = (_lent(x, self.used) for x in (self.k_BHSK, self.v_BHSV))
             return replace(self, k_BHSK=k, v_BHSV=v, length_B=self.length_B.clone())
@@ -226,7 +226,7 @@ class Cache(Ragged):
         return plain and not forward_mode() and not under_tracing(*parts)
 
     def _may_close(self, least: int) -> bool:
-        """True where the slots that are used may become a piece: there are enough of them, and tokens in all."""
+        """True if the used slots may become a piece: of one row, with enough of them and `least` tokens in all."""
         if len(self.length_B) != 1 or self.used < LEAST_PIECE or sum(self.before) + self.used < least:
             return False
         return self._may_lend()
@@ -252,7 +252,7 @@ class Cache(Ragged):
 
     @classmethod
     def stack(cls, parts: Sequence["Cache"]) -> "Cache":
-        """The rows of all, with the slots of the one that has most. What a long row alone holds is shared."""
+        """The rows of all caches, with as many slots as the largest. Memory of caches with one long row is shared."""
         if len(parts) > 1:
             parts = [part._joined() for part in parts]
         S = max(part.k_BHSK.shape[2] for part in parts)
@@ -264,7 +264,7 @@ class Cache(Ragged):
         return Cache(k, v, length_B, max(part.used for part in parts), shared)
 
     def _joined(self) -> "Cache":
-        """For a batch: a long row in pieces, of which only the last tokens may be in slots, a short one without."""
+        """The cache as it joins a batch: a long row in pieces, at most its last tokens in slots; a short one whole."""
         if self._may_close(LEAST_JOINED) and int(self.length_B[0]) - sum(self.before) >= LEAST_PIECE:
             return self.closed()
         short = len(self.length_B) == 1 and sum(self.before) + self.used < LEAST_JOINED
@@ -272,24 +272,24 @@ class Cache(Ragged):
 
 
 def room_for(tokens: int, least: int = LEAST_SLOTS) -> int:
-    """Slots of a cache that is to hold so many tokens: an eighth more at most, so that growing copies little."""
+    """Slots of a cache for so many tokens: at most an eighth or `least` more, so that growing copies little."""
     step = max(least, (1 << tokens.bit_length()) // 16)
     return -(-tokens // step) * step
 
 
 def is_lent(x: Tensor) -> bool:
-    """True if others may see the memory that a tensor is a view of: what is filled of it must stay as it is."""
+    """True if others may see the memory that a tensor is a view of: its filled part must not change."""
     return _lender(x) is not None
 
 
 def _lender(x: Tensor) -> int | None:
-    """The id of the tensor that first lent this memory."""
+    """The id of the tensor that first lent this memory; None if none did."""
     lender: int | None = getattr(x.untyped_storage(), "lender", None)
     return lender
 
 
 def _lent(x_BHSK: Tensor, used: int) -> Tensor:
-    """The first slots, a view that others may keep. Writing behind them is no change of it, also to autograd."""
+    """A view of the first slots that others may keep. Writing behind them does not change it, for autograd either."""
     if not is_lent(x_BHSK):
         x_BHSK.untyped_storage().lender = id(x_BHSK)  # type: ignore[attr-defined]
     return x_BHSK.data[:, :, :used]
@@ -304,7 +304,7 @@ def _own(length_B: Tensor, shared: tuple[tuple[Piece, ...], ...]) -> list[int]:
 
 
 def _parts(row: Sequence[Piece], k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The keys and the values of the pieces, and these."""
+    """Lists of keys and of values: those of the pieces, then k and v."""
     return [*(piece.k_1HNK for piece in row), k], [*(piece.v_1HNV for piece in row), v]
 
 
@@ -315,7 +315,7 @@ def _with_slots(ring_BHSK: Tensor, S: int) -> Tensor:
     B, H, used, K = ring_BHSK.shape
     grown = ring_BHSK.new_empty(B, H, S, K)
     grown[:, :, :used] = ring_BHSK
-    grown[:, :, used:] = 0  # where all slots are read, what is not finite would be seen
+    grown[:, :, used:] = 0  # as all slots may be read, and what is not finite would show
     return grown
 
 
@@ -380,8 +380,8 @@ def attend(
     drop: attention.Drop = None,
 ) -> tuple[Tensor, Keys]:
     """softmax(scale · q kᵀ) v over the cache and the chunk (outputs [B,H,T,V], the cache after it); k and v may have
-    fewer heads than q. A cache of keys alone is for values that are the first numbers of them. A ring in the place of a
-    cache (`ringed`) holds the last tokens, which are all that is attended to.
+    fewer heads than q. With a cache of keys alone, the values are their first numbers. A ring in place of a cache
+    (`ringed`) holds the last tokens, and only those are attended to.
 
     `at`: `attention.places` of the chunk after `cache.length_B`. cap: of scores, as `attention.attend`. The cache
     grows when it is full. consume_state: tokens are written into the cache handed in.
@@ -418,7 +418,7 @@ def attend(
 
 
 def _of(k: Tensor, v: Tensor, like: Tensor) -> Tensor:
-    """Values as wide as `like`, of keys and values of a cache."""
+    """The values of a cache, as wide as `like`: its own, or the first numbers of its keys."""
     return v if v.shape[3] else k[..., : like.shape[3]]
 
 
@@ -464,7 +464,7 @@ def _inner(cache: Cache, at: attention.Places) -> tuple[Tensor, attention.Places
 
 
 def _alone(x: Tensor) -> Tensor:
-    """Contiguous, and no view of something larger (of q, k and v in one)."""
+    """x made contiguous and no view of something larger (such as of q, k and v in one)."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)  # which has no storage
     alone = not wrapped and x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
     return x if alone else x.clone(memory_format=torch.contiguous_format)

@@ -30,13 +30,13 @@ from perspectron.ops.packing import Packed, sizes
 CONTEXTS = (1024, 8192, 65536, 262144)
 EXPERTS = ("gate_EFD", "up_EFD", "down_EDF")
 OF_A_MIXTURE = "4bit32"
-"""Format of the experts of a mixture where nothing says another; those of routed layers are ternary."""
+"""Default format of a mixture's experts; those of routed layers are ternary."""
 BASES = ("base_gate_FD", "base_up_FD", "base_down_DF")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters of one kind: how many modules of that kind, and in all of them together."""
+    """Parameters of one kind: the number of modules of that kind, and of parameters in all of them."""
 
     modules: int
     parameters: int
@@ -117,7 +117,7 @@ def _groups(model: LanguageModel) -> dict[str, Group]:
 
 
 def group_of(name: str, ndim: int, blocks: list[Any]) -> str:
-    """The group that a parameter of this name and so many dimensions counts to."""
+    """The group of a parameter of this name and number of dimensions."""
     if ndim < 2:
         return "norms and biases"
     if not name.startswith("blocks."):
@@ -233,20 +233,20 @@ def touched(model: LanguageModel, state: LMState) -> Touched:
 
 
 def packed_bytes(format: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """Bytes of the codes and of the scales of a matrix with so many outputs and inputs."""
+    """Bytes of the codes and of the scales of a matrix of this shape, (outputs, inputs)."""
     codes, scales, dtype = sizes(format, shape)
     return prod(codes), prod(scales) * dtype.itemsize
 
 
 def _chosen(config: ModelConfig, layer: int) -> int:
-    """Experts of a token in a layer that has some."""
+    """Experts that a token uses in a layer with experts."""
     ffn = config.blocks[layer].ffn
     assert isinstance(ffn, ExpertsConfig)
     return ffn.chosen
 
 
 def packed_expert(d_model: int, ffn: ExpertsConfig, format: str = "") -> tuple[int, int]:
-    """Bytes of the codes and of the scales of an expert. format: of one of a mixture; "" is OF_A_MIXTURE."""
+    """Bytes of the codes and of the scales of an expert. format: of a mixture's expert; "" is OF_A_MIXTURE."""
     format = (format or OF_A_MIXTURE) if isinstance(ffn, MixtureConfig) else "ternary"
     shapes = (1 + ffn.gated) * [(ffn.hidden, d_model)] + [(d_model, ffn.hidden)]
     matrices = [packed_bytes(format, shape) for shape in shapes]
@@ -299,7 +299,7 @@ def is_cache(where: pytree.KeyPath) -> bool:
 def _state(state: Any) -> tuple[Part, int]:
     """A block's state, and the bytes of keys and values that are read of it.
 
-    A token reads the slots of a cache that are filled and writes one, which does not count; it rewrites the rest.
+    A token reads a cache's filled slots and writes one, which does not count; it rewrites all other tensors.
     """
     part, cached = NOTHING, 0
     leaves = {pytree.keystr(where): (where, leaf) for where, leaf in pytree.tree_leaves_with_path(state)}
@@ -350,7 +350,7 @@ def _step_flops(model: LanguageModel, context: int) -> Counter[str]:
 
 
 def _alike(model: LanguageModel) -> dict[tuple[Any, ...], list[int]]:
-    """Places of the blocks that compute the same: of equal config, and with a value residual or without."""
+    """Places of the blocks that compute the same: of equal config, and alike in value residual and its gate."""
     alike = defaultdict[tuple[Any, ...], list[int]](list)
     for place, block in enumerate(cast("list[Block]", model.blocks)):
         value_residual = block.first_values

@@ -24,8 +24,8 @@ would overflow 64 bits."""
 class SequentialConfig(ResidualConfig):
     """h = x + mixer(norm(x)); y = h + ffn(norm(h)) (docs/designs/perspective.md#stack).
 
-    norm: "pre"; "post" norms what mixer and network give, not what they read: h = x + norm(mixer(x)); "sandwich" does
-    both. factor: of what mixer and network add."""
+    norm: "pre"; "post" norms the outputs of mixer and network, not their inputs: h = x + norm(mixer(x)); "sandwich"
+    norms both. factor: multiplies what mixer and network add."""
 
     kind = "sequential"
     norm: Literal["pre", "post", "sandwich"] = "pre"
@@ -74,8 +74,8 @@ class NoResidualConfig(ResidualConfig):
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """One layer: a mixer, then a feed-forward network; either may be missing. beside: a second mixer, which reads what
-    the first reads; what both give is added."""
+    """One layer: a mixer, then a feed-forward network; either may be missing. beside: a second mixer with the same
+    input as the first; their outputs are added."""
 
     mixer: MixerConfig | None
     ffn: FFNConfig | None
@@ -103,12 +103,12 @@ class BlockConfig:
 
     @property
     def mixers(self) -> tuple[MixerConfig, ...]:
-        """Those of the layer: none, one or two."""
+        """The layer's mixers, in order: none, one or two."""
         return tuple(mixer for mixer in (self.mixer, self.beside) if mixer is not None)
 
 
 Shift = bool | tuple[str, ...]
-"""Which inputs of mixers and networks read the token before: all as the mixer has it, or those of these names."""
+"""Inputs of mixers and networks that also read the token before: none, all (as each mixer sets it), or those named."""
 
 
 @dataclass(frozen=True)
@@ -118,17 +118,17 @@ class ModelConfig:
     head: None uses the transposed embedding. embedding_std: standard deviation of the embedding at initialisation.
     embedding_norm: divide the embedding by its root mean square before the first block, so that it is comparable in
     size to what the mixers add. first_norm: a norm with weights after the embedding, as in RWKV. embedding_factor:
-    multiply it, by the nearest number of its dtype. logits_factor, logits_cap: of what the head gives, l, logits are
-    factor · l, or cap · tanh(factor · l / cap) where the cap is not 0. positions: length of a learned position table,
-    which bounds the length of a document; 0 for none. norm: "rms", or "layer" with biases. dropout: share of the
+    multiply the embedding by this, rounded to its dtype. logits_factor, logits_cap: for the head's output l, the logits
+    are factor · l, or cap · tanh(factor · l / cap) where the cap is not 0. positions: length of a learned position
+    table, which bounds the length of a document; 0 for none. norm: "rms", or "layer" with biases. dropout: share of the
     numbers that are zeroed in training, in the embedding, in what mixers and networks add, and in the weights of
-    attention. shift: mixers and networks read a learned mix of each token and the one before, or these inputs of theirs
-    do: q, k, v, g (gates), x (all of a mixer's, with one mix), network
+    attention. shift: mixers and networks read a learned mix of each token and the one before, or only these of their
+    inputs do: q, k, v, g (gates), x (all of a mixer's, with one mix), network
     (docs/designs/baselines.md#two-parts-for-every-design). input_conv: they read, instead, the token plus a short
-    convolution of it and the three before; input_swish: plus the swish of that. first_values: values of mixers lean on
-    those of the first mixer with as many channels. longest: tokens of the longest document that rotary positions were
-    made for, past which nothing is generated; 0 for no bound. zero_outputs: what mixers and networks write with starts
-    at 0.
+    convolution of it and the three before; input_swish: plus the swish of that. first_values: values of mixers are
+    mixed with those of the first mixer with as many channels. longest: tokens of the longest document that rotary
+    positions were made for, past which nothing is generated; 0 for no bound. zero_outputs: the output matrices of
+    mixers and networks start at 0.
 
         >>> config = perspectron.presets.get("perspective2-tiny", layers=2)
         >>> config.d_model, len(config.blocks), perspectron.build(config).config == config

@@ -83,7 +83,7 @@ class Network(nn.Module):
 
     output: Callable[[Tensor, Any], Tensor]
     exact_cells = 1
-    """As mixers have it."""
+    """As `Mixer.exact_cells`."""
 
     def forward(
         self,

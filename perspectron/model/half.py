@@ -1,6 +1,5 @@
-"""Matrices of 16 bits in a model that computes in float32: half the memory, and the numbers that it has with all of
-them in float32. Only embeddings, matrices that are layers and those of a mixture's experts are kept so; vectors are
-float32.
+"""Matrices of 16 bits in a model that computes in float32: half the memory, and the same results as with the matrices
+in float32. Only embeddings, linear layers and the experts of mixtures are kept in 16 bits; vectors are float32.
 """
 
 from typing import cast
@@ -15,7 +14,7 @@ from perspectron.ops.dispatch import recorder
 
 DTYPES = (torch.bfloat16, torch.float16)
 ROWS = 1 << 12
-"""Rows of an embedding that are widened at once, where it is a head."""
+"""Rows of a head, or of an embedding used as one, that are widened at once."""
 
 
 class HalfLinear(nn.Linear):
@@ -29,14 +28,14 @@ class HalfLinear(nn.Linear):
 
 
 class HalfHead(HalfLinear, LinearHead):
-    """Logits of as many rows at a time as are widened at once."""
+    """A head whose matrix is widened ROWS rows at a time."""
 
     def forward(self, x: Tensor) -> Tensor:
         return logits(x, self.weight)
 
 
 class HalfEmbedding(TokenEmbedding):
-    """Rows that are float32 where they are looked up."""
+    """An embedding whose rows are widened to float32 when they are looked up."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).float()
@@ -52,7 +51,7 @@ WHOLE = {half: whole for whole, half in HALVES.items()}
 
 
 def logits(hidden: Tensor, rows_VD: Tensor) -> Tensor:
-    """[..., V] of [..., D]: the product with every row."""
+    """Logits [..., V] of hidden states [..., D]: the products with every row."""
     if (tape := recorder()) is not None:
         recorded: Tensor = tape.widened(hidden, rows_VD, None)
         return recorded
@@ -60,8 +59,8 @@ def logits(hidden: Tensor, rows_VD: Tensor) -> Tensor:
 
 
 def keep(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Have a model on the meta device take these tensors: matrices that are of 16 bits among them are so in the model,
-    too; others of 16 bits are given its dtypes, in place."""
+    """Prepare a model on the meta device for these tensors: where a matrix has 16 bits, the model's gets them too;
+    other tensors of 16 bits are cast to the model's dtypes, in the dict itself."""
     for name, module in model.named_modules():
         for own, parameter in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             tensor = tensors.get(f"{name}.{own}" if name else own)
@@ -77,7 +76,7 @@ def keep(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def widen(model: nn.Module) -> None:
-    """All of it in float32, but for experts, which are widened one by one when they are used."""
+    """Widen the model to float32, except experts, which are widened one by one when they are used."""
     for module in model.modules():
         if type(module) in WHOLE:
             module.__class__ = WHOLE[type(module)]

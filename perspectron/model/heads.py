@@ -15,7 +15,7 @@ from perspectron.util.config import HeadConfig
 
 
 class TokenEmbedding(nn.Embedding):
-    """Rows to look up and, as a tied head, to multiply with."""
+    """An embedding table, which as a tied head also gives the logits."""
 
     def reset_parameters(self) -> None:
         """Draw the rows; not on the meta device, where torch would load its compiler for it and draw none."""
@@ -23,13 +23,13 @@ class TokenEmbedding(nn.Embedding):
             super().reset_parameters()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V] of [..., D]: the product with every row."""
+        """Logits [..., V] of hidden states [..., D]: the products with every row."""
         return F.linear(hidden, self.weight)
 
 
 def tied(embedding: nn.Module, hidden: Tensor, V: int) -> Tensor:
-    """[..., V] of [..., D]: the product with every row of an embedding, also of one that an adapter wraps."""
-    # The class is asked: a wrapper may hand on the method of what it wraps, whose rows are others.
+    """Logits [..., V] of hidden states [..., D] by the rows of an embedding, also of one inside an adapter."""
+    # Ask the class: a wrapper may pass on the method of what it wraps, which has other rows.
     own = getattr(type(embedding), "logits", None)
     if own is not None:
         return cast(Tensor, own(embedding, hidden))

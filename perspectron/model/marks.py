@@ -1,4 +1,4 @@
-"""Marks of numbers that no initialisation has written yet, and what says so of those that stay."""
+"""Marks for numbers that no initialisation has written yet, and an error for those that remain."""
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ def is_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in tensors(module))
 
 
-MARK = 0xA5  # in every byte of what holds no floating-point numbers
+MARK = 0xA5  # every byte of a tensor without floating-point numbers
 
 
 def mark(module: nn.Module) -> None:
@@ -30,7 +30,7 @@ def refuse_marked(prefix: str, module: nn.Module) -> None:
     """Raise ConfigError for a tensor that still holds what `mark` wrote, and say how to fill it."""
     for name, tensor in [*module.named_parameters(prefix, False), *module.named_buffers(prefix, False)]:
         if tensor.is_floating_point():
-            # A sum is NaN where a number is; it needs no memory, and the search that does is rarely made.
+            # The sum is NaN if any number is; it needs no memory, unlike the search, which is rarely made.
             marked = bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
         else:
             marked = tensor.numel() > 0 and bool((tensor.reshape(-1).view(torch.uint8) == MARK).all())

@@ -20,19 +20,19 @@ from perspectron.model.tuned import Tuned
 from perspectron.util.terms import Term
 
 Mask = Tensor | None
-"""[B,T]; None where it is True nowhere."""
+"""A mask [B,T]; None if it is True nowhere."""
 Inputs = Tensor | tuple[Tensor, ...]
-"""The input of a mixer [B,T,D], or one for each that it has."""
+"""The input of a mixer [B,T,D], or a tuple of all that it has."""
 Forward = Callable[..., tuple[Tensor, Any, dict[str, Term]]]
 
 
 def masked(forward: Forward) -> Forward:
-    """A mixer's forward, made of one that takes (self, x, state, reset, pad, consume_state). Without a state it starts
-    from the empty one. It reads zeros at padding, and no token from a reset on, and no state after it, depends on a
-    state or a token before it that was not finite. (Numbers that overflow inside the mixer are its own.) Of no rows or
-    no tokens the mixer is not asked: outputs are empty, and the state stays as it is.
+    """Decorator that makes a mixer's forward from one that takes (self, x, state, reset, pad, consume_state). Without a
+    state it starts from the empty one. It reads zeros at padding, and no token from a reset on, and no state after it,
+    depends on a state or a token before it that was not finite. (Numbers that overflow inside the mixer are its own.)
+    With no rows or no tokens the mixer is not called: outputs are empty, and the state stays as it is.
 
-    A reset costs a sum over state and input: all is finite, as a rule.
+    A reset costs one sum over state and input, which shows that all is finite, as it usually is.
     """
 
     @functools.wraps(forward)
@@ -57,7 +57,7 @@ def masked(forward: Forward) -> Forward:
             state, shared = tuned.mixer, {**shared, "tuned": tuned}
             if (
                 reset_BT is not None and tuned.first.shape[1]
-            ):  # at the first token alone, as the model cuts texts
+            ):  # at the first token only, as the model cuts texts there
                 if reset_BT.shape[1] > 1 and not x.is_meta and reset_BT[:, 1:].any():
                     raise ValueError(
                         "reset_BT is true behind the first token, where texts begin with a trained memory"
@@ -92,8 +92,7 @@ def _floats(state: Any) -> list[Tensor]:
 
 
 def _finite(inputs: tuple[Tensor, ...], state: Any) -> bool:
-    """True if all sums are finite; False also for a sum that overflows; then there turns out to be nothing to
-    forget."""
+    """True if all sums are finite. A sum that overflows also gives False; `_forgotten` then finds nothing to forget."""
     sums = [leaf.detach().sum(dtype=torch.float32) for leaf in (*inputs, *_floats(state))]
     return bool(torch.stack(sums).isfinite().all())
 
@@ -101,13 +100,13 @@ def _finite(inputs: tuple[Tensor, ...], state: Any) -> bool:
 def _forgotten(
     inputs: tuple[Tensor, ...], state: Any, reset_BT: Tensor, kept_at_reset: tuple[str, ...]
 ) -> tuple[tuple[Tensor, ...], Any, Tensor]:
-    """Inputs and state with zeros for what is not finite and followed by a reset, but for the state's fields that a
-    reset keeps, and the tokens [B,T] that are lost by it: from there to the next reset."""
+    """Inputs and state with zeros in tokens and rows that are not finite and are followed by a reset, except in fields
+    of the state that a reset keeps; and the tokens [B,T] lost by this: from there to the next reset."""
     state = pytree.tree_map(_whole, state, is_leaf=_is_ragged)
     time_T = torch.arange(reset_BT.shape[1], device=reset_BT.device)
     begun_BT = (
         torch.where(reset_BT, time_T, -1).cummax(1).values
-    )  # of each token's document; -1 is the state's
+    )  # where each token's document begins; -1: in the state
     finite_BT = torch.stack([x_BTD.isfinite().all(-1) for x_BTD in inputs]).all(0)
     bad_BT = ~finite_BT & (time_T < begun_BT[:, -1:])
     bad_B = reset_BT.any(1)
@@ -126,10 +125,10 @@ def _forgotten(
 
 
 def _is_ragged(part: object) -> bool:
-    """True of a `state.Ragged`, which this module stands below."""
+    """True for a `state.Ragged`; this module is below `state` and does not import it."""
     return hasattr(part, "filled")
 
 
 def _whole(part: Any) -> Any:
-    """Of a cache, what it holds in tensors that have all rows: its pieces have one each."""
+    """A cache with all it holds in tensors of all rows: its pieces have one row each. Other parts as they are."""
     return part.filled() if _is_ragged(part) else part

@@ -1,4 +1,4 @@
-"""The base of every mixer over time: what the model and its tools ask of one, each with a default.
+"""The base class of every mixer over time, with defaults for most of what the model and its tools ask of one.
 
 Shapes: B batch, T time, D model width.
 """
@@ -28,52 +28,52 @@ class Mixer(nn.Module, abc.ABC):
     small: ClassVar[MixerConfig]
     """A config with which tests build it at a width of 16."""
     about: ClassVar[str]
-    """One line."""
+    """One-line description, for lists of designs."""
     source: ClassVar[str]
     """The page or paper that describes it."""
     framed: ClassVar[MixerConfig | None] = None
-    """Its config at a width of 128, if it can stand for the recurrence of another design, as in perspective[kda]."""
+    """Config at a width of 128 in place of another design's recurrence, as in perspective[kda]; None: it cannot be."""
     hidden: ClassVar[int] = 0
-    """The width of the SwiGLU beside it, if a model of both in every layer is a design under its kind: at the size of
-    perspective-tiny-dense, with `framed` as its config."""
+    """Hidden width of the SwiGLU in the design named after its kind, which has `framed` and this SwiGLU in every layer,
+    at the size of perspective-tiny-dense; 0 for no such design."""
 
     value_channels: int = 0
     """Channels of its values, which a value residual mixes with those of the first mixer that has as many (`forward`
     then takes `value_residual`); 0 for none."""
     inputs: tuple[str, ...] = ("x",)
-    """Names of the inputs that `forward` takes apart (`parts.split_inputs`): q, k, v, g (what gates are made of), or x
-    for all. A token shift may be asked for each of them."""
+    """Names of the inputs that `forward` takes separately (`parts.split_inputs`): q, k, v, g (for gates), or x for one
+    input in all. A token shift can be set for each of them."""
     mix_exponents: tuple[float, ...] = (0.7,)
-    """Exponents of the initial token shifts where a model does not say which inputs have them: one for each, or one for
-    all."""
+    """Exponents of the initial mixes of token shifts where a model does not name the inputs that have one: one for each
+    input, or one for all."""
     recipe: ClassVar[Mapping[str, tuple[float, float]]] = {}
-    """Weights that are trained in a way of their own, as its authors do: (share of the learning rate, share of the
-    weight decay) by pattern of their names in it. Of several the first counts that fits; `train.optim` makes groups of
+    """Weights that its authors train with settings of their own: (factor of the learning rate, factor of the weight
+    decay) by pattern of their names in the mixer. The first pattern that fits counts; `train.optim` makes groups of
     them."""
     own_token_shift: bool = False
     """True if it reads the token before by itself, so that a model with token shift adds none."""
     takes_shared: bool = False
     """True if `forward` takes `shared`, which mixers pass to those above them."""
     learned_start: bool = False
-    """True if its empty state is a parameter, which ranks that share a text would each have a part of."""
+    """True if its empty state is a learned parameter, of which FSDP leaves each rank only a part."""
     splits_time: bool = True
-    """True if ranks may share a text, each with a stretch of it: its terms of the loss are means over tokens."""
+    """True if ranks may share a text, each reading a stretch of it: loss terms must then be means over tokens."""
     exact_cells: int = 0
-    """A number of tokens: where each call is filled up to a multiple of it, a prompt has the same bits wherever it is
-    cut into calls, on a CPU in float32 and bfloat16 (`decode.reading.whole`). 0: it may have others. What its matrices
-    want on top of that, where they are not packed, `Block.exact_cells` knows."""
+    """A number of tokens: if each call is padded to a multiple of it, a prompt gives the same bits wherever it is cut
+    into calls, on a CPU in float32 and bfloat16 (`decode.reading.whole`). 0: not promised. `Block.exact_cells` adds
+    what unpacked matrices need."""
     calls_linears: bool = True
     """False if it reads the weights of its linear layers past their `forward`, where no hook sees an input; quantising
     then gives them 8 bits."""
     dropout: nn.Module | None
-    """What the block sets in training with dropout, for a mixer that has weights to drop; `drops` says so."""
+    """Dropout of attention weights, set by the block where the model has dropout and `drops` is true; else None."""
     drops: bool = False
     kept_at_reset: ClassVar[tuple[str, ...]] = ()
     """Fields of its state that a reset keeps, also where the state is not finite."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.dropout = None  # of the instance: one of the class would hide the module that is set
+        self.dropout = None  # on the instance: a class attribute would hide the module that is set
 
     @abc.abstractmethod
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0) -> Any:
@@ -85,12 +85,12 @@ class Mixer(nn.Module, abc.ABC):
         depends on data, or a text begins with a state that is not zero."""
 
     def decays(self) -> int:
-        """Logits of decays of a token, of a matrix memory S that is read as Sᵀ q: `forward` then takes `tuned`
-        (`perspectron.model.tuned`), a field `memory_…` of the state has S. 0: there is none."""
+        """Number of decay logits per token of a matrix memory S that is read as Sᵀ q: `forward` then takes `tuned`
+        (`perspectron.model.tuned`), and the state's field `memory_…` is S. 0: it has no such memory."""
         return 0
 
     def decay_gate(self) -> nn.Module | None:
-        """The module that gives the logits of decays for each row of its state [B,T,D], where there is one to draw."""
+        """The module that gives the decay logits of each row of its state [B,T,D], if it has one that can be drawn."""
         return None
 
     def idle_parameters(self) -> int:
@@ -98,23 +98,23 @@ class Mixer(nn.Module, abc.ABC):
         return 0
 
     def heads(self, x_BTD: Inputs) -> Heads | None:
-        """What attention hands to a recurrence that takes its place, with the distances of these inputs; None of what
-        is no attention."""
+        """The matrices of attention, for a recurrence that takes its place, with the distances it reaches on these
+        inputs; None for a mixer that is not attention."""
         return None
 
     @classmethod
     def in_place_of(cls, d_model: int, heads: int, key: int, value: int) -> MixerConfig | None:
-        """Its config in the place of attention with so many heads of these widths; None where it cannot have them.
-        `take` then fills it."""
+        """Config of this mixer in place of attention with these heads and widths of keys and values; None if it cannot
+        have them. `take` then sets the weights."""
         return None
 
     def take(self, heads: Heads) -> None:
-        """Start from what attention hands on, as far as there is a place for it."""
+        """Set the weights from those of attention, as far as this mixer has a place for them."""
         raise NotImplementedError
 
 
 def mixers() -> dict[str, type[Mixer]]:
-    """The classes of all mixers by kind, imported. ConfigError for one that does not say what has no default."""
+    """The classes of all mixers by kind, imported. ConfigError: one is no `Mixer`, or lacks small, about or source."""
     found = dict(registry.parts("mixers"))
     for kind, mixer in found.items():
         _require_mixer(kind, mixer)
@@ -147,7 +147,7 @@ def config_of(kind: str, **values: Any) -> MixerConfig:
 
 
 def numbered(config: MixerConfig, layer: int, layers: int) -> MixerConfig:
-    """The config of a layer's mixer, where it must know which one of how many it is."""
+    """The config of a layer's mixer, with the number of the layer and of layers filled in if it has these fields."""
     if not hasattr(config, "layers"):
         return config
     known: Any = config

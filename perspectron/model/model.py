@@ -42,17 +42,17 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Output:
-    """What a forward pass gives.
+    """The result of a forward pass.
 
     logits: [B,T,V]. state: after the last token. loss: mean in nats, None without targets. aux: terms that blocks
     and head report, summed by name.
 
-    hidden_states, of as many entries as blocks and one more: what enters the first block (embeddings, with learned
-    positions, if there are any), then the output of each block [B,T,D], but in the place of the last block's output
-    the input of the head, which is that output after the final norm. attentions: of each block the weights of its
-    attention [B,H,T,P+T] after the softmax, or None where it has no attention. Their last T columns are the tokens
-    given, the P before them those that the layer's state holds, the newest at the right; a token of padding, and one
-    outside of the window or in another document, has 0. Both are None unless asked for, as in transformers.
+    hidden_states, one entry more than there are blocks: the input of the first block (embeddings, with learned
+    positions, if there are any), then the output of each block [B,T,D], except that the last entry is the input of the
+    head: the last block's output after the final norm. attentions: the attention weights of each block [B,H,T,P+T]
+    after the softmax, or None where it has no attention. Their last T columns are the tokens given, the P before them
+    those that the layer's state holds, the newest at the right; padding and tokens outside the window or in another
+    document have 0. Both are None unless asked for, as in transformers.
 
         >>> model = perspectron.build("perspective2-tiny")
         >>> ids = torch.tensor([[5, 6, 7, 8]])
@@ -77,8 +77,8 @@ class Output:
 
 
 class LanguageModel(nn.Module):
-    """A model of language: it takes token ids [B,T] and gives logits [B,T,V] and a state. `recompute` trades time for
-    memory in training by computing activations inside a block again in the backward pass.
+    """A language model: it maps token ids [B,T] to logits [B,T,V] and a state. `recompute` trades time for memory in
+    training by computing activations inside a block again in the backward pass.
 
         >>> model = perspectron.build("perspective2-tiny").eval()
         >>> ids = torch.tensor([[5, 6, 7, 8]])
@@ -137,7 +137,7 @@ class LanguageModel(nn.Module):
                 self._drops.append(module)
 
     def _lean(self) -> None:
-        """Let the values of each mixer lean on those of the first with as many channels."""
+        """Give each mixer a value residual: its values are mixed with those of the first with as many channels."""
         seen = set[int]()
         for block in cast("list[Block]", self.blocks):
             width = 0 if block.config.mixer is None else block.mixer.value_channels
@@ -156,7 +156,7 @@ class LanguageModel(nn.Module):
 
     @property
     def _norm_weight(self) -> Tensor:
-        """Every model has it, packed or not."""
+        """The final norm's weight, which every model has, packed or not."""
         return cast(Tensor, self.norm.weight)
 
     def init_state(
@@ -169,7 +169,7 @@ class LanguageModel(nn.Module):
     ) -> LMState:
         """The state before any token. capacity: allocate room for that many tokens at once (caches only). device:
         "meta" for shapes only; None for the model's device. tuned: kinds of trained parts (`model.tuned`) that matrix
-        memories get zeros of. ConfigError: the model has none."""
+        memories get, as zeros. ConfigError: tuned is given, and the model has no matrix memory."""
         blocks, place = cast("list[Block]", self.blocks), torch.device(device or self.device)
         if tuned and not any(mixer.decays() for block in blocks for mixer in block.mixers):
             kinds = ", ".join(sorted({mixer.config.kind for block in blocks for mixer in block.mixers}))
@@ -183,7 +183,7 @@ class LanguageModel(nn.Module):
         return LMState(tuple(states), length_B, self.number)
 
     def begun(self, like: LMState) -> LMState:
-        """The state before any token of rows that have the trained parts of `like`."""
+        """The state before any token, for rows with the trained parts of `like`."""
         empty = self.init_state(like.batch_size)
         layers = map(carried, empty.layers, like.layers)
         return dataclasses.replace(empty, layers=tuple(layers))
@@ -213,10 +213,10 @@ class LanguageModel(nn.Module):
         instead of ids, as `embedding` would return them. reset_BT: True at the first token of a document; nothing
         before it is remembered. pad_BT: True where there is no token; the state is unchanged there. consume_state:
         allow `state` to be overwritten, which saves a copy; it must not be used again. Results are the same.
-        output_hidden_states, output_attentions: keep them, as `Output` says, with gradients where those are enabled;
-        dropout of the weights of attention is left out of its maps. Raises ConfigError for neither or both of ids and
-        inputs_embeds or a wrong shape, and for attention maps of several documents that begin with a trained memory;
-        ValueError for consume_state with gradients enabled.
+        output_hidden_states, output_attentions: return them, as `Output` says, with gradients where those are enabled;
+        attention maps are without dropout. Raises ConfigError for neither or both of ids and inputs_embeds or a wrong
+        shape, and for attention maps of several documents that begin with a trained memory; ValueError for
+        consume_state with gradients enabled.
         """
         seen = None
         if output_hidden_states or output_attentions:
@@ -251,7 +251,7 @@ class LanguageModel(nn.Module):
         seen: Seen | None = None,
     ) -> tuple[Tensor, LMState, dict[str, Term]]:
         """The input of the head [B,T,D], the new state, and the terms that blocks report, summed by name. views: from
-        which the rows choose their experts. seen: gets what it asks for of each block."""
+        which the rows choose their experts. seen: collects what it asks for from each block."""
         check_consumed(consume_state)
         self.check_tokens(ids_BT, inputs_embeds)
         x_BTD: Tensor = self.embedding(ids_BT) if inputs_embeds is None else inputs_embeds
@@ -310,7 +310,7 @@ class LanguageModel(nn.Module):
         views: Views | None,
         seen: Seen | None,
     ) -> tuple[Tensor, LMState, dict[str, Term]]:
-        """`hidden` of pieces, each up to where a document of some row begins: there the memory is the first one."""
+        """`hidden` piece by piece, cut where a document of any row begins: it starts with the trained first memory."""
         reset_BT = cast(Tensor, texts["reset_BT"])
         cuts = [0, *(1 + reset_BT[:, 1:].any(0).nonzero()[:, 0]).tolist(), reset_BT.shape[1]]
         hidden, aux, parts = list[Tensor](), dict[str, Term](), list[Seen]()
@@ -348,7 +348,7 @@ class LanguageModel(nn.Module):
         return copied
 
     def check_tokens(self, ids_BT: Tensor | None, inputs_embeds: Tensor | None) -> None:
-        """Raise ConfigError unless exactly one is given, and in it a token in each of one or more rows."""
+        """Raise ConfigError unless exactly one of them is given, with at least one row and one token."""
         if (ids_BT is None) == (inputs_embeds is None):
             both = "both are given" if ids_BT is not None else "neither is given"
             raise ConfigError(f"ids, inputs_embeds: {both}, must be exactly one of them")
@@ -491,7 +491,7 @@ def allocated(model: LanguageModel) -> LanguageModel:
 
 def require_memory(model: LanguageModel, itemsize: int = 0) -> None:
     """Raise ConfigError if a model's weights do not fit into the memory of this machine. The model may be on the meta
-    device. itemsize: bytes of each number, where they will be others than the model's."""
+    device. itemsize: bytes of each number, if they will not be the model's."""
     tensors = (*model.parameters(), *model.buffers())
     size = sum(tensor.numel() * (itemsize or tensor.itemsize) for tensor in tensors)
     bound = f"≤ {memory() / 1e9:,.1f} GB, the memory of this machine"

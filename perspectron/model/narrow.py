@@ -21,8 +21,8 @@ MOST = 127
 
 
 def tensors(path: Path | str, held: dict[str, Tensor], header: dict[str, str], dtype: Dtype) -> None:
-    """Replace all numbers that are not whole, and note in the header what they were. StateError: one does not fit, or
-    there is no such dtype."""
+    """Convert all floating-point tensors in place of those in `held`, and note their dtypes in the header. StateError:
+    a number does not fit, or there is no such dtype."""
     if dtype not in get_args(Dtype):
         raise StateError(f"dtype = {str(dtype)[:40]!r}, must be {', '.join(get_args(Dtype))}")
     stored = {}
@@ -48,8 +48,8 @@ def tensors(path: Path | str, held: dict[str, Tensor], header: dict[str, str], d
 def widened(
     path: Path | str, held: dict[str, Tensor], header: dict[str, str], wanted: Mapping[str, Any]
 ) -> None:
-    """Undo `tensors`, as far as it can be undone. wanted: the dtype of each tensor of the model's states. StateError:
-    the header does not fit it, or what is held."""
+    """Undo `tensors`, up to rounding. wanted: the dtype of each tensor of the model's states. StateError: the header
+    does not fit it, or the tensors."""
     try:
         stored = parse_json(header.pop(STORED), room=JSON_ROOM)
         for name, was in stored.items():
@@ -58,7 +58,7 @@ def widened(
                 raise ValueError
             if tensor.dtype == torch.int8:
                 scale = held.pop(name + SCALE)
-                # Another shape would spread it to more than the file holds, unless there is nothing to spread.
+                # A scale of another shape would broadcast the tensor to more than the file holds, unless it is empty.
                 if tensor.numel() and scale.shape != (*tensor.shape[:-1], 1):
                     raise ValueError
                 held[name] = (tensor * scale).to(dtype)

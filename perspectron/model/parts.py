@@ -1,5 +1,5 @@
-"""Parts shared by mixers and blocks: a short convolution, a shift by one token, values of the first layer, unit keys,
-initial values of decays and mixes, and dropout.
+"""Parts shared by mixers and blocks: a short convolution, a shift by one token, value residuals, unit keys, initial
+values of decays and mixes, and dropout.
 
 Shapes: B batch, T time, D width, C channels, W taps, Z = W − 1 tokens of a window, N inputs of a mixer.
 """
@@ -23,9 +23,9 @@ CONV_TAPS = 4
 UNIT_EPS = 1e-6
 LEAST_SQUARE = 1e-24
 MIX_EXPONENTS = {"x": 0.7, "q": 0.2, "k": 0.7, "v": 0.7, "g": 0.2, "network": 0.7}
-"""Of the initial mixes of a token shift, by the input that has it: those of RWKV-7's first layer."""
+"""Exponents of the initial mixes of a token shift, by input: those of RWKV-7's first layer."""
 ValueFunction = Callable[[Tensor, Tensor], Tensor]
-"""A function of a mixer's values [B,T,C] and of their input [B,T,D]: values that lean on the first mixer's
+"""A function of a mixer's values [B,T,C] and of their input [B,T,D] that mixes them with the first mixer's values
 (`ValueResidual`)."""
 
 
@@ -83,7 +83,7 @@ class Dropout(nn.Module):
 
 class SameZeros(AbstractContextManager[None]):
     """Context for a block that is computed again in the backward pass: dropout draws the zeros of the forward pass in
-    which this was made, whichever came after it."""
+    which this was made, even if others followed it."""
 
     def __init__(self, drops: Sequence[Dropout]) -> None:
         self.drops, self.passes = drops, [drop.passes for drop in drops]
@@ -103,7 +103,7 @@ def _shifted(x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Tensor) -> 
     """The token before each one in its document [B,T,D], zeros before the first; and the last token [B,D]."""
     B, T, D = x_BTD.shape
     all_BSD = torch.cat([last_BD[:, None], x_BTD], 1)
-    # of each place, the last token before it that is none of padding; 0 is the one before x
+    # for each place, the last token before it that is not padding; 0 is the one before x
     time_T = torch.arange(1, T + 1, device=x_BTD.device)
     from_BS = torch.cat([pad_BT.new_zeros(B, 1, dtype=torch.long), torch.where(pad_BT, 0, time_T)], 1)
     from_BS = from_BS.cummax(1).values
@@ -209,12 +209,12 @@ def _before(x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tup
 
 
 def projected(linear: nn.Module, inputs: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """The outputs of a linear layer, in parts of these sizes, each of an input of its own."""
+    """The output of a linear layer in parts of these sizes, each computed from its own input."""
     if all(x is inputs[0] for x in inputs):
         whole: Tensor = linear(inputs[0])
         return whole
     if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
-        # who packs a layer or looks at what it reads has all of it
+        # a packed layer, or one with hooks, is called as a whole
         parts = [linear(x).split(list(sizes), -1)[i] for i, x in enumerate(inputs)]
     else:
         weights = linear.weight.split(list(sizes))
@@ -224,7 +224,7 @@ def projected(linear: nn.Module, inputs: Sequence[Tensor], sizes: Sequence[int])
 
 
 def split_inputs(x: Inputs, inputs: int) -> tuple[Tensor, ...]:
-    """A mixer's inputs; where it is given one, that for all."""
+    """A mixer's inputs as a tuple; a single one is used for all."""
     return (x,) * inputs if isinstance(x, Tensor) else x
 
 
@@ -242,8 +242,8 @@ def low_rank(
     bias: bool = True,
     rank: int | None = None,
 ) -> nn.Sequential:
-    """W₂ f(W₁ x) + b of a rank, or else of one near `size`: the nearest multiple of 32 above 0. channels: of the
-    output; D where they are not given."""
+    """W₂ f(W₁ x) + b of a rank; by default the multiple of 32, at least 32, nearest to `size`. channels: of the output;
+    D by default."""
     rank = rank or max(32, round(size / 32) * 32)
     return nn.Sequential(
         nn.Linear(d_model, rank, bias=False), activation, nn.Linear(rank, channels or d_model, bias=bias)
@@ -251,7 +251,7 @@ def low_rank(
 
 
 def start_low_rank(low: nn.Sequential, generator: torch.Generator, bias_D: Tensor | None = None) -> None:
-    """Start a low rank such that it gives its bias alone."""
+    """Initialise a low-rank layer such that it gives its bias alone."""
     inner, outer = cast(nn.Linear, low[0]), cast(nn.Linear, low[2])
     inner.weight.zero_()
     nn.init.orthogonal_(outer.weight, 0.1, generator)
@@ -260,7 +260,7 @@ def start_low_rank(low: nn.Sequential, generator: torch.Generator, bias_D: Tenso
 
 
 class Shared:
-    """Tensors that mixers hand to those above them, of the same tokens, by name. It is no dict because FSDP and
+    """Tensors, by name, that mixers pass to those above them for the same tokens. It is no dict because FSDP and
     accelerate copy dicts on the way to a module."""
 
     def __init__(self) -> None:
@@ -283,8 +283,8 @@ class Shared:
 
 
 class ValueResidual(nn.Module):
-    """A mixer's values, which lie between its own and those of the first mixer with as many channels, by
-    σ(W₂ W₁ x + b) (Zhou et al. 2024, arXiv 2410.17897). That first one has no gate, and hands its values on."""
+    """A value residual: values between a mixer's own and those of the first mixer with as many channels, mixed by σ(W₂
+    W₁ x + b) (Zhou et al. 2024, arXiv 2410.17897). That first one has no gate, and shares its values."""
 
     def __init__(self, d_model: int, channels: int, *, first: bool) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ class ValueResidual(nn.Module):
             start_value_residual_gate(self.gate, generator)
 
     def forward(self, values_BTC: Tensor, x_BTD: Tensor, shared: Shared) -> Tensor:
-        """shared: of these tokens, from the blocks below."""
+        """shared: tensors from the blocks below, for these tokens."""
         if self.gate is None:
             shared[self.key] = values_BTC
             return values_BTC
@@ -304,13 +304,13 @@ class ValueResidual(nn.Module):
 
 
 def blend(first_BTC: Tensor, values_BTC: Tensor, gate_BTC: Tensor) -> Tensor:
-    """Values as far on the way to the first ones as the gate's σ says; in their own dtype."""
+    """Values moved towards the first ones by the share σ(gate), in their own dtype."""
     share_BTC = batch_invariant(torch.sigmoid, gate_BTC).to(values_BTC.dtype)
     return torch.lerp(values_BTC, first_BTC.to(values_BTC.dtype), share_BTC)
 
 
 def value_residual_gate(d_model: int, channels: int, rank: int | None = None) -> nn.Sequential:
-    """A gate for each channel, before its σ."""
+    """The layer that gives a gate's logit for each channel."""
     return low_rank(d_model, 1.7 * d_model**0.5, nn.Identity(), channels, rank=rank)
 
 

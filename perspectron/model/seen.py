@@ -1,4 +1,4 @@
-"""What a model keeps of its way through the layers, for those who ask: the tokens between blocks, and attention maps.
+"""Intermediate results that a model keeps on request: hidden states between blocks, and attention maps.
 
 Shapes: B batch, T tokens of the chunk, P tokens before it, D model width, H query heads, G key heads, K key width.
 """
@@ -22,15 +22,15 @@ _maps: ContextVar[list[Tensor] | None] = ContextVar("maps", default=None)
 
 @dataclass
 class Seen:
-    """states: the input of the first block, then the output of each [B,T,D]; None where nobody asked. maps: of each
-    block that of its attention [B,H,T,P+T], or None where it has none."""
+    """Results kept during a pass; None unless asked for. states: the input of the first block, then the output of each
+    [B,T,D]. maps: each block's attention map [B,H,T,P+T], or None where it has no attention."""
 
     states: list[Tensor] | None = None
     maps: list[Tensor | None] | None = None
 
     @contextmanager
     def block(self, x_BTD: Tensor) -> Iterator[None]:
-        """Context of one block that reads x, whose maps are kept if they are asked for."""
+        """Context of one block that reads x: keeps x and the block's map if they are asked for."""
         if self.states is not None:
             self.states.append(x_BTD)
         own: list[Tensor] = []
@@ -45,7 +45,7 @@ class Seen:
     def result(
         self, hidden_BTD: Tensor, skip: int = 0
     ) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor | None, ...] | None]:
-        """Both as `Output` has them, without the first tokens. hidden_BTD: the input of the head, without them too."""
+        """Both as in `Output`, without the first `skip` tokens. hidden_BTD: the input of the head, without them too."""
         states = None if self.states is None else (*self.states[:-1], hidden_BTD)
         maps = None if self.maps is None else tuple(self.maps)
         if skip and states is not None:
@@ -56,14 +56,14 @@ class Seen:
 
 
 def _joined(maps: list[Tensor]) -> Tensor:
-    """The heads of all mixers of a block, over as many tokens."""
+    """Maps of a block's mixers joined along the heads, padded on the left to the same number of tokens."""
     S = max(x.shape[3] for x in maps)
     return torch.cat([F.pad(x, (S - x.shape[3], 0)) for x in maps], 1)
 
 
 def mapped(attend: A) -> A:
-    """A function (q, k, v, state, at, …) of attention to a state's keys that leaves its map where one is asked for.
-    What it calls itself leaves none."""
+    """Decorator of a function (q, k, v, state, at, …) of attention to a state's keys: keeps its map if one is asked
+    for. Calls within it keep none."""
 
     @functools.wraps(attend)
     def run(q: Tensor, k: Tensor, v: Tensor, state: Any, at: attention.Places, **options: Any) -> Any:
@@ -109,5 +109,5 @@ def attention_map(
     seen = attention.visible(at, positions, segments, window)[:, None]
     scores = q @ keys.mT * (q.shape[3] ** -0.5 if scale is None else scale)
     scores = attention.capped(scores, cap).masked_fill(~seen, float("-inf"))
-    padding = ~at.valid_BT[:, None, :, None]  # which sees nothing, or what a token would
+    padding = ~at.valid_BT[:, None, :, None]  # it sees nothing, or what a token would
     return scores.masked_fill(padding, 0).softmax(-1).masked_fill(padding, 0)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=type[Any])
 FORMAT = "perspectron-state-3"
 FORMATS = (FORMAT, "perspectron-state-2")
-"""Those that are read. The second is one part, whose digest is of all its tensors."""
+"""Formats that are read. A file of the second is one part, with one digest of all its tensors."""
 TUNED = "tuned"
 """Field of a header: the kinds of trained parts that the state has (`model.tuned`), where it has any."""
 MOST_TOKENS = 1 << 62
@@ -43,23 +43,23 @@ def register(cls: T) -> T:
 class Ragged(ABC):
     """Base of a part of a state whose rows may differ in shape, such as caches of different capacity.
 
-    Every other part is selected and stacked tensor by tensor, along its first dimension. A dimension that may differ
-    is 0 in the empty state of a batch without room.
+    Every other part is selected and stacked tensor by tensor, along its first dimension. A dimension that may differ is
+    0 in an empty state without room.
     """
 
     grown: ClassVar[tuple[str, ...]] = ()
-    """Names of its parts that get a slot per token, along their third dimension: what a file of it writes once."""
+    """Names of its tensors with a slot per token, along the third dimension; a file stores each slot only once."""
 
     def spanned(self) -> int:
-        """Slots of each of them that are used."""
+        """Number of used slots in each of the tensors in `grown`."""
         return 0
 
     def span(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """These slots of each of the parts that grow, in their order."""
+        """These slots of each of the tensors in `grown`, in their order."""
         return ()
 
     def emptied(self) -> Self:
-        """The same counts without slots in the parts that grow."""
+        """The same part without slots in the tensors of `grown`; counts stay."""
         return self
 
     @abstractmethod
@@ -67,16 +67,16 @@ class Ragged(ABC):
         """Raise StateError unless its count fits its capacity."""
 
     def filled(self) -> Self:
-        """What holds tokens, a view."""
+        """The part without its free slots, as a view."""
         return self
 
     def fork(self, into: Self | None = None) -> Self:
-        """An independent copy. into: another, which is used up: its memory is taken where it has the shape."""
+        """An independent copy. into: another part, not to be used again: its memory is reused where the shape fits."""
         copy: Self = pytree.tree_map(_copied, self, self if into is None else into)
         return copy
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
+        """The same part on a device."""
         moved: Self = pytree.tree_map_only(Tensor, lambda x: x.to(device), self)
         return moved
 
@@ -136,12 +136,12 @@ class LMState:
         """Copy these rows in this order; a row may occur more than once. Caches keep only the capacity that the
         longest row needs. StateError for a row that does not exist."""
         chosen = self.picked(rows)
-        if tuned.parts(chosen):  # rows that have none leave a batch as they came
+        if tuned.parts(chosen):  # drop those that only other rows of the batch have
             chosen = dataclasses.replace(chosen, layers=tuned.bared(chosen.layers))
         return chosen
 
     def picked(self, rows: Sequence[int] | Tensor) -> "LMState":
-        """`select`, with the trained parts that others of the batch have, which are zeros in these rows."""
+        """`select` that keeps the kinds of trained parts which only other rows have; they are zeros in these rows."""
         rows_N = torch.as_tensor(rows)
         if rows_N.numel() and (rows_N.is_floating_point() or rows_N.dtype == torch.bool):
             raise StateError(
@@ -168,14 +168,14 @@ class LMState:
         return LMState.stack([self, state]).select([B if other == row else other for other in range(B)])
 
     def fork(self, into: "LMState | None" = None) -> "LMState":
-        """An independent state: a copy but for caches, which share what both have read (`model.cache`), and for what
-        was trained (`model.tuned`), which nothing writes into. into: another
-        state of the model, which is used up: its memory is taken where it has the shape."""
+        """An independent state: a copy, except that caches share what both have read (`model.cache`) and trained parts,
+        never written into, are shared (`model.tuned`). into: another state of the model, not to be used again: its
+        memory is reused where shapes fit."""
         copied: LMState = pytree.tree_map(_forked, self, self if into is None else into, is_leaf=_forks)
         return dataclasses.replace(copied, model=self.model)
 
     def filled(self) -> "LMState":
-        """The same without the free slots of caches, a view."""
+        """The same state without the free slots of caches, as a view."""
         return self._map(lambda part: part.filled() if isinstance(part, Ragged) else part, is_leaf=_is_ragged)
 
     @property
@@ -224,7 +224,7 @@ pytree.register_dataclass(LMState, field_names=["layers", "length_B"], drop_fiel
 
 
 def cat(tensors: Sequence[Tensor]) -> Tensor:
-    """Rows of all tensors, one after the other. StateError unless they agree in all but their number."""
+    """Rows of all tensors, one after the other. StateError unless their rows agree in shape, dtype and device."""
     kinds = [f"{tuple(tensor.shape[1:])} {tensor.dtype} on {tensor.device}" for tensor in tensors]
     if other := set(kinds) - {kinds[0]}:
         raise StateError(
@@ -300,8 +300,8 @@ def save_state(
     dtype: narrow.Dtype = "full",
 ) -> None:
     """Write `state` as safetensors with the model's fingerprint. `extra` is any JSON object to store with it. dtype: of
-    its numbers; in fewer bits the state that is loaded is near it and not it. Where the file holds an earlier state of
-    the same text, what is new is appended to it (`perspectron.model.appended`).
+    its numbers; with fewer bits the loaded state is only an approximation. Where the file holds an earlier state of the
+    same text, what is new is appended to it (`perspectron.model.appended`).
 
     The file is written whole or not at all. StorageError if it cannot be written. StateError for what would be refused
     when it is read: numbers that the dtype cannot hold, a state of another model, a header of over MAX_JSON bytes.
@@ -327,8 +327,8 @@ def packed(
     extra: dict[str, Any] | None = None,
     dtype: narrow.Dtype = "full",
 ) -> Contents:
-    """What a file of a state holds. StateError, which names it: `extra` is no JSON, or dtype none that there is or that
-    the numbers fit."""
+    """The contents of a state's file. StateError, which names it: `extra` is no JSON object, there is no such dtype, or
+    a number does not fit it."""
     parts = pytree.tree_leaves_with_path(state, is_leaf=_is_ragged)
     grown = {_name(where): part for where, part in parts if isinstance(part, Ragged) and part.grown}
     slots = {part.spanned() for part in grown.values()}
@@ -435,8 +435,8 @@ def read_state(
 
 
 def _check_leaf(name: str, value: Any, empty: Any, roomy: Any, roomier: Any) -> None:
-    """StateError unless a leaf is of the kind that the model's states have: an empty one, and one with room for 2 and
-    for 3 tokens. A dimension in which those two differ may have any size; what room does not change, one of theirs."""
+    """StateError unless a leaf fits those of the model's states: an empty one, and ones with room for 2 and for 3
+    tokens. A dimension in which the last two differ may have any size; another must have a size of theirs."""
     if not isinstance(empty, Tensor):
         if type(value) is not int or not 0 <= value < MOST_TOKENS:
             raise StateError(f"{name} = {str(value)[:40]}, must be a whole number from 0 to 2⁶²")
@@ -453,7 +453,7 @@ def _kind(value: Any) -> str:
 
 
 def _check_counts(state: LMState, positions: int) -> None:
-    """StateError unless every count of tokens is one that there can be, the same in all layers, and fits its room."""
+    """StateError unless every count of tokens is possible, the same in all layers, and fits its room."""
     leaves = [(_name(where), leaf) for where, leaf in pytree.tree_leaves_with_path(state)]
     lengths = [(name, leaf) for name, leaf in leaves if name.endswith("length_B")]
     most = positions if state.length_B is not None else MOST_TOKENS - 1
@@ -487,7 +487,7 @@ def load_extra(path: Path | str) -> dict[str, Any]:
 
 
 def _json(path: Path, header: dict[str, str], field: str) -> dict[str, Any]:
-    """The object in a field of the header. StateError: it is missing or none."""
+    """The JSON object in a field of the header. StateError: it is missing, or is no object."""
     try:
         value = parse_json(header.get(field, ""), room=JSON_ROOM)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What attention hands to a recurrence that takes its place: its matrices by head, and how far each head looks.
+"""What a recurrence takes over from attention in its place: the matrices by head, and how far each head looks.
 
 Shapes: D model width, H query heads, K key width, V value width, T distances, N channels of a head.
 """
@@ -14,8 +14,8 @@ SLOWEST, FASTEST = 1e6, 1.0  # half-lives in tokens
 
 @dataclass(frozen=True)
 class Heads:
-    """The matrices of attention, those of a group before each of its heads, and the mean share of attention by distance
-    in tokens, 0 first, which sums to 1 in each head."""
+    """The matrices of attention, with keys and values repeated for each head of a group, and the mean share of
+    attention by distance in tokens, 0 first, summed over the batches it was measured on."""
 
     q_HKD: Tensor
     k_HKD: Tensor
@@ -29,8 +29,8 @@ class Heads:
         return (*self.q_HKD.shape[:2], self.v_HVD.shape[1])
 
     def halflives(self, channels: int) -> Tensor:
-        """Half-lives [H,N] in tokens: the quantiles of the distances, so that as many channels forget within a distance
-        as there is attention up to it."""
+        """Half-lives [H,N] in tokens: quantiles of the distances, so that the share of channels that forget within a
+        distance is the share of attention up to it."""
         mass_HT = self.mass_HT.double()
         reached_HT = mass_HT.cumsum(1) / mass_HT.sum(1, keepdim=True)
         at_HN = ((torch.arange(channels, dtype=torch.float64) + 0.5) / channels).expand(len(mass_HT), -1)
@@ -44,7 +44,7 @@ class Heads:
         return math.log(2) / self.halflives(channels)
 
     def narrowed(self, width: int) -> tuple[Tensor, Tensor]:
-        """Queries and keys of this width, at most K, whose products are nearest to these."""
+        """Matrices of queries and keys of this width, at most K, whose products are nearest to those of these."""
         if width == self.q_HKD.shape[1]:
             return self.q_HKD, self.k_HKD
         (q_HDK, q_HKK), (k_HDK, k_HKK) = (torch.linalg.qr(x.mT.double()) for x in (self.q_HKD, self.k_HKD))
@@ -61,7 +61,7 @@ def fill(linear: nn.Linear, *parts_HKD: Tensor) -> None:
 
 
 def passing(conv: nn.Module) -> None:
-    """Let a short convolution give what it reads, but for a tenth of what it was."""
+    """Make a short convolution the identity plus a tenth of what it was."""
     for parameter in conv.parameters():
         parameter.mul_(0.1)
     weight = conv.weight
@@ -70,5 +70,5 @@ def passing(conv: nn.Module) -> None:
 
 
 def before_softplus(steps: Tensor) -> Tensor:
-    """x where softplus(x) is this."""
+    """The inverse of softplus."""
     return steps + torch.log(-torch.expm1(-steps))

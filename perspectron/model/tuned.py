@@ -1,9 +1,9 @@
-"""What was trained of a memory while the weights were frozen, as a part of the state: each row of a batch has its own
+"""Parts of a memory that were trained while the weights were frozen, kept in the state: each row of a batch has its own
 (docs/guides/keep-a-memory.md#a-memory-that-was-trained).
 
 A matrix memory S is read as S + C, of an offset C. In designs that add what they write, this is a memory that decays
-toward C instead of toward 0; in those that correct what they read (delta rules), what is written does not see C. It is
-no part of what was read: a document that begins leaves it.
+toward C instead of toward 0; in those that correct what they read (delta rules), what is written does not see C. C is
+not something that was read: a new document does not reset it.
 
 Shapes: B batch, T time, H heads, G heads of queries, K key width, V value width, N logits of decays.
 """
@@ -24,9 +24,9 @@ KINDS = ("offset", "gates", "first")
 
 @dataclass(frozen=True)
 class Tuned:
-    """A mixer's state under what was trained. mixer: its own state. offset: C, of the memory's shape. gates: added to
-    the logits of its decays [B,N]. first: S0, the memory with which a document begins. A part that no row has is [B,0];
-    zeros are the same as none."""
+    """A mixer's state with its trained parts. mixer: its own state. offset: C, of the memory's shape. gates: added to
+    the decay logits [B,N]. first: S0, the memory with which a document begins. A part that no row has is [B,0]; zeros
+    are the same as none."""
 
     mixer: Any
     offset: Tensor
@@ -34,14 +34,14 @@ class Tuned:
     first: Tensor
 
     def decays(self, logits: Tensor) -> Tensor:
-        """Logits of decays [B,T,…], of N numbers a token, with the biases."""
+        """Decay logits [B,T,…], N numbers per token, plus the trained gates."""
         if self.gates.shape[1] == 0:
             return logits
         return logits + self.gates.view(len(logits), 1, *logits.shape[2:]).to(logits.dtype)
 
     def read(self, o_BHTV: Tensor, q_BGTK: Tensor, scale: float = 1.0) -> Tensor:
-        """What was read of S, with what is read of C [B,H,K,V]: o + scale · q C. H / G heads in a row share q. Without
-        heads: o [B,T,V], q [B,T,K], C [B,V,K]."""
+        """o, which was read from S, plus what is read from the offset C [B,H,K,V]: o + scale · q C. Each q serves H / G
+        consecutive heads. Without heads: o [B,T,V], q [B,T,K], C [B,V,K]."""
         if self.offset.shape[1] == 0:
             return o_BHTV
         with full_precision(o_BHTV):
@@ -49,17 +49,17 @@ class Tuned:
             if C.ndim == 4:
                 q = q if q.shape[1] in (1, C.shape[1]) else q.repeat_interleave(C.shape[1] // q.shape[1], 1)
                 return o_BHTV + q @ C
-            C = C.reshape(len(q), -1, C.shape[-1])  # PDR's groups of rows stand in the batch
+            C = C.reshape(len(q), -1, C.shape[-1])  # PDR's groups of rows are in the batch dimension
             return o_BHTV + q @ C.mT
 
     def begun(self, empty: Any) -> Any:
-        """A mixer's empty state as a document begins here."""
+        """A mixer's empty state with the trained first memory, if there is one."""
         if self.first.shape[1] == 0:
             return empty
         return replace(empty, **{memory_field(empty): self.first})
 
     def restarted(self, empty: Any, reset_B: Tensor, kept: Sequence[str]) -> Any:
-        """The mixer's state where rows begin a document. kept: fields that a reset keeps."""
+        """The mixer's state, with the rows of `reset_B` at the start of a document. kept: fields that a reset keeps."""
         begun = self.begun(empty)
 
         def chosen(start: Tensor, own: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Tuned:
 
 pytree.register_dataclass(Tuned)
 UNTUNED = Tuned(None, *[torch.empty(0, 0)] * 3)
-"""Without any part, for mixers whose states have none."""
+"""A `Tuned` without any part, for mixers whose states have none."""
 
 
 def memory_field(state: Any) -> str:
@@ -95,13 +95,13 @@ def around(state: Any, decays: int, kinds: Sequence[str]) -> Tuned:
 
 
 def parts(state: Any) -> list[Tuned]:
-    """Those of a state, in the order of its layers."""
+    """Every `Tuned` in a state, in the order of its layers."""
     leaves = pytree.tree_leaves(state, is_leaf=lambda part: isinstance(part, Tuned))
     return [part for part in leaves if isinstance(part, Tuned)]
 
 
 def with_parts(state: Any, change: Callable[[Tuned], Tuned]) -> Any:
-    """The state with other ones, in the order of `parts`."""
+    """The state with `change` applied to each `Tuned`, in the order of `parts`."""
     is_tuned = lambda part: isinstance(part, Tuned)  # noqa: E731
     changed = pytree.tree_map(lambda part: change(part) if is_tuned(part) else part, state, is_leaf=is_tuned)
     return replace(changed, model=state.model)
@@ -114,19 +114,19 @@ def kinds_of(state: Any) -> tuple[str, ...]:
 
 
 def has_first(state: Any) -> bool:
-    """True if documents begin with a memory."""
+    """True if documents begin with a trained memory."""
     return any(part.first.shape[1] for part in parts(state))
 
 
 def carried(state: Any, like: Any) -> Any:
-    """A layer's empty state, with what another one of as many rows has of trained parts."""
+    """A layer's empty state, with the trained parts of another state of as many rows."""
     if isinstance(like, Tuned):
         return replace(like, mixer=like.begun(state))
     return _descend(state, lambda name: carried(getattr(state, name), getattr(like, name)))
 
 
 def alike(layers: Sequence[Any]) -> list[Any]:
-    """A layer's states, of several batches, with parts of the same kinds: zeros where others have some."""
+    """A layer's states from several batches, with the same kinds of trained parts: zeros where only others have one."""
     tuned = [layer for layer in layers if isinstance(layer, Tuned)]
     if tuned:
         whole = {
@@ -152,14 +152,14 @@ def _padded(layer: Any, like: Tuned, whole: dict[str, torch.Size]) -> Tuned:
         if x is not None and x.shape[1:] == whole[kind]:
             return x
         if x is not None and x.shape[1] > 0:
-            return x  # of another model: stacking says so
+            return x  # from another model: stacking raises an error
         return getattr(like, kind).new_zeros(B, *whole[kind])
 
     return Tuned(layer if own is None else own.mixer, *(part(kind) for kind in KINDS))
 
 
 def bared(layers: Sequence[Any]) -> tuple[Any, ...]:
-    """Layers' states without the kinds that are zeros in all rows of all layers."""
+    """Layers' states without the kinds of trained parts that are zeros in all rows of all layers."""
     found = [part for layer in layers for part in parts(layer)]
     kept = [kind for kind in KINDS if any(bool(getattr(part, kind).any()) for part in found)]
     return tuple(_bare(layer, kept) for layer in layers)
@@ -175,6 +175,6 @@ def _bare(layer: Any, kept: Sequence[str]) -> Any:
 
 
 def _descend(layer: Any, change: Any) -> Any:
-    """A block's state with other ones of its mixers."""
+    """A block's state, with the state of each of its mixers replaced by what `change` returns for its field."""
     names = [name for name in ("mixer", "beside") if hasattr(layer, name)]
     return replace(layer, **{name: change(name) for name in names}) if names else layer

@@ -1,8 +1,8 @@
 """Checkpoints: each is a folder that is written atomically and verified before use.
 
-RUN/checkpoints/step-00000100/ holds model.safetensors, training.safetensors (optimizer moments, random state)
-and checkpoint.json (step, data position, held-out result, size and digest of the other two and its own digest). What
-several ranks wrote holds shards in place of the two (`perspectron.train.sharded`).
+RUN/checkpoints/step-00000100/ holds model.safetensors, training.safetensors (optimizer moments, random state) and
+checkpoint.json (step, data position, held-out result, size and digest of the other two and its own digest). A
+checkpoint by several ranks holds shards in place of the first two (`perspectron.train.sharded`).
 """
 
 import hashlib
@@ -45,7 +45,7 @@ from perspectron.util.schema import checked
 from perspectron.util.tensors import load_tensors, save_tensors
 
 RUN_LOCK = ".run.lock"
-"""Held while a run is trained; beside it `compare` keeps its cells by a lock of its own."""
+"""Lock held while a run is trained; `compare` guards its cells by a lock of its own beside it."""
 MODEL, TRAINING, INDEX = "model.safetensors", "training.safetensors", "checkpoint.json"
 SHARD = re.compile(r"shard-\d{5}-model-00001-of-00001\.safetensors")
 """The name of a rank's shard, as torch.distributed.checkpoint has it."""
@@ -69,7 +69,7 @@ class Progress:
 class _Index(
     Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="perspectron-checkpoint-1"
 ):
-    """checkpoint.json."""
+    """Contents of checkpoint.json."""
 
     progress: Progress
     config: dict[str, Any]
@@ -80,8 +80,8 @@ class _Index(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder, what its index says of the run, and its other files. config: as it was when this was written;
-    tokenizer: its fingerprint."""
+    """A checkpoint's folder, what its index says of the run, and its other files. config: the run's when it was
+    written; tokenizer: its fingerprint."""
 
     path: Path
     progress: Progress
@@ -91,14 +91,14 @@ class Checkpoint:
 
 
 class Known(NamedTuple):
-    """A run's config, as its JSON has it and validated."""
+    """A run's config, as values of its JSON and validated."""
 
     values: dict[str, Any]
     config: RunConfig
 
 
 def folder(run: Path) -> Path:
-    """CheckpointError: a link that leads out of the run."""
+    """The folder of a run's checkpoints. CheckpointError: it is a link that leads out of the run."""
     return safe_join(run, "checkpoints", CheckpointError)
 
 
@@ -154,7 +154,7 @@ def export(
 
 
 def _digest(index: dict[str, Any]) -> str:
-    """Of all fields but the digest."""
+    """SHA-256, in hex, of all fields but the digest."""
     fields = {name: value for name, value in index.items() if name != "digest"}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
@@ -171,12 +171,12 @@ def prune(run: Path, train: TrainConfig) -> None:
 
 
 def extendable(there: list[Checkpoint], train: TrainConfig) -> list[Checkpoint]:
-    """Those that a run with more steps would have come to as well: from before a constant rate fell."""
+    """Checkpoints that a run with more steps would have reached too: those from before a constant rate fell."""
     return [c for c in there if c.progress.step <= falls_at(train.steps, train.optim)]
 
 
 def _best(there: list[Checkpoint]) -> Checkpoint:
-    """The lowest held-out loss; the newest where none was measured."""
+    """The checkpoint with the lowest held-out loss; the newest where none was measured."""
     measured = [(c.progress.heldout, i) for i, c in enumerate(there) if c.progress.heldout is not None]
     return there[min(measured)[1]] if measured else there[-1]
 
@@ -191,8 +191,8 @@ def paths(run: Path) -> list[Path]:
 
 
 def read(path: Path, known: Known | None = None) -> Checkpoint:
-    """The checkpoint in a folder; CheckpointError unless its index is as it was written. The other files are
-    not verified yet. known: the run's config, which is that of most of its checkpoints."""
+    """The checkpoint in a folder; CheckpointError unless its index is as it was written. The other files are not
+    verified yet. known: the run's config; a checkpoint with the same one is not validated anew."""
     where = path / INDEX
     values = read_json(safe_join(path, INDEX, CheckpointError), CheckpointError)
     index = checked(values, _Index, CheckpointError, where)
@@ -250,8 +250,8 @@ def _readable(
 
 
 def verify(checkpoint: Checkpoint, part: int = 0, parts: int = 1) -> None:
-    """Raise CheckpointError, naming the file, unless every byte is as it was written, also of what stands in the folder
-    beside. part: which of so many parts of the files is read."""
+    """Raise CheckpointError, naming the file, unless every byte is as it was written, and for other tensors in the
+    folder. part, parts: of every `parts` files, check only number `part`."""
     there = {path.name for path in checkpoint.path.glob("*.safetensors")}
     if more := sorted(there - checkpoint.files.keys()):
         raise CheckpointError(f"{checkpoint.path / more[0]}: is not of this checkpoint")
@@ -286,8 +286,8 @@ def restore(
 
 
 def check(checkpoint: Checkpoint, model: LanguageModel, tokenizer: Tokenizer, training: bool) -> None:
-    """CheckpointError, before a tensor is read, unless it is of this model and tokenizer and, for a training to go on,
-    holds more than weights."""
+    """CheckpointError, before a tensor is read, unless the checkpoint is of this model and tokenizer and, if `training`
+    is to go on, holds more than weights."""
     if checkpoint.config.model != model.config:
         name, there, here = next(iter(unlike(dump(checkpoint.config.model), dump(model.config))))
         told = f"{name} is {there!r}, there {here!r}"
@@ -308,7 +308,7 @@ def start_from(run: Path, model: LanguageModel, tokenizer: Tokenizer) -> None:
 
 
 def weights_from(run: Path, own: dict[str, Tensor], tokenizer: Tokenizer) -> dict[str, Tensor]:
-    """The tensors that a model with these takes from a run, and those it keeps; with the errors of `start_from`."""
+    """A run's tensors, but for the progress of ternary conversion, which is that of `own`. Errors as `start_from`."""
     source, its = load_run(run)
     _check_tokenizer(run, its.fingerprint, tokenizer)
     weights = {name: value for name, value in source.state_dict().items() if not name.endswith(SHARE)}
@@ -383,7 +383,7 @@ def open_run(run: Path) -> OpenedRun:
     with torch.device("meta"):
         model = LanguageModel(known.config.model)
     require_memory(model)
-    if there:  # the best last, where the first is taken from
+    if there:  # the best last, as the last is tried first
         there.append(there.pop(there.index(_best(there))))
     for checkpoint in reversed(there):
         try:

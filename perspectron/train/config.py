@@ -144,8 +144,8 @@ class StagedConfig:
 
 @dataclass(frozen=True)
 class Turn:
-    """A change of a run's length while it was trained, to keep to a time: until update `at` (0-based) it was to have
-    `steps` updates."""
+    """A change of a run's length while it was trained, to keep to a time: before update `at` (0-based), `steps` updates
+    were planned."""
 
     at: int
     steps: int
@@ -160,9 +160,8 @@ class Turn:
 class RunConfig:
     """A model and how it is trained. recipe: the staged recipe; the model is then that of the last stage. order:
     version of the shuffle (`perspectron.data.shuffle`). rule: version of the way its text is read and split
-    (`perspectron.data.corpus`). turns: changes of
-    its length, of which `train.steps` is the last. id: the run's id, stored in its checkpoints; "" before a
-    trainer has created the run."""
+    (`perspectron.data.corpus`). turns: changes of its length; `train.steps` is the final one. id: the run's id, stored
+    in its checkpoints; "" before a trainer has created the run."""
 
     model: ModelConfig
     train: TrainConfig
@@ -182,12 +181,12 @@ class RunConfig:
             last = turn.at
 
     def _ends(self) -> list[int]:
-        """The updates that the run was to have after each turn."""
+        """The number of updates that was planned after each turn."""
         return [turn.steps for turn in self.turns[1:]] + [self.train.steps] * bool(self.turns)
 
     @property
     def schedule(self) -> TrainConfig:
-        """The training as it was planned at first: what its schedules are written for."""
+        """The training as it was planned at first, with the length that schedules are written for."""
         return replace(self.train, steps=self.turns[0].steps) if self.turns else self.train
 
     def place(self, step: int) -> float:
@@ -227,15 +226,15 @@ class Layout:
     """Processes that share the experts of each layer; tokens are sent to their experts."""
 
     def held(self, device: str) -> float:
-        """The share of the weights that the processes with one memory hold together: those of a machine, or a GPU's
-        one; more than 1 for copies."""
+        """Share of the weights that is held in one memory, by all processes of a machine or by a GPU's one; more than 1
+        if there are copies."""
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         each = 1 / self.shards(processes(), local)
         return each if device == "cuda" else each * local
 
     def shards(self, size: int, local: int) -> int:
-        """Parts of the weights, of `size` processes in all and `local` on a machine: those of one window share none, as
-        they are not at the same layer at the same time."""
+        """Number of parts the weights are split into, with `size` processes in all and `local` on a machine. Processes
+        of one window do not split weights, as they are not at the same layer at the same time."""
         rows = max(1, size // self.context_parallel)
         within = min(max(1, local // self.context_parallel), rows)
         return {"ddp": 1, "fsdp": rows, "hsdp": within}[self.shard]

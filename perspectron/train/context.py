@@ -25,7 +25,7 @@ _FLOAT = object()  # stands for a tensor that has a gradient
 
 
 def split_sequence(model: LanguageModel, ranks: Ranks) -> None:
-    """Let a model read `ranks.column` of a sequence in every pass. To call before FSDP wraps the model, so that
+    """Let a model read `ranks.column` of a sequence in every pass. Call this before FSDP wraps the model, so that
     weights are gathered before a hook waits."""
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -71,8 +71,8 @@ def _split_positions(model: LanguageModel, ranks: Ranks) -> None:
 
 
 def recv_state(ranks: Ranks, x: Tensor, state: A) -> tuple[Tensor, A]:
-    """x, and the state that the rank to the left has sent, in place of the one of nothing read. x: what the tokens that
-    read the state are computed from; its gradient has the state's sent back."""
+    """x, and the state that the rank to the left sent, in place of the empty one. x: an input of everything that reads
+    the state; its backward pass sends the state's gradient back."""
     if ranks.left is None:
         return x, state
     kept: list[Any] = []
@@ -83,8 +83,8 @@ def recv_state(ranks: Ranks, x: Tensor, state: A) -> tuple[Tensor, A]:
 
 
 def send_state(ranks: Ranks, y: Tensor, state: object) -> Tensor:
-    """y, after sending the state to the rank on the right. y: what is computed further; its gradient waits for the
-    state's."""
+    """Send the state to the rank on the right, and return y. y: an output that is used further; its backward pass waits
+    for the state's gradient."""
     if ranks.right is None:
         return y
     leaves = pytree.tree_leaves(state)

@@ -30,8 +30,8 @@ class Teacher:
         self.weight, self.temperature, self.ids = weight, temperature, tokenizer.vocab_size
 
     def term(self, student_BTV: Tensor, ids_BT: Tensor, targets_BT: Tensor, reset_BT: Tensor | None) -> Term:
-        """The term added to the student's loss for one batch, of the ids that the tokenizer has: a vocabulary that was
-        filled up to a round size has more."""
+        """The term added to the student's loss for one batch, over the ids that the tokenizer has: a vocabulary padded
+        to a round size has more."""
         with torch.no_grad():
             teacher_BTV = self.model(ids_BT, reset_BT=reset_BT).logits
         counted_BT = targets_BT != IGNORE
@@ -43,7 +43,7 @@ class Teacher:
 
 
 def divergence(student_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Tensor:
-    """T² · KL(teacher ‖ student) in nats, both at temperature T, mean over tokens; 0 of none.
+    """T² · KL(teacher ‖ student) in nats, both at temperature T, mean over tokens; 0 without tokens.
 
     T² keeps the gradient's size as T grows.
     """

@@ -26,14 +26,14 @@ LONG = 20.0  # seconds, of all ranks, after which no more passes are begun to ch
 
 @dataclass(frozen=True)
 class Estimate:
-    """seconds: of an update. bytes: of memory that the process has at its peak; on a GPU, of the GPU's."""
+    """Cost of a training. seconds: of an update. bytes: peak memory of the process; on CUDA, of the GPU."""
 
     seconds: float
     bytes: int
 
     def whole(self, config: RunConfig, heldout: int, step: int = 0) -> float:
-        """Seconds of a run from an update on, measurements included: a token that is only read costs a third. heldout:
-        tokens of the split on which the loss is measured."""
+        """Seconds of a run from update `step` on, with its measurements: a token that is only read costs a third.
+        heldout: tokens of the split on which the loss is measured."""
         train = config.train
         left = train.steps - step
         measured = 1 + (left // train.eval_every if train.eval_every else 0)
@@ -43,13 +43,13 @@ class Estimate:
 
 
 def parameters(config: ModelConfig) -> int:
-    """Parameters of a model, which is not built for it."""
+    """Number of parameters of a model, counted without building it."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in LanguageModel(config).parameters())
 
 
 def room(device: torch.device) -> int:
-    """Bytes of memory that a training can have."""
+    """Bytes of memory that are free for a training."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else min(memory(), free_memory())
 
 
@@ -74,7 +74,7 @@ def local_part(x: Tensor) -> Tensor:
 
 
 def estimate(model: LanguageModel, batch: Batch, config: RunConfig, device: torch.device) -> Estimate:
-    """Measured on two passes over `batch`, which leave no trace."""
+    """The cost of a training, measured on two passes over `batch`, which leave no trace."""
     size, before, cuda = (
         sum(local_part(p).numel() for p in model.parameters()),
         resident(),
@@ -95,7 +95,7 @@ def autocast(device: torch.device, dtype: str) -> torch.autocast:
 
 @contextlib.contextmanager
 def without_trace(model: LanguageModel) -> Iterator[None]:
-    """Passes made here leave no gradient, and buffers as they were: experts count their tokens."""
+    """Context whose passes leave no gradient, and no change in buffers, where experts count their tokens."""
     before = [buffer.clone() for buffer in model.buffers()]
     try:
         yield
@@ -131,15 +131,15 @@ def products(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def precisions(device: torch.device) -> list[Literal["float32", "bfloat16"]]:
-    """Those that training may be faster in: float32 alone where products of bfloat16 take twice the time. Processors
-    without them can need a hundred times as long."""
+    """Precisions worth timing in training: float32 alone where products of bfloat16 take over twice the time.
+    Processors without them can need a hundred times as long."""
     full, half = (products(device, dtype) for dtype in (torch.float32, torch.bfloat16))
     slow = ranks.all_reduce_sum(torch.tensor(float(half > 2 * full), device=device)).item()
     return ["float32"] if slow else ["float32", "bfloat16"]
 
 
 def slow(device: torch.device, dtype: str) -> list[str]:
-    """A line to say where a precision is slow; else none."""
+    """A line that says that this precision is slow here; else nothing."""
     if dtype != "bfloat16" or "bfloat16" in precisions(device):
         return []
     return ["bfloat16 is slow on this processor, which has no products of it; --dtype float32 is faster"]

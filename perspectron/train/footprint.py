@@ -1,4 +1,4 @@
-"""The memory that a training needs of each of several GPUs, by part, from the shapes of the model alone.
+"""The memory that a training needs on each of several GPUs, by part, from the shapes of the model alone.
 
 Activations are counted on the meta device: every tensor that autograd keeps for the backward pass.
 """
@@ -24,7 +24,7 @@ EXPERTS = ("gate_EFD", "up_EFD", "down_EDF")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one GPU, by part. whole: the largest unit whose weights are together at a time, with its gradient."""
+    """Bytes of one GPU, by part. whole: the largest unit whose weights are gathered at a time, with its gradient."""
 
     parameters: float
     gradients: float
@@ -40,8 +40,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Shape:
-    """Numbers of a model. parameters: all but `experts`. largest: of the largest unit. per_token, per_pass: bytes that
-    autograd keeps for each token and beside them; with `recompute`, the inputs of blocks and one block's own."""
+    """Sizes of a model. parameters: without `experts`. largest: of the largest unit. per_token, per_pass: bytes
+    autograd keeps for each token, and besides; recomputed: of block inputs and one block's own."""
 
     parameters: int
     experts: int
@@ -54,7 +54,7 @@ class Shape:
 
 
 def shape_of(config: ModelConfig) -> Shape:
-    """A model's numbers."""
+    """The sizes of a model."""
     with torch.device("meta"):
         model = LanguageModel(config)
     blocks = cast("list[Block]", model.blocks)
@@ -97,8 +97,8 @@ def kept(model: LanguageModel, T: int) -> float:
 
 
 def memory(shape: Shape, layout: Layout, gpus: int, local: int, tokens: int, recompute: bool) -> Memory:
-    """Memory of each of so many GPUs, `local` on a machine, that reads so many tokens at once (with those that share
-    its windows). The moments and everything kept of tokens in float32."""
+    """Memory of each of `gpus` GPUs, `local` on a machine, that reads so many tokens at once (with those that share its
+    windows). The moments and everything kept of tokens in float32."""
     C, E = layout.context_parallel, layout.expert_parallel
     shards = layout.shards(gpus, local)
     spread = shape.experts / (E if E > 1 else shards)

@@ -84,7 +84,7 @@ def heldout(
 
 
 def require_targets(split: Split, seq_len: int, limit_tokens: int | None, spread: bool) -> None:
-    """DataError where nothing of what `heldout` would read is a target: it is too short, or prompts alone."""
+    """DataError if nothing that `heldout` would read is a target: the text is too short, or all prompts."""
     if not any(
         b.targets
         for b in windows(split, seq_len=seq_len, batch_size=1, limit_tokens=limit_tokens, spread=spread)

@@ -25,11 +25,11 @@ Log = Callable[[dict[str, float], int], object]
 def logger(
     kind: Kind, run: Path, config: RunConfig, text: Split, step: int
 ) -> Iterator[Callable[[Any], None]]:
-    """A function that takes the lines of metrics of a run which goes on from `step`; "" takes them and does nothing.
+    """Yield a function that logs lines of metrics of a run that goes on from `step`; for "" it does nothing.
 
-    text: the training text, whose bytes per token turn nats into bits per byte; of completions, which have not those of
-    their prompts, what was measured last does, and before that their loss is left out. What the logger itself raises
-    ends the logging with a warning and not the training.
+    text: the training text, whose bytes per token turn nats into bits per byte; for completions, whose bytes lack those
+    of the prompts, the last measurement does, and before it the loss is left out. An error of the logger itself ends
+    the logging, with a warning, and not the training.
     """
     bits: float | None = text.tokens / max(1, text.text_bytes) / math.log(2)
     if text.learned is not None:
@@ -104,7 +104,7 @@ def _trackio(run: Path, config: RunConfig, step: int) -> tuple[Log, Callable[[],
 
 
 def _begun(library: Any, config: RunConfig, **options: Any) -> tuple[Log, Callable[[], object]]:
-    """Log by wandb, or by what has its interface."""
+    """Log by wandb, or by a library with its interface."""
     begun = library.init(project=PROJECT, config=dump(config), resume="allow", **options)
     return lambda values, step: begun.log(values, step=step), begun.finish
 

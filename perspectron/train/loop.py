@@ -40,7 +40,7 @@ from perspectron.util.hooks import first_non_finite
 from perspectron.util.machine import in_large_pages, pick_device, signals
 
 TERNARY = "ternary.json"
-SETTLED = 10  # updates, after which memory holds what it will hold
+SETTLED = 10  # updates after which memory holds all that it will
 
 
 class Trainer:
@@ -150,14 +150,14 @@ class Trainer:
             forget_samples(self.run_dir, self.progress.step)
 
     def restored(self) -> tuple[checkpoint.Checkpoint | None, CheckpointError | None]:
-        """Fill the model and the optimizer as `train.resume` does."""
+        """Fill the model and the optimizer by `train.resume`, and return what it returns."""
         self.sweep()
         unchanged = None if self.allow_changed else self.config
         aside = set_aside if self.first else lambda path, why: None
         return resume(self.run_dir, self.restore, self.ended, unchanged, aside)
 
     def sweep(self) -> None:
-        """Remove what a killed process left."""
+        """Remove temporary files that a killed process left."""
         for place in (self.run_dir, checkpoint.folder(self.run_dir)):
             sweep(place)
 
@@ -177,8 +177,8 @@ class Trainer:
         write: Write | None = None,
     ) -> int | None:
         """Train to the end (or to step `until`) and call `report` with each line of metrics. pace: ends the training on
-        time by changing the number of updates. write: what the model writes after each of some texts, for the run's
-        page; it may not change the model or a generator of torch.
+        time by changing the number of updates. write: a function that has the model continue some texts, for the run's
+        page; it must not change the model or a generator of torch.
 
         Returns the number of the signal (SIGINT, SIGTERM, SIGHUP) that ended it early, or None. In both cases a
         checkpoint of the last step is on disk. NonFiniteError is raised before the optimizer step, StorageError if
@@ -196,7 +196,7 @@ class Trainer:
             note: Callable[[Metrics], None] = lambda _: None  # noqa: E731
             if self.first:
                 stack.enter_context(locked(self.run_dir, RUN_LOCK))
-                if self.progress.step < last():  # else its page tells all
+                if self.progress.step < last():  # else its page is complete
                     self.page = stack.enter_context(Page(self, pace, write))
                 note = stack.enter_context(noting(self.run_dir, self._told(report), caught))
             settled = self.progress.step + SETTLED
@@ -249,8 +249,8 @@ class Trainer:
             self.turn(steps)
 
     def turn(self, steps: int) -> None:
-        """Let the run have so many updates, from the next one on. The run's config says so before that update is made:
-        stopped or killed anywhere after it, the run goes on with the same ones."""
+        """Change the run's number of updates from the next update on. The run's config says so before that update is
+        made: stopped or killed anywhere after it, the run goes on with the same number."""
         train, turn = self.config.train, Turn(self.progress.step, self.config.train.steps)
         turned = replace(self.config, train=replace(train, steps=steps), turns=(*self.config.turns, turn))
         if self.first:
@@ -299,7 +299,7 @@ class Trainer:
         } | ({"aux": aux} if aux else {})
 
     def backward(self, batch: Batch, parts: float) -> tuple[float, dict[str, float]]:
-        """Add one batch's gradients, divided by `parts`; its loss, and what the model reports beside it, are not."""
+        """Add one batch's gradients, divided by `parts`; its loss and the terms that the model reports, undivided."""
         ids, targets = (ranks.columns(x).to(self.device) for x in (batch.ids_BT, batch.targets_BT))
         reset = None if batch.reset_BT is None else ranks.columns(batch.reset_BT).to(self.device)
         with autocast(self.device, self.config.train.dtype):
@@ -319,7 +319,7 @@ class Trainer:
         return output.loss.item(), {name: term.mean().item() for name, term in output.aux.items()}
 
     def _clip(self) -> float:
-        """Bound the gradient's norm, and return what it was. NonFiniteError when it is none."""
+        """Bound the gradient's norm, and return what it was. NonFiniteError if it is not finite."""
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         total = nn.utils.get_total_norm(list(gradients.values()))
         norm, clip = total.item(), self.config.train.optim.clip
@@ -382,7 +382,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def compiled(model: LanguageModel) -> Callable[..., Any]:
-    """torch.compile around mixers, experts and dropout, which run as they are: unrolling time takes minutes, and
+    """torch.compile of all but mixers, experts and dropout, which run as they are: unrolling time takes minutes, and
     dropout's generators cannot be traced."""
     for module in model.modules():
         if isinstance(module, Dropout):

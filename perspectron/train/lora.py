@@ -1,5 +1,5 @@
 """Low-rank adapters by PEFT: a run's weights stay, and the product of two thin matrices is learned beside each of some
-linear layers. A checkpoint has the merged weights, as any other, and in its training state what goes on being trained.
+linear layers. A checkpoint has the merged weights, as any other, and in its training state what `kept` returns.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from perspectron.util.errors import CheckpointError, ConfigError
 from perspectron.util.hooks import hooked
 
 KEPT = "lora."
-"""Prefix of these tensors' names in a training state."""
+"""Prefix, in a training state, of the names of tensors from `kept`."""
 PROBE = 8  # tokens
 ROUTER = "route_proj"
 
@@ -37,13 +37,13 @@ class LoraConfig:
 
     @classmethod
     def parse(cls, text: str) -> "LoraConfig":
-        """ConfigError, naming the field, for what is no such text."""
+        """Parse such a text. ConfigError, naming the field: it is malformed."""
         return load(cls, dict(assignment(part.strip()) for part in filter(None, text.split(","))), "lora")
 
 
 def adapt(model: LanguageModel, config: LoraConfig, sample: Batch) -> None:
     """Put an adapter beside each of the layers and let nothing else learn. ConfigError: PEFT is not installed, a target
-    fits no layer, or the model computes past the adapter of one, which `sample` shows."""
+    fits no layer, or the model bypasses the adapter of one, as a pass over `sample` shows."""
     if find_spec("peft") is None:
         raise ConfigError("peft is not installed: pip install 'perspectron[lora]'")
     import peft
@@ -78,7 +78,7 @@ def _fits(name: str, target: str) -> bool:
 
 @torch.no_grad()
 def _called(model: LanguageModel, sample: Batch) -> set[str]:
-    """The layers with adapters that a model calls."""
+    """Names of the layers with adapters that a model calls."""
     found = set[str]()
     hooks = [
         module.register_forward_hook(lambda *_, name=name: found.add(name))
@@ -105,7 +105,7 @@ def plain(name: str) -> str:
 
 @torch.no_grad()
 def merged(model: LanguageModel) -> dict[str, Tensor]:
-    """The weights of the model without adapters that computes the same."""
+    """The weights of the equivalent model without adapters."""
     tensors = {plain(name): tensor for name, tensor in model.state_dict().items() if not _is_adapter(name)}
     for name, module in _layers(model).items():
         weight = module.base_layer.weight
@@ -115,7 +115,7 @@ def merged(model: LanguageModel) -> dict[str, Tensor]:
 
 
 def kept(model: LanguageModel) -> dict[str, Tensor]:
-    """The data that merged weights do not hold: the adapters, and the weights beside them."""
+    """Tensors that merged weights do not hold: the adapters, and the frozen weights beside them."""
     names = [f"{name}.base_layer.weight" for name in _layers(model)]
     state = model.state_dict()
     return {KEPT + name: state[name] for name in state if _is_adapter(name) or name in names}
@@ -124,8 +124,8 @@ def kept(model: LanguageModel) -> dict[str, Tensor]:
 def unmerged(
     model: LanguageModel, tensors: dict[str, Tensor], training: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The tensors of a model with adapters from those of a checkpoint, which `training` is then without.
-    CheckpointError: it has none of some layer."""
+    """The tensors of a model with adapters, from a checkpoint's weights and its training state, from which they are
+    removed. CheckpointError: those of some layer are missing."""
     missing = [name for name in kept(model) if name not in training]
     if missing:
         raise CheckpointError(f"training state: {missing[0]} is missing, must hold the adapters of this run")

@@ -37,13 +37,13 @@ LEFT_OUT = frozenset(
         "ternary_until", "compile", "eval_every", "save_every", "keep", "optimizer", "weight_decay",
     )
 )  # fmt: skip
-"""Settings of a training of weights that one of a memory has not."""
+"""Settings of a training of weights that do not apply to a training of a memory."""
 
 
 @dataclass(frozen=True)
 class About:
-    """What a memory was trained on, and what it gained: bits per byte of held-out text of its data, before and after,
-    measured on windows of seq_len tokens."""
+    """Description of a trained memory: what it was trained on, and bits per byte of held-out text of its data, before
+    and after, measured on windows of seq_len tokens."""
 
     kinds: tuple[str, ...]
     numbers: int
@@ -59,7 +59,7 @@ class About:
 
 
 def kinds_of(text: str) -> tuple[str, ...]:
-    """The kinds that "offset,gates" names. ConfigError: another, or one twice."""
+    """The kinds named in a text such as "offset,gates". ConfigError: a kind is unknown, or named twice."""
     kinds = tuple(text.split(","))
     for kind in kinds:
         one_of(kind, KINDS, "state")
@@ -68,7 +68,7 @@ def kinds_of(text: str) -> tuple[str, ...]:
 
 
 class Memory(nn.Module):
-    """What is trained: a parameter [1,…] of each kind for each matrix memory. ConfigError: the model has none."""
+    """The trained parameters: one [1,…] of each kind for each matrix memory. ConfigError: the model has none."""
 
     def __init__(self, model: LanguageModel, kinds: Sequence[str]) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Memory(nn.Module):
         return model.begun(tuned.with_parts(model.init_state(rows, tuned=self.kinds), filled))
 
     def groups(self, lr: float) -> list[dict[str, object]]:
-        """Parameters with their rates, of which `lr` is the offset's."""
+        """Parameter groups with their learning rates, of which `lr` is the offset's."""
         return [
             {"params": [own[kind] for own in self.parts], "share": lr * RATES[kind] / RATES["offset"]}
             for kind in self.kinds
@@ -145,7 +145,7 @@ def train_memory(
 def fit(
     model: LanguageModel, memory: Memory, next_batch: Callable[[], Batch], train: TrainConfig, tell: Tell
 ) -> None:
-    """Make the updates of a training of what a memory holds, by AdamW; each window begins with the memory."""
+    """Train a memory by AdamW; each window begins with it. NonFiniteError: a loss or a gradient is not finite."""
     optim = train.optim
     optimizer = AdamW(
         memory.groups(optim.lr), lr=optim.lr, betas=(optim.beta1, optim.beta2), weight_decay=0.0

@@ -15,7 +15,7 @@ from perspectron.util.files import append_to, parse_json, plain, read_text, writ
 Metrics = dict[str, Any]
 METRICS = "metrics.jsonl"
 HELDOUT = "heldout.json"
-"""The loss on all held-out text of the best checkpoint when the training ended, beside compressors."""
+"""File with the best checkpoint's loss on all held-out text at the end of a training, beside compressors."""
 MOST_METRICS = 1 << 30  # bytes
 OF_UPDATE = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds")
 PERPLEXITIES = ("heldout_perplexity", "dev_perplexity")
@@ -25,8 +25,8 @@ PERPLEXITIES = ("heldout_perplexity", "dev_perplexity")
 def noting(
     run: Path, report: Callable[[Metrics], None], caught: list[int]
 ) -> Iterator[Callable[[Metrics], None]]:
-    """Yield a function that adds a line to the metrics and reports it. What goes wrong in `report` once a signal was
-    `caught` is no error: whoever read it has gone."""
+    """Yield a function that adds a line to the metrics and reports it. An OSError of `report` is ignored once a signal
+    was `caught`: the reader of its output is gone."""
     with append_to(run / METRICS) as log:
 
         def note(line: Metrics) -> None:
@@ -46,7 +46,7 @@ def noting(
 
 
 def forget(run: Path, step: int) -> None:
-    """Drop the lines of what came after an update."""
+    """Drop the lines of what came after update `step`."""
     path = run / METRICS
     if path.is_file():
         kept = [line for line in read_metrics(run) if line["step"] <= step]
@@ -54,8 +54,8 @@ def forget(run: Path, step: int) -> None:
 
 
 def read_metrics(run: Path) -> list[Metrics]:
-    """The lines of metrics.jsonl. Lines that are none are left out, with a warning unless it is a last one that a
-    crash cut short."""
+    """The lines of metrics.jsonl. Damaged lines are left out, with a warning unless it is only the last, cut short by a
+    crash."""
     try:
         text = read_text(run / METRICS, MOST_METRICS, errors="replace")
     except FileNotFoundError:
@@ -76,8 +76,7 @@ def read_metrics(run: Path) -> list[Metrics]:
 
 
 def measured(line: Metrics) -> tuple[str, Any]:
-    """(what a line of metrics was measured on, bits per byte): "held-out" or "dev"; None for bits in a line of an
-    update."""
+    """("held-out" or "dev", bits per byte) as a line of metrics has them; the bits are None in a line of an update."""
     dev = line.get("dev_bits_per_byte")
     return ("held-out", line.get("heldout_bits_per_byte")) if dev is None else ("dev", dev)
 
@@ -102,7 +101,7 @@ def _metrics(line: Any) -> Metrics:
 
 
 def bits_per_nat(metrics: list[Metrics]) -> float | None:
-    """Bits per byte for a nat per token, as the text that is not trained on has them; None if it was not measured."""
+    """Bits per byte for one nat per token, by the last measurement on held-out or dev text; None without one."""
     for line in reversed(metrics):
         for name in PERPLEXITIES if "loss" not in line else ():
             nats = math.log(line.get(name, 1.0))

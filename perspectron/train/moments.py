@@ -11,7 +11,7 @@ from perspectron.train import lora
 from perspectron.util.errors import CheckpointError
 
 OF_TRAINING = ("exp_avg.", "exp_avg_sq.", "momentum_buffer.", "step.", "rng.")
-"""Prefixes of the names, which no tensor of a model has."""
+"""Prefixes of these tensors' names; no tensor of a model has one."""
 
 
 def training_state(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -26,8 +26,8 @@ def training_state(model: LanguageModel, optimizer: torch.optim.Optimizer) -> di
 
 
 def empty(like: dict[str, Tensor], model: LanguageModel) -> dict[str, Tensor]:
-    """Room for what training needs, as it is in a checkpoint (`like`, which also names other tensors); of moments, for
-    the part of them that belongs to the part of the weights that is here."""
+    """Zeros in place of the training state of a checkpoint (`like`, which also holds other tensors); for moments, of
+    the part that belongs to this rank's part of the weights."""
     parameters, made = dict(model.named_parameters()), dict[str, Tensor]()
     for name, tensor in like.items():
         if name.startswith(OF_TRAINING):
@@ -40,8 +40,8 @@ def empty(like: dict[str, Tensor], model: LanguageModel) -> dict[str, Tensor]:
 def restore(
     path: Path, tensors: dict[str, Tensor], model: LanguageModel, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Give the optimizer its moments, and torch its random state. CheckpointError, naming the file, unless each is what
-    this model's are."""
+    """Give the optimizer its moments, and torch its random state. CheckpointError, naming the file, unless all tensors
+    are as in this model's training."""
     moments: dict[Tensor, dict[str, Tensor]] = {}
     orthogonal = {id(p) for group in optimizer.param_groups if "ns_steps" in group for p in group["params"]}
     for name, parameter in model.named_parameters():

@@ -57,13 +57,13 @@ class OptimConfig:
 
     @property
     def title(self) -> str:
-        """Its name, and whose groups it has."""
+        """The optimizer's name, with its `groups` unless they are plain."""
         name = "AdamW" if self.optimizer == "adamw" else "Muon and AdamW"
         return name + ("" if self.groups == "plain" else f" ({self.groups} groups)")
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's own, without what wraps its methods for torch.compile. That loads the compiler, a second of every
+    """torch's AdamW without the wrappers of its methods for torch.compile, which load the compiler: a second of every
     training."""
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
@@ -74,8 +74,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class Muon(AdamW):
-    """AdamW, and torch's Muon for the parameters of the last group. Both keep what they know of a parameter in
-    `state`."""
+    """AdamW, and torch's Muon for the parameters of the last group. Both keep a parameter's moments in `state`."""
 
     def __init__(
         self, groups: list[dict[str, Any]], matrices: list[nn.Parameter], config: OptimConfig
@@ -97,8 +96,8 @@ class Muon(AdamW):
 
 
 def recipe_of(model: nn.Module, groups: str) -> dict[int, tuple[float, float]]:
-    """(share of the learning rate, share of the weight decay) of the weights that have their own, by id. ConfigError,
-    naming `groups`, for those of a mixer that the model has not."""
+    """(factor of the learning rate, factor of the weight decay) of each weight with its own, by id. ConfigError, naming
+    `groups`: they are of a mixer that the model lacks."""
     found = dict[int, tuple[float, float]]()
     mixers = [module for module in model.modules() if isinstance(module, Mixer) and module.recipe]
     kinds = {mixer.config.kind for mixer in mixers}
@@ -113,10 +112,10 @@ def recipe_of(model: nn.Module, groups: str) -> dict[int, tuple[float, float]]:
 
 
 def optimizer_of(model: nn.Module, config: OptimConfig) -> AdamW:
-    """The optimizer of what is not frozen: one group of matrices, which decay, one of vectors (norms, biases), which do
-    not, one for each other pair of shares in the recipe, and with Muon one of the blocks' matrices that are not in it.
-    A module names in `no_decay` those of its parameters that are vectors of a head each, stacked. `rate` of a group is
-    its share of the learning rate."""
+    """The optimizer of all parameters that are not frozen: one group of matrices, with decay, one of vectors (norms,
+    biases), without, one for each other pair of factors in the recipe, and with Muon one of the blocks' matrices
+    outside of it. A module names in `no_decay` its parameters that are stacked vectors, one a head. `rate` of a group
+    is its factor of the learning rate."""
     recipe = recipe_of(model, config.groups)
     stacked = {id(getattr(m, name)) for m in model.modules() for name in getattr(m, "no_decay", ())}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -166,8 +165,8 @@ def learning_rate(step: float, steps: int, config: OptimConfig) -> float:
 
 
 def falls_at(steps: int, config: OptimConfig) -> int:
-    """Updates of `steps` that have a rate which does not depend on `steps`: those before a constant rate falls. After
-    them a run can still be given more. 0 of a cosine."""
+    """Number of first updates whose rate does not depend on `steps`: those before a constant rate falls. From a
+    checkpoint up to there a run can still be given more steps. 0 for a cosine."""
     if config.schedule == "cosine":
         return 0
     return math.floor(steps - max(1.0, config.cooldown * steps)) + 1

@@ -4,18 +4,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-NEAR = 0.02  # of the updates that are left: a difference that changes nothing
-PAUSE = 0.01  # of the whole time: between two changes
-WINDOW = 0.1  # of the whole time: how far back the speed is measured
+NEAR = 0.02  # share of the updates that are left: a smaller difference changes nothing
+PAUSE = 0.01  # share of the whole time that passes between two changes
+WINDOW = 0.1  # share of the whole time over which the speed is measured
 LEAST = 8  # updates in that window
 
 
 class Pace:
-    """The number of updates with which a run ends at `ends`, a time of `clock`, told anew after every update.
+    """Finds the number of updates with which a run ends at `ends`, a time of `clock`, anew after every update.
 
-    A machine that others use too is now fast and now slow, so the speed is that of the last tenth of the time. What a
-    measurement with its checkpoint took the last time is set aside for those to come, and `closing` seconds for what
-    follows the last."""
+    The speed of a shared machine varies, so it is measured over the last tenth of the time. For each measurement to
+    come, with its checkpoint, as much time is set aside as the last one took, and `closing` seconds for what follows
+    the last."""
 
     def __init__(
         self, ends: float, *, closing: float = 0.0, clock: Callable[[], float] = time.monotonic
@@ -40,8 +40,8 @@ class Pace:
             self._updates.popleft()
 
     def steps(self, step: int, steps: int, pauses: int) -> int:
-        """The number of updates that the run should have; `steps` where those do. step: updates that are done. pauses:
-        measurements to come, the last one included."""
+        """The number of updates that the run should have; `steps` if that is near enough. step: updates that are done.
+        pauses: measurements to come, the last one included."""
         now, whole = self.clock(), self.ends - self.begun
         left = self.ends - self.closing - now - pauses * self._pause
         seconds = sum(took for _, took in self._updates) / max(1, len(self._updates))

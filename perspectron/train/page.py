@@ -1,4 +1,4 @@
-"""RUN/index.html: what a training is doing and what it has come to, on one page that is rewritten while it runs.
+"""RUN/index.html: the progress and results of a training, on one page that is rewritten while it runs.
 
 RUN/samples.jsonl holds what the model wrote at each measurement after the same prompts, which begin lines of the text
 that is not trained on."""
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 PAGE, SAMPLES = "index.html", "samples.jsonl"
 POINTS = 400  # of a curve, at most twice as many
 EVERY = 5.0  # seconds from one page to the next, at least
-SHARE, OF_SAMPLES = 0.004, 0.005  # of the time that pages may take, and samples
+SHARE, OF_SAMPLES = 0.004, 0.005  # shares of the time that pages, and samples, may take
 PROMPTS, LETTERS = 3, 32  # prompts, and letters of each, at most
 AROUND = 64  # tokens in which a prompt is looked for
 MOST_SAMPLES = 1 << 26  # bytes
 SHOWN, ROWS = 6, 100  # times at which samples are shown; rows of a table, at most
-CONTEXT = 8192  # tokens after which the bytes of a state are told
+CONTEXT = 8192  # tokens after which the bytes of a state are given
 Write = Callable[[LanguageModel, Tokenizer, Sequence[str]], list[str]]
-"""What a model writes after each of some texts."""
+"""A function that has a model continue each of some texts."""
 
 
 class History:
-    """The course of a run. A curve has few points however long the run: each is the mean of so many updates."""
+    """The course of a run. A curve has few points however long the run: each is the mean over equally many updates."""
 
     def __init__(self) -> None:
         self.measured: list[tuple[int, int, float, float]] = []  # step, tokens, seconds, bits per byte
@@ -80,7 +80,7 @@ class History:
 
     @staticmethod
     def _join(one: Metrics, other: Metrics) -> None:
-        sums = dict[str, tuple[float, int]]()  # of a quantity that some updates report, and of how many
+        sums = dict[str, tuple[float, int]]()  # of a quantity: its sum, and the updates that reported it
         for name, (value, count) in other["sums"].items():
             before, counted = one["sums"].get(name, (0.0, 0))
             sums[name] = before + value, counted + count
@@ -103,8 +103,8 @@ class History:
         return [figure for figure in found if figure is not None]
 
     def losses(self, by: str, name: str, colour: str, scale: float) -> list[Curve]:
-        """The training loss over "tokens" or "seconds", and what was measured on other text. name: of the model, where
-        there are several; "" draws the loss of each update as well."""
+        """The training loss over "tokens" or "seconds", and the loss measured on held-out or dev text. name: of the
+        model, where there are several; "" draws the loss of each update as well."""
         raw = Curve("", [(at, scale * y) for at, y in self.points("loss", by)], colour, thin=True)
         held = [(line[1 if by == "tokens" else 2], line[3]) for line in self.measured if self.scale]
         if name:
@@ -112,7 +112,7 @@ class History:
         return [raw, *_smooth(raw, "training"), Curve(self.on, held, "second", dots=True)]
 
     def facts(self) -> list[tuple[str, str]]:
-        """What has been reached."""
+        """Names and values of the last training loss, the best measured loss and the tokens read."""
         if not self.last:
             return []
         loss, unit = self.last["loss"] * (self.scale or 1.0), _unit(self.scale)
@@ -156,7 +156,7 @@ def _unit(scale: float | None) -> str:
 
 
 def _smooth(raw: Curve, name: str) -> list[Curve]:
-    """An exponential mean over about a fiftieth of the points; none of none."""
+    """An exponential mean over about a fiftieth of the points; empty for a curve without points."""
     keep, smooth = 1 - 1 / max(2.0, len(raw.points) / 50), list(raw.points[:1])
     for at, value in raw.points[1:]:
         smooth.append((at, keep * smooth[-1][1] + (1 - keep) * value))
@@ -182,7 +182,7 @@ def prompts(split: Split, tokenizer: Tokenizer) -> list[str]:
 
 
 def read_samples(run: Path) -> list[dict[str, Any]]:
-    """The lines of samples.jsonl that are whole."""
+    """The valid lines of samples.jsonl; none if it cannot be read."""
     found = []
     try:
         lines = read_text(run / SAMPLES, MOST_SAMPLES, errors="replace").splitlines()
@@ -199,8 +199,8 @@ def read_samples(run: Path) -> list[dict[str, Any]]:
 
 
 def forget_samples(run: Path, step: int) -> None:
-    """Drop those of what came after an update."""
-    there = read_samples(run)  # none of a file that cannot be read, which stays as it is
+    """Drop the samples from after update `step`."""
+    there = read_samples(run)  # empty for an unreadable file, which stays as it is
     kept = [line for line in there if line["step"] <= step]
     if len(kept) < len(there):
         write_text(run / SAMPLES, "".join(json.dumps(line) + "\n" for line in kept))
@@ -210,8 +210,8 @@ def forget_samples(run: Path, step: int) -> None:
 
 
 class Shown(NamedTuple):
-    """What a page shows beside the course of a run. state: what it is doing, in a few words; kind: "training", "done"
-    or "failed". every: seconds until the browser loads it anew. heats: pictures of a memory."""
+    """The contents of a page beside the course of a run. state: what the run is doing, in a few words; kind:
+    "training", "done" or "failed". every: seconds until the browser loads it anew. heats: pictures of a memory."""
 
     state: str
     kind: str = "done"
@@ -222,7 +222,7 @@ class Shown(NamedTuple):
 
 
 def parts(config: RunConfig, history: History, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The parts of a page that tell of a run; several may stand on one."""
+    """Variables of the page's template that describe a run; a page may have several runs."""
     held = {step: bits for step, *_, bits in history.measured}
     chosen = samples
     if len(samples) > SHOWN:
@@ -249,7 +249,7 @@ def rendered(
     typed = Path(sys.argv[0]).name in (
         "perspectron",
         "__main__.py",
-    )  # the words of a user's program are its own affair
+    )  # arguments of a user's own program are not shown
     command = ["perspectron", *sys.argv[1:]] if typed else ["python", sys.argv[0]]
     return page_template("perspectron.train", "page.html.j2").render(
         parts(config, history, samples),
@@ -271,10 +271,10 @@ def facts_of(config: RunConfig) -> list[tuple[str, str]]:
 
 class Page:
     """The page of a run that is being trained: `with Page(trainer, pace) as page`, and `note` for each line of metrics.
-    It is written at most every `EVERY` seconds and in `SHARE` of the time. What cannot be written is said once."""
+    It is written at most every `EVERY` seconds and in `SHARE` of the time. An error in writing gives one warning."""
 
     def __init__(self, trainer: "Trainer", pace: "Pace | None" = None, write: Write | None = None) -> None:
-        # The trainer has the page; a circle of the two would keep the text's files open.
+        # The trainer holds the page; a cycle of references would keep the text's files open.
         self.trainer: Trainer = weakref.proxy(trainer)
         self.pace, self.write, self.run = pace, write, trainer.run_dir
         self.history, self.samples = course(self.run), read_samples(self.run)
@@ -325,7 +325,7 @@ class Page:
         self._spent += time.monotonic() - began
 
     def end(self, state: str, kind: str = "done", result: str = "", heats: Sequence[str] = ()) -> None:
-        """Write the page for good."""
+        """Write the page a last time."""
         self._put(Shown(state, kind, self._now(), result, heats=heats))
 
     def _sample(self, texts: Sequence[str]) -> None:

@@ -65,7 +65,7 @@ class ParallelTrainer(Trainer):
             kind == "adamw", "optimizer", kind, "adamw with more than one rank, as Muon needs whole matrices"
         )
         self.ranks = ranks_of(team, layout, config)
-        self._group = dist.new_group(backend="gloo")  # of the thread that writes checkpoints
+        self._group = dist.new_group(backend="gloo")  # for the thread that writes checkpoints
         self._writing: threading.Thread | None = None
         self._failed: BaseException | None = None
         with together(self.ranks):
@@ -104,7 +104,7 @@ class ParallelTrainer(Trainer):
         self.optimizer = optimizer_of(self.model, self.config.train.optim)
         for group in list(
             self.optimizer.param_groups
-        ):  # whose tensors lie on one mesh, as fused updates need it
+        ):  # fused updates need the tensors of a group on one mesh
             ours = {id(parameter) for parameter in self._experts}
             moved = [p for p in group["params"] if id(p) in ours]
             group["params"] = [p for p in group["params"] if id(p) not in ours]
@@ -327,7 +327,7 @@ class ParallelTrainer(Trainer):
 
 
 def ranks_of(team: Team, layout: Layout, config: RunConfig) -> Ranks:
-    """This rank's place. ConfigError for numbers that do not divide one another."""
+    """This rank's row and column. ConfigError: numbers do not divide, or context_parallel does not fit the training."""
     C, N, T = layout.context_parallel, team.size, config.train.seq_len
     require(N % C == 0, "context_parallel", C, f"a divisor of {N}, the ranks")
     require(T % C == 0, "context_parallel", C, f"a divisor of seq_len = {T}")

@@ -21,12 +21,12 @@ def prepare(
 ) -> tuple[Tokenizer, Shards, str]:
     """(tokenizer, shards, a line that says what was read) for a run that is new or goes on.
 
-    `config.train.data` is a corpus, or a folder that `tokenize` wrote (a manifest.json with its tokenizer.json
-    beside it). A run that starts from another, or learns from one, has its tokenizer. tell: as `encode` has it. The
-    tokenizer is kept as RUN/tokenizer.json, and once the run has a config.json it is only compared; a corpus is encoded
-    into RUN/data, and an encoding that was interrupted goes on. DataError as the data room raises it, and
-    when shards and tokenizer do not belong together; ConfigError when the model has fewer ids than the tokenizer, for a
-    corpus to be measured on dev, which only `tokenize` takes from it, and for a kind of tokenizer where there is one.
+    `config.train.data` is a corpus, or a folder that `tokenize` wrote (a manifest.json with its tokenizer.json beside
+    it). A run that starts from another, or learns from one, has its tokenizer. tell: as in `encode`. The tokenizer is
+    kept as RUN/tokenizer.json, and once the run has a config.json it is only compared; a corpus is encoded into
+    RUN/data, and an encoding that was interrupted goes on. DataError as `perspectron.data` raises it, and when shards
+    and tokenizer do not belong together; ConfigError when the model has fewer ids than the tokenizer, when a corpus is
+    to be measured on dev, a split that only `tokenize` makes, and for a kind of tokenizer where the tokenizer is given.
     """
     source, kept, encoded = config.train.data, run / "tokenizer.json", safe_join(run, "data", DataError)
     resumes = (run / "config.json").is_file()
@@ -70,7 +70,7 @@ def prepare(
 
 
 def _require_same_split(name: str, train: TrainConfig) -> None:
-    """ConfigError where the run that is named there was trained on this text, of which it held out other records."""
+    """ConfigError if the run in the field `name` was trained on this text and held out other records of it."""
     if run := getattr(train, name):
         its = load_config(run_of(Path(run)))
         same = bool(its.train.template) == bool(train.template) and (its.rule == RULE or not train.template)

@@ -15,11 +15,11 @@ from perspectron.util.errors import CheckpointError, ConfigError, StorageError
 from perspectron.util.files import remove
 
 WITHOUT_EFFECT = ("init", "keep", "save_every", "eval_every", "eval_tokens")
-"""Fields of a training that decide nothing of an update after the first."""
+"""Settings of a training that have no effect on updates after the first."""
 
 
 def set_aside(path: Path, why: str) -> None:
-    """Rename a checkpoint to {why}-step-…, so that it is none of its run any more but can still be looked at."""
+    """Rename a checkpoint to {why}-step-…, so that it no longer counts as the run's but can still be looked at."""
     try:
         remove(path.with_name(f"{why}-{path.name}"))
         path.rename(path.with_name(f"{why}-{path.name}"))
@@ -29,8 +29,8 @@ def set_aside(path: Path, why: str) -> None:
 
 def changes(saved: RunConfig, config: RunConfig) -> list[str]:
     """The differences between a run's config and the one that a checkpoint was written with, a line for each value:
-    "seed was 0, is 1". Told is what decides the next update; of more steps of a constant schedule, and of a dtype that
-    was settled since, nothing."""
+    "seed was 0, is 1". Only what affects the next update is listed: not more steps of a constant schedule, nor a dtype
+    that was settled since."""
     before: dict[str, Any] = dump(saved.train)
     now: dict[str, Any] = dump(config.train)
     now |= {name: before[name] for name in WITHOUT_EFFECT}
@@ -41,7 +41,7 @@ def changes(saved: RunConfig, config: RunConfig) -> list[str]:
         before["steps"] = max(before["steps"], now["steps"])
     since = config.turns[len(saved.turns) :]
     if saved.turns == config.turns[: len(saved.turns)] and since and since[0].steps == saved.train.steps:
-        before["steps"] = now["steps"]  # a turn stands in the config before it is taken
+        before["steps"] = now["steps"]  # a turn is in the config before it takes effect
     elif saved.turns != config.turns:
         before["turns"], now["turns"] = saved.turns, config.turns
     if before["dtype"] == "auto":
@@ -62,9 +62,9 @@ def resume(
     set_aside: Callable[[Path, str], None] = set_aside,
 ) -> tuple[Checkpoint | None, CheckpointError | None]:
     """Restore the newest checkpoint that verifies and set damaged newer ones aside, so that no good one is dropped for
-    their sake: (it, or None of a run without checkpoints; the first damage). Those that `ended` the run before it had
-    more steps are passed over, and then set aside too. CheckpointError, and nothing changed, when none verifies;
-    ConfigError, and no file changed, when it was trained by another config than `config`."""
+    their sake: (it, or None for a run without checkpoints; the first damage). Those in `ended`, as `extend` gives them,
+    are passed over and then set aside too. CheckpointError, and nothing changed, when none verifies; ConfigError, and
+    no file changed, when it was trained by another config than `config`."""
     damaged: list[tuple[Path, CheckpointError]] = []
     for path in reversed([path for path in checkpoint.paths(run) if path not in ended]):
         try:
@@ -97,9 +97,9 @@ def how_to_go_on(run: Path, config: RunConfig) -> str:
 
 
 def extend(run: Path, steps: int) -> tuple[RunConfig, list[Path]]:
-    """The config of a run with a constant rate with more steps, and its checkpoints from after the rate fell: from
-    them it cannot go on. What becomes ternary does so at the steps it did. Nothing is written: a Trainer that is given
-    both sets these aside once it has read an older one.
+    """The config of a run with a constant rate with more steps, and its checkpoints from after the rate fell, from
+    which it cannot go on. Experts become ternary at the same steps as before. Nothing is written: a Trainer that is
+    given both sets these aside once it has read an older one.
 
     ConfigError when its schedule or recipe ends where it was planned to, or it has as many steps already;
     CheckpointError when no such checkpoint is left.

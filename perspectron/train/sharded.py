@@ -2,9 +2,9 @@
 A file holds parts of tensors, and in its header where they belong; any number of ranks, and one process alone, can
 read them.
 
-Headers are checked as those of other files of tensors are (util/tensors.py) before torch reads them. It maps the
-files, and reads a part at a time: beside what is filled that takes the files' pages, which the system may drop, and the
-largest part.
+Headers are checked as those of other files of tensors are (util/tensors.py) before torch reads them. It maps the files,
+and reads a part at a time: besides the tensors that are filled, this takes the files' pages, which the system may drop,
+and the largest part.
 """
 
 import math
@@ -40,8 +40,8 @@ def write(state: dict[str, Any], folder: Path, group: Any) -> None:
 
 
 def _reader(folder: Path) -> HuggingFaceStorageReader:
-    """Torch's reader of a folder whose headers are right. CheckpointError or ValueError: one is not, or parts of a
-    tensor leave room between them."""
+    """Torch's reader of a folder, after its headers are checked. CheckpointError or ValueError: one is wrong, or there
+    are gaps between the parts of a tensor."""
     parts, rooms = Counter[str](), dict[str, tuple[int, ...]]()
     for path in sorted(folder.glob("*.safetensors")):
         with opened(path, CheckpointError) as file:
@@ -80,7 +80,7 @@ def fill(state: dict[str, Any], folder: Path, group: Any = None) -> None:
     shape."""
     try:
         reader = _reader(folder)
-        with warnings.catch_warnings(action="ignore"):  # that it reads alone
+        with warnings.catch_warnings(action="ignore"):  # that one process reads alone
             load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except Exception as error:
         raise CheckpointError(f"{folder}: not this model's tensors ({error})") from None

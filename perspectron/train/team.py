@@ -1,9 +1,9 @@
 """The processes (ranks) that torchrun or Slurm started for one training: how they meet, agree, and all end when one of
 them does.
 
-What they say outside of the training itself goes through the store that torch's own process groups use. Each rank
-tells it that it is alive; rank 0 looks after the others, and they after rank 0, so that a rank that was killed ends
-all, also those that wait for it in the midst of an update.
+What they say outside of the training itself goes through the store that torch's own process groups use. Each rank tells
+it that it is alive; rank 0 watches the others, and they watch rank 0, so that a rank that was killed ends all, also
+those that wait for it in the midst of an update.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from perspectron.util.errors import ConfigError, PerspectronError, RankError
 
 A = TypeVar("A")
-MEETING = 300.0  # seconds in which all ranks must have come
+MEETING = 300.0  # seconds in which all ranks must have joined
 BEAT = 1.0  # seconds between signs of life
 GONE = 20.0  # seconds without one
 GRACE = 10.0  # seconds in which a rank may end by itself, once another has
 LOST = "rank {} has ended or does not answer"
-STEP = timedelta(hours=2)  # of one collective: others may be reading, and the dead are found otherwise
+STEP = timedelta(hours=2)  # limit of a collective: ranks may be reading, and dead ones are found otherwise
 
 
 def code_digest() -> str:
@@ -46,7 +46,7 @@ def code_digest() -> str:
 
 
 class Team:
-    """`with Team() as team:` all ranks have come, have the same code and the same command, and end together.
+    """`with Team() as team:` all ranks have joined, have the same code and the same command, and end together.
 
     An error of one rank ends all: rank 0 raises it, the others leave with its exit code. A rank that was killed is a
     RankError that names it. `rank`, `size`: this process and how many there are; `local`: its number on this
@@ -113,7 +113,7 @@ class Team:
         return PrefixStore(f"perspectron/{self._attempt}", store)
 
     def _meet(self) -> None:
-        """Wait for all. RankError that names those who have not come."""
+        """Wait until all ranks have joined. RankError names those that did not come in time."""
         self._store.set(f"here/{self.rank}", "1")
         until = time.monotonic() + self._meeting
         while self.rank == 0:
@@ -157,21 +157,21 @@ class Team:
     # ------------------------------------------------------------ agreeing
 
     def tell(self, order: dict[str, Any]) -> None:
-        """Give the others of rank 0 what to do."""
+        """Send an order from rank 0 to the other ranks."""
         self._store.set("order", json.dumps(order))
 
     def hear(self) -> dict[str, Any]:
-        """The order that rank 0 tells, however long it takes."""
+        """Wait for rank 0's order, however long it takes, and return it."""
         return json.loads(self._await("order"))
 
     def gather(self, value: A, group: Any = None) -> list[A]:
-        """The values of all ranks, in their order. group: of processes, where another thread uses the usual one."""
+        """The values of all ranks, in their order. group: of processes, if another thread uses the default one."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group)
         return found
 
     def agree(self, work: Callable[[], A], group: Any = None) -> A:
-        """The result of `work`, on every rank its own. The first error of a rank is raised by all."""
+        """The result of `work`, on every rank its own. The error of the first rank that has one is raised by all."""
         error, result = None, None
         try:
             result = work()
@@ -200,7 +200,7 @@ class Team:
         elif not isinstance(error, RuntimeError) or not self._told(self._gone + 4 * BEAT):
             self._end(f"rank {self.rank}: {type(error).__name__}: {error}", 1)
             self._leave()
-            return  # a mistake of ours keeps its traceback
+            return  # a bug keeps its traceback
         self._leave()
         assert self._ended is not None
         text, code = self._ended
@@ -210,7 +210,7 @@ class Team:
             raise RankError(text, code) from None
 
     def _leave(self) -> None:
-        """Say no more; rank 0, which serves what the others read, waits until they know why."""
+        """Give no more signs of life; rank 0, which serves the store, waits until the others know why."""
         self._left.set()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", "1")
@@ -251,7 +251,7 @@ class Team:
                 lost = self._lost(store, seen)
                 if store.check(["ended"]):
                     self._ended = tuple(json.loads(store.get("ended")))
-            except RuntimeError:  # who serves the store has ended
+            except RuntimeError:  # the rank that serves the store has ended
                 lost = 0
             if lost is not None and self._ended is None and not self._left.is_set():
                 text = f"{LOST.format(lost)}; go on with the same command and --resume RUN"
@@ -265,7 +265,7 @@ class Team:
         if not self._left.wait(GRACE) and (self.rank == 0 or text.startswith(LOST.format(0))):
             print(f"perspectron: error: {text}", file=sys.stderr, flush=True)
         elif self._left.is_set():
-            time.sleep(GRACE)  # it is over before, unless a thread of it waits for another rank
+            time.sleep(GRACE)  # the process ends before, unless one of its threads waits for another rank
         os._exit(code)
 
     def _lost(self, store: Store, seen: dict[int, tuple[bytes, float]]) -> int | None:
@@ -273,7 +273,7 @@ class Team:
         now = time.monotonic()
         for rank in range(1, self.size) if self.rank == 0 else (0,):
             if not store.check([f"beat/{rank}"]):
-                continue  # it has not come yet
+                continue  # it has not joined yet
             beat = store.get(f"beat/{rank}")
             if rank not in seen or seen[rank][0] != beat:
                 seen[rank] = (beat, now)

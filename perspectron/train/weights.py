@@ -1,4 +1,4 @@
-"""Weights of a file into a model: each of the shape and type that the model has, or none."""
+"""Loading weights of a file into a model: all with the shapes and types that the model has, or none."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from perspectron.util.errors import CheckpointError
 
 
 def fill(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
-    """Load the tensors, which are used up; CheckpointError that names the first which does not fit. Matrices of 16 bits
-    stay so where the model is on the meta device."""
+    """Load the tensors, removing them from the dict. CheckpointError names the first that does not fit. If the model is
+    on the meta device, matrices of 16 bits stay so."""
     if model.device.type == "meta":
         half.keep(model, tensors)
     own = model.state_dict()
@@ -24,11 +24,11 @@ def fill(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
         return
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(tensors.pop(name))  # let go one by one: all of them are never there twice
+            tensor.copy_(tensors.pop(name))  # freed one by one, so that all are never held twice
 
 
 def _alone(tensor: Tensor, taken: set[int]) -> Tensor:
-    """The tensor, contiguous and with memory of its own; no copy of one that is. taken: memory that others have."""
+    """The tensor, contiguous and with memory of its own; copied if it is not. taken: addresses of others."""
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     if not whole or tensor.data_ptr() in taken:
         return tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -37,8 +37,8 @@ def _alone(tensor: Tensor, taken: set[int]) -> Tensor:
 
 
 def same_tensors(own: dict[str, Tensor], tensors: dict[str, Tensor], path: Path) -> None:
-    """CheckpointError that names the first tensor which is not of the same shape and type; 16 bits are as good as
-    float32."""
+    """Raise CheckpointError, naming the first tensor that is missing or has another shape or type; floats of 16 bits
+    count as float32."""
     for name in own | tensors:
         here, there = (_kind(side[name]) if name in side else "missing" for side in (own, tensors))
         if here != there:

@@ -26,14 +26,14 @@ def styles(names: Sequence[str], reference: str) -> Styles:
 
 
 def _figures(slug: str, charts: Sequence[Chart]) -> list[str]:
-    """Charts of the lines that have points, each as <svg>; none of a chart without such lines."""
+    """Charts of the lines that have points, each as <svg>; a chart without such lines has none."""
     charts = [replace(chart, lines=[line for line in chart.lines if line.points]) for chart in charts]
     drawn = [chart for chart in charts if chart.lines]
     return [draw([chart], slug=f"{slug}{i}-") for i, chart in enumerate(drawn)]
 
 
 def ranking(rows: Sequence[Row], style: Styles, compressors: dict[str, Any], how: str) -> list[str]:
-    """Mean loss of each design with its interval and its seeds, and the compressors across. how: it was scored."""
+    """Mean loss of each design with its interval and its seeds, and the compressors across. how: the way of scoring."""
     dots = [
         Dot(
             row.title,
@@ -106,5 +106,5 @@ def cost(rows: Sequence[Row], style: Styles) -> list[str]:
 
 
 def measured(values: dict[str, Any] | None) -> dict[int, float]:
-    """Values of a {"1024": x} by their context, in its order, without those that are none."""
+    """Values of a {"1024": x} by context, in ascending order of it, without those that are None."""
     return dict(sorted((int(at), value) for at, value in (values or {}).items() if value is not None))

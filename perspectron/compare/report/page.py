@@ -171,7 +171,7 @@ def _ranking(rows: Sequence[Row], results: dict[str, Any], noun: str, style: fig
 
 
 def _scores(plan: dict[str, Any]) -> str:
-    """What the two scores are, and that compressors have a third."""
+    """A note on the two scores, and on the third that compressors have."""
     window, before = grouped(plan.get("seq_len")), plan.get("context") or {}
     means = {how: f", {grouped(tokens)} tokens before a target on average" for how, tokens in before.items()}
     return (

@@ -28,7 +28,7 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The name that a reader knows: Mamba-2 of the design `ssd`."""
+        """The name that readers know, such as Mamba-2 for the design `ssd`."""
         return title(self.name)
 
     @property

@@ -102,7 +102,7 @@ def _difference(row: Row, other: Row) -> Cell:
 
 def differences(rows: Sequence[Row], noun: str, how: str) -> Table:
     """Each finished arm's loss less each other's: strong where it is lower, red where it is higher, grey where the
-    interval includes zero and it stays open. None of fewer than three arms or two seeds."""
+    interval includes zero and it stays open. Without rows if there are fewer than three arms or two seeds."""
     whole = [row for row in rows if row.mean is not None and not row.faults]
     body = [[Cell(row.title), *(_sign(row, other) for other in whole)] for row in whole]
     tested = len(whole) > 2 and all(len(row.losses) > 1 for row in whole)
@@ -150,7 +150,7 @@ def recall(rows: Sequence[Row], noun: str) -> list[Table]:
 
 
 def _recalled(name: str, designs: dict[str, Any], noun: str) -> Table:
-    """One task; of each setting what the last design that has it says is chance."""
+    """Table of one task; chance in a setting is as in the last design that has it."""
     lines = {
         design: {tuple(line["sizes"].items()): line for line in task["settings"]}
         for design, task in designs.items()
@@ -173,7 +173,7 @@ def _recalled(name: str, designs: dict[str, Any], noun: str) -> Table:
 
 
 def varied_of(settings: Sequence[Setting]) -> tuple[str, list[str]]:
-    """Names of the sizes that differ between settings, and each setting by its values of them."""
+    """Names of the sizes that differ between settings, and the values of these sizes in each setting."""
     keys = list(dict.fromkeys(key for setting in settings for key, _ in setting))
     differ = [key for key in keys if len({str(dict(setting).get(key)) for setting in settings}) > 1]
     varied = differ or keys[:1]

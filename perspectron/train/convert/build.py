@@ -41,15 +41,15 @@ def attention_in(model: LanguageModel) -> list[int]:
 
 
 def recurrence(to: str) -> type[Mixer]:
-    """The first mixer of a design."""
+    """The class of a design's first mixer."""
     mixer = presets.get(to).blocks[0].mixer
     assert mixer is not None
     return cast("type[Mixer]", part("mixers", mixer.kind))
 
 
 def in_place(config: ModelConfig, to: str) -> dict[int, MixerConfig]:
-    """The mixer's config in the place of the attention of each block. ConfigError for a design that has none with these
-    widths, which says which have."""
+    """Config of the recurrence in place of attention, by block. ConfigError: the design cannot have these widths; the
+    message names designs that can."""
     found, D = dict[int, MixerConfig](), config.d_model
     shapes = on_meta(config)
     for index in attention_in(shapes):
@@ -103,7 +103,7 @@ def student(config: ModelConfig, to: str, converted: Collection[int], window: in
 
 
 def _require_same_values(config: ModelConfig, changed: ModelConfig) -> None:
-    """ConfigError where values of some layer would no longer lean on those that they leaned on."""
+    """ConfigError if the value residual of some layer would no longer refer to the same layer."""
     widths = [
         [block.mixer.value_channels if block.config.mixer else 0 for block in blocks_of(on_meta(its))]
         for its in (config, changed)
@@ -113,15 +113,15 @@ def _require_same_values(config: ModelConfig, changed: ModelConfig) -> None:
 
 
 def shift(config: ModelConfig, to: str) -> Shift:
-    """The inputs that read the token before: those of the mixers, where the design has it and nothing else in the model
-    stands in the way."""
+    """The inputs that read the token before: those of the mixers, if the design has a token shift and the model has no
+    shift, convolution or second mixer of its own; else as they are."""
     free = not config.shift and config.input_conv is False and not any(b.beside for b in config.blocks)
     return ("q", "k", "v", "g") if presets.get(to).shift and free else config.shift
 
 
 @contextmanager
 def noting(model: LanguageModel, layers: Sequence[int]) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """While a pass is made: what each of these blocks reads, and what its mixers give of it [B,T,D]."""
+    """Note during a pass, for each of these blocks, its input and the output of its mixers [B,T,D]."""
     notes, reads = dict[int, tuple[Tensor, Tensor]](), dict[int, Tensor]()
     handles = []
 
@@ -144,7 +144,7 @@ def noting(model: LanguageModel, layers: Sequence[int]) -> Iterator[dict[int, tu
 
 @torch.no_grad()
 def heads_of(model: LanguageModel, batches: Sequence[Batch]) -> dict[int, Heads]:
-    """What the attention of each block hands on, with its distances in these batches."""
+    """The `Heads` of each block's attention, with its distances summed over these batches."""
     mixers = {index: blocks_of(model)[index].mixer for index in attention_in(model)}
     reads, found = dict[int, Inputs](), dict[int, Heads]()  # reads: what comes out of norms and token shifts
     with ExitStack() as hooks:
@@ -168,8 +168,8 @@ def heads_of(model: LanguageModel, batches: Sequence[Batch]) -> dict[int, Heads]
 def transferred(
     model: LanguageModel, config: ModelConfig, start: dict[int, Heads] | LanguageModel, seed: int
 ) -> LanguageModel:
-    """The student with all that it has in common with the model. start: what the attention of each block hands to the
-    recurrence in its place, or a model whose blocks there have learned."""
+    """The student with all weights that it shares with the model. start: the attention of each block, from which the
+    recurrence in its place starts, or a model whose blocks there have learned."""
     made = build(config, seed)
     kinds = [
         [None if b.mixer is None else b.mixer.kind for b in its.blocks] for its in (model.config, config)
@@ -195,8 +195,8 @@ def transferred(
 
 
 def _read_alike(block: Block, before: Block) -> None:
-    """Let the inputs of a block's mixer read of the tokens before what those of the same name read in another block:
-    nothing, where there are none."""
+    """Set the token shift of a block's mixer to that of the inputs of the same names in another block; inputs that have
+    none there read nothing of the tokens before."""
     if block.mixer_shift is None:
         return
     known = dict[str, Tensor]()
@@ -208,11 +208,11 @@ def _read_alike(block: Block, before: Block) -> None:
 
 
 def _rows(block: Block) -> Iterator[tuple[Sequence[str], Tensor]]:
-    """The mix, or the convolution, of each input that has one, with the names of what is made of it."""
+    """For each input with a mix, or a convolution: the names of the mixer's inputs that use it, and its row."""
     shift, names = block.mixer_shift, block.mixer.inputs
     assert shift is not None
     (rows,), last = shift.parameters(), len(shift.mixed) - 1
     its = iter(rows.unbind())
     for slot, mixed in enumerate(shift.mixed):
-        if mixed:  # a mixer with fewer slots than inputs makes the last ones of the last
+        if mixed:  # a mixer with fewer slots than inputs uses the last for the rest
             yield [name for i, name in enumerate(names) if min(i, last) == slot], next(its)

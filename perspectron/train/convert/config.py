@@ -1,4 +1,4 @@
-"""What a conversion is asked for, and the lengths and rates of its stages."""
+"""The config of a conversion, and the lengths and rates of its stages."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,25 +15,25 @@ from perspectron.util.config import at_least, one_of, require
 
 LAYERS, WHOLE, TEXT = "layers", "whole", "text"
 SHARES = {LAYERS: 0.3, WHOLE: 0.5, TEXT: 0.2}
-"""Of the tokens or the time. Not searched."""
+"""Shares of the tokens or the time, by stage. Not tuned."""
 RATES = {LAYERS: 2.0, WHOLE: 0.125, TEXT: 0.03}
-"""Factors of the rate with which the target is trained from nothing. Best on one seed (2 M parameters, 400,000 tokens)
+"""Factors of the learning rate for training the target from scratch. Best on one seed (2 M parameters, 400,000 tokens)
 of 1, 2 and 4; of 0.06, 0.125 and 0.25, all six within 0.1%; and of 0.03 and 0.1, at the edge (docs/lab-notes.md)."""
-LONGER = 4  # times the window of the other stages: that of the last
-WINDOW = 512  # tokens in a window, of models that do not say how they were trained
+LONGER = 4  # windows of the other stages in one of the last stage, at most
+WINDOW = 512  # tokens in a window, for models that do not say how they were trained
 BATCH = 8
 LEAST_UPDATES = 8  # of a stage
-UPDATES = 384  # of all stages, for which batches are made smaller
+UPDATES = 384  # of all stages: batches are made smaller for as many
 MOST_ROOM = 0.15  # of the memory there is, for logits
 
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """teacher: the run. to: a design whose recurrence it is, such as perspective2. keep: one attention layer in so many
-    is kept; 0 keeps none. window: of attention that is kept; 0 leaves it as it is. tokens: of all stages; 0 where
-    `minutes` says how long. seq_len, batch_size: of the first two stages. shares, rates: by stage, `SHARES` and `RATES`
-    of the version that began it. template: "own" where the text has prompts and completions. teacher_mix: the teacher's
-    share in the loss of stage whole, beside the text's."""
+    """teacher: the run to convert. to: a design whose recurrence takes over, such as perspective2. keep: one attention
+    layer in so many is kept; 0 keeps none. window: of attention that is kept; 0 leaves it as it is. tokens: of all
+    stages; 0 where `minutes` says how long. seq_len, batch_size: of the first two stages. shares, rates: by stage,
+    `SHARES` and `RATES` of the version that began it. template: "own" where the text has prompts and completions.
+    teacher_mix: the teacher's share in the loss of stage whole, beside the text's."""
 
     teacher: str
     to: str = "perspective2"
@@ -64,7 +64,7 @@ class ConvertConfig:
             require(right, name, by_stage, f"a positive number for each of {', '.join(SHARES)}")
 
     def train(self, stage: str, steps: int, size: int, longest: int, **more: object) -> TrainConfig:
-        """The training of a stage with so many updates. size: parameters of the model. longest: its table of
+        """The training settings of a stage with `steps` updates. size: parameters of the model. longest: its table of
         positions, or 0."""
         longer, most = 1, longest // self.seq_len if longest else LONGER
         if stage == TEXT:  # an update has as many tokens as in the other stages
@@ -81,7 +81,7 @@ class ConvertConfig:
         return TrainConfig(**values | more)  # type: ignore[arg-type]
 
     def steps(self, stage: str, longest: int) -> int:
-        """Updates of a stage by the tokens. ConfigError where they are too few."""
+        """Updates of a stage, from its share of the tokens. ConfigError: there are too few."""
         train = self.train(stage, 1, 1, longest)
         batch = train.batch_size * train.seq_len
         steps = int(self.shares[stage] * self.tokens / batch)
@@ -92,8 +92,8 @@ class ConvertConfig:
 
 
 def fitting(teacher: ModelConfig, trained: TrainConfig, tokens: int, device: torch.device) -> tuple[int, int]:
-    """(seq_len, batch_size): as the teacher was trained, with a batch whose logits leave room for the rest, and of
-    which so few tokens still give UPDATES."""
+    """(seq_len, batch_size): the window of the teacher's training, and a batch so small that its logits leave room for
+    the rest and `tokens` are enough for UPDATES."""
     seq_len = trained.seq_len if trained.data else WINDOW
     seq_len, batch_size = min(seq_len, teacher.positions or seq_len), BATCH
 

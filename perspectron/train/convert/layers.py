@@ -1,5 +1,5 @@
-"""The first stage: each recurrence alone learns what the attention in its place gives, all of them from one pass of the
-teacher; and what converting each layer costs.
+"""The first stage: each recurrence alone learns the output of the attention that it replaces, all of them from one pass
+of the teacher; and the cost of converting each layer.
 
 Shapes: B batch, T time, D model width.
 """
@@ -22,14 +22,14 @@ from perspectron.util.errors import NonFiniteError
 
 
 def learning(model: LanguageModel, layers: Sequence[int]) -> tuple[str, ...]:
-    """The parameters of these blocks' recurrences, and of their token shifts."""
+    """Names of the parameters of these blocks' recurrences, token shifts and value residuals."""
     parts = tuple(f"blocks.{i}.{name}." for i in layers for name in ("mixer", "mixer_shift", "first_values"))
     return tuple(name for name, _ in model.named_parameters() if name.startswith(parts))
 
 
 class LayerTrainer(Trainer):
-    """`Trainer` whose loss is, of each block with a recurrence that has attention in the teacher, the mean square of
-    what its mixers give less what the teacher's give, of the same input, as a share of the latter's."""
+    """`Trainer` whose loss is the sum over converted blocks of the mean squared error of the mixers' output against
+    that of the teacher's block for the same input, as a share of the latter's mean square."""
 
     def backward(self, batch: Batch, parts: float) -> tuple[float, dict[str, float]]:
         errors = self.errors(batch)
@@ -41,11 +41,11 @@ class LayerTrainer(Trainer):
         return sum(found.values()) / len(found), found
 
     def errors(self, batch: Batch) -> dict[int, Tensor]:
-        """Of each block that is converted."""
+        """The error of each block that is converted, by its index."""
         teacher = cast(Teacher, self.teacher).model
         converted, errors, shared = attention_in(teacher), dict[int, Tensor](), Shared()
         layers = converted
-        if teacher.config.first_values:  # those below hand on the values that others lean on
+        if teacher.config.first_values:  # lower ones provide the values of value residuals
             layers = [i for i, block in enumerate(teacher.config.blocks) if block.mixer is not None]
         ids_BT = batch.ids_BT.to(self.device)
         reset_BT = None if batch.reset_BT is None else batch.reset_BT.to(self.device)
@@ -68,8 +68,8 @@ class LayerTrainer(Trainer):
 def costs(
     teacher: LanguageModel, learned: LanguageModel, batches: Sequence[Batch], dtype: str
 ) -> dict[int, float]:
-    """What converting each layer alone costs: how much the teacher's loss in nats a token rises with the learned block
-    in the place of its own."""
+    """The cost of converting each layer alone: the rise of the teacher's loss in nats a token with the learned block in
+    the place of its own."""
 
     def loss() -> float:
         total = 0.0

@@ -1,4 +1,4 @@
-"""A conversion in its folder, from where it is to its end."""
+"""Running a conversion in its folder, from where it stopped to its end."""
 
 import math
 import time
@@ -31,18 +31,18 @@ from perspectron.util.machine import pick_device
 
 FILE, STAGES, FOLDERS = "convert.json", "stages", ("0-taken", "1-layers", "2-chosen", "3-whole")
 MEASURED = 65536  # held-out tokens, at most
-CLOSING = 0.03  # of the time: for what is measured after a stage, and the last of these is left for
+CLOSING = 0.03  # share of the time that a measurement after a stage may take; it is left for the last one
 CHOOSING = 0.1  # of the time, at most: for the layers that keep attention, and the distances that attention looks back
-ASKED = 4  # batches by which each of these is found, at most
+ASKED = 4  # batches for each of these, at most
 Row = dict[str, Any]
 Fit = Callable[[Trainer, str, float | None], int | None]
 """Trains a stage until a time of the monotonic clock, if there is one; the signal that ended it, or None."""
 Doing = Callable[[str], AbstractContextManager[object]]
-"""The context of a piece of work that it names."""
+"""A function from the name of a piece of work to the context it is done in."""
 
 
 def paced(trainer: Trainer, name: str, ends: float | None) -> int | None:
-    """`Fit` without a word."""
+    """A `Fit` that reports nothing."""
     return trainer.fit(pace=None if ends is None else Pace(ends))
 
 
@@ -93,8 +93,8 @@ class Conversion:
         return None
 
     def allot(self) -> None:
-        """Note how much of the text is read where nothing is learned, by the seconds of a pass of the teacher.
-        ConfigError where the minutes cannot do, as far as these tell."""
+        """Note how much text is read where nothing is learned, by the seconds of a pass of the teacher. ConfigError if
+        the minutes are too few, as far as these seconds tell."""
         notes, minutes, seq_len = self.notes, self.config.minutes, self.config.seq_len
         window = seq_len * pass_seconds(self.teacher, seq_len)
         notes["limit"] = seq_len * max(4, at_most(MEASURED // seq_len, CLOSING * 60 * minutes / window))
@@ -102,7 +102,7 @@ class Conversion:
         notes["windows"] = at_most(ASKED * self.config.batch_size, whole)
 
         def least(passes: int) -> float:
-            """Minutes, if an update costs so many passes of the teacher."""
+            """The least minutes, if an update costs so many passes of the teacher."""
             updates = self.config.batch_size * LEAST_UPDATES * passes / min(self.config.shares.values())
             return window * (updates + 2 + len(self.layers)) / (1 - CLOSING) / 60
 
@@ -110,7 +110,7 @@ class Conversion:
         require(enough, "minutes", minutes, f"≥ {math.ceil(least(3))}, or else tokens")
 
     def note(self, report: Callable[[Row], None], name: str, model: LanguageModel | Path) -> None:
-        """Measure a stage's end, once."""
+        """Measure a stage's model on held-out text, once, and report it."""
         if any(row["stage"] == name for row in self.notes["rows"]):
             return
         tokens = 0
@@ -133,7 +133,7 @@ class Conversion:
         report(row)
 
     def batches(self, number: int) -> list[Batch]:
-        """Of the text to train on: what is chosen by them is not measured by them."""
+        """Batches of the training text, so that choices are not made on text they are measured on."""
         windows = int(self.notes.get("windows", ASKED * self.config.batch_size))
         size = min(windows, self.config.batch_size)
         train = TrainConfig(
@@ -189,7 +189,7 @@ class Conversion:
             begun = (folder / "config.json").is_file()  # but stopped before its first checkpoint
             dtype = checkpoint.load_config(folder).train.dtype if begun else self.config.dtype
             planned = self.planned(stage, before, steps, dtype)
-            with self.doing(f"preparing stage {stage}"):  # which of two precisions is faster, perhaps
+            with self.doing(f"preparing stage {stage}"):  # perhaps timing which of two precisions is faster
                 trainer = kind(folder, planned, self.tokenizer, self.shards)
             if timed:
                 ends = self.ends(stage)
@@ -223,7 +223,7 @@ class Conversion:
         return RunConfig(model, self.config.train(stage, steps, size, model.positions, **more))
 
     def ends(self, stage: str) -> float:
-        """When the stage is to end: after its share of what is left of the time, or of all in one that goes on."""
+        """The time at which a stage ends: after its share of the time left, or of all of it in a resumed conversion."""
         now, shares, whole = time.monotonic(), self.config.shares, 60 * self.config.minutes * (1 - CLOSING)
         if self.began is None:
             return now + shares[stage] * whole
@@ -233,7 +233,7 @@ class Conversion:
 
 
 def noted(run: Path, config: ConvertConfig) -> dict[str, Any]:
-    """What RUN/convert.json has, which is begun where there is none."""
+    """The contents of RUN/convert.json, which is created if there is none."""
     if not (run / FILE).is_file():
         write_json(run / FILE, {"config": dump(config), "layers": [], "rows": []})
     notes: dict[str, Any] = read_json(run / FILE, CheckpointError)
@@ -274,7 +274,7 @@ def seconds(trainer: Trainer) -> float:
 
 
 def config_of(run: Path) -> ConvertConfig:
-    """What a conversion was asked for. CheckpointError where there is none."""
+    """The config of a conversion. CheckpointError: there is no conversion in the folder."""
     if not (run / FILE).is_file():
         raise CheckpointError(f"no conversion at {run}{meant_beside(run)}")
     notes = read_json(run / FILE, CheckpointError)
