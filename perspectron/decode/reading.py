@@ -4,6 +4,7 @@ Shapes: B batch, T time, D model width, V vocabulary.
 """
 
 import itertools
+import math
 import operator
 import reprlib
 from collections.abc import Sequence
@@ -136,7 +137,7 @@ def whole(model: LanguageModel) -> int:
     if model.device.type != "cpu" or model.dtype not in DTYPES or not native.wanted():
         return 0
     promised = [block.exact_cells for block in cast("list[Block]", model.blocks)]
-    return max(promised) if promised and all(promised) else 0
+    return math.lcm(*promised) if promised else 0
 
 
 def ids_of(text: str | Sequence[int], tokenizer: Vocabulary, field: str) -> list[int]:

@@ -242,7 +242,7 @@ def _result(config: ModelConfig, measured: Measured, options: Options) -> Result
         "train_peak_bytes": measured.peak if isinstance(measured.peak, int) else None,
         "train_tokens_per_second_spread": {dtype: asdict(spread) for dtype, spread in speeds.items()},
         "skipped": skipped,
-        "positions": f"timed with the table of {config.positions} repeated" if lengthened else "",
+        "positions": f"timed with the first of {config.positions} positions repeated" if lengthened else "",
         "conditions": asdict(options) | asdict(options.setting) | {
             "contexts": sorted(set(options.contexts)), "dtype": options.trained_in,
             "device": str(pick_device(options.setting.device)), "threads": torch.get_num_threads(),

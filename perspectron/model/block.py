@@ -3,6 +3,7 @@
 Shapes: B batch, T time, D model width, N earlier tokens that mixer and network read.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -187,11 +188,11 @@ class Block(nn.Module):
 
     @property
     def exact_cells(self) -> int:
-        """The largest `exact_cells` of its mixers, its network and its matrices (`ROWS` unless all are packed); 0 if a
-        mixer or the network promises nothing of the kind."""
+        """A common multiple of the `exact_cells` of its mixers, its network and its matrices (`ROWS` unless all are
+        packed); 0 if a mixer or the network promises nothing of the kind."""
         promised = [int(getattr(part, "exact_cells", 0)) for part in (*self.mixers, *self.networks)]
         matrices = ROWS if any(x.ndim > 1 for x in self.parameters()) else 1
-        return max([matrices, *promised]) if all(promised) else 0
+        return math.lcm(matrices, *promised)
 
     def init_state(
         self,

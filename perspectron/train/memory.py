@@ -168,7 +168,9 @@ def fit(
             loss += float(output.loss.detach()) * batch.targets / targets
         norm = nn.utils.clip_grad_norm_(memory.parameters(), optim.clip or math.inf)
         if not (math.isfinite(loss) and bool(norm.isfinite())):
-            raise NonFiniteError(f"step {step}: loss {loss}, gradient norm {float(norm)}; try a smaller --lr")
+            raise NonFiniteError(
+                f"step {step + 1}: loss {loss}, gradient norm {float(norm)}; try a smaller --lr"
+            )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         tell({"step": step + 1, "loss": loss, "seconds": time.perf_counter() - began})
