@@ -66,7 +66,7 @@ def reason() -> str | None:
 
 @cache
 def wanted() -> bool:
-    """`available()`, for whoever is about to use it: the first time it is not, the log has a warning."""
+    """`available()`, for code that is about to use it; if it is not, a warning is logged, once."""
     if not available():
         logging.getLogger("perspectron").warning("native kernels: %s; PyTorch is used, slower", reason())
     return available()
@@ -92,7 +92,7 @@ def isa() -> str:
 
 
 def set_isa(name: str) -> None:
-    """Use another instruction set, in all threads. ValueError where the machine has none such."""
+    """Use another instruction set, in all threads. ValueError: the machine does not have it."""
     if not _library().pspx_set_isa(name.encode()):
         raise ValueError(f"isa = {name!r}, this machine has at most {isa()!r}")
 

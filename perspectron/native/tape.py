@@ -31,7 +31,7 @@ KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bool: 3, torc
 FLOATS = ("softmax", "rms_norm", "layer_norm", "cholesky", "solve", "product", "attend", "packed", "scan")
 """Instructions whose result and first operand are float32."""
 BRIEF = ("softmax", "rms_norm", "layer_norm", "product", "attend")
-"""Those of FLOATS that may be bfloat16, too: they compute in float32 and round their result."""
+"""Instructions of FLOATS that may be bfloat16, too: they compute in float32 and round their result."""
 BYTES = (4, 8, 8, 1, 2)
 DIMENSIONS = 5
 OPERANDS = 6
@@ -105,7 +105,7 @@ class Tape:
         self.bases = {memory(x): (1 + i, x.data_ptr()) for i, x in enumerate(bases)}
         self.kept, self.used = list[Tensor](), set[int]()
         self.quantised: tuple[object, ...] = ()
-        """What the last packed product read, unless it has been written to since."""
+        """The input of the last packed product, unless it has been written to since."""
         # Instructions that round: the number of each, what it reads, and its result, None where that is a base.
         self.rounded = list[tuple[int, Tensor, Tensor | None]]()
         self._made = list[np.ndarray]()
@@ -361,7 +361,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def each(tape: Tape, code: str, out: Tensor, *given: Tensor, numbers: Sequence[float] = ()) -> None:
-    """out = f(given), place by place; what is given is broadcast."""
+    """out = f(given), element by element; what is given is broadcast."""
     if out.numel() == 0:
         return
     operands = [out, *(x.expand(out.shape) for x in given)]
@@ -447,7 +447,7 @@ def moved(tape: Tape, code: str, out: Tensor, x: Tensor, index: Tensor, dim: int
 
 
 def contiguous(tape: Tape, x: Tensor, *, last: bool = False) -> Tensor:
-    """x, or a copy whose numbers lie together. last: those of the last dimension suffice."""
+    """x, or a contiguous copy. last: contiguous in the last dimension suffices."""
     if x.is_contiguous() or (last and x.stride(-1) == 1):
         return x
     copy = torch.empty(x.shape, dtype=x.dtype)

@@ -185,7 +185,7 @@ class States:
 
 
 def beside(session: Session, parent: str) -> dict[str, Any]:
-    """What a file holds besides a session: the state that it continues, and the conversation."""
+    """The contents of a file besides the session: the state that it continues, and the conversation."""
     return {"parent": parent} | said_in(session.extra).extra()
 
 

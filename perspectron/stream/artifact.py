@@ -142,7 +142,7 @@ def write(
 
 
 def expert_files(config: ModelConfig, distinct: int = 0, linear: str = CODES) -> ExpertFiles | None:
-    """What to say of a model's expert files; None without experts. distinct: how many experts of a layer have weights
+    """Description of a model's expert files; None without experts. distinct: how many experts of a layer have weights
     of their own (0: all). linear: format of other matrices, which a mixture's experts have, too. ConfigError: more
     experts than the reader of a file takes, or other ones in one layer than in another."""
     files = None

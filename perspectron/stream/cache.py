@@ -117,8 +117,8 @@ class ShardCache(AbstractContextManager["ShardCache"]):
                     self._schedule.entries.move_to_end(key)
 
     def ask(self, layer: int, experts: Sequence[int]) -> None:
-        """Read these experts, which will be requested in this order, before any hint: only the first of them, so many
-        that as many others can stay in memory."""
+        """Read these experts, which will be requested in this order, before any hint: of the first ones as many as
+        leave room for as many others."""
         if not self._threads or self._pid != os.getpid():
             return
         with self._lock:

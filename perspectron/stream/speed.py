@@ -23,8 +23,8 @@ SPAN = 64 << 20  # bytes of a file to read
 TURNS = 3
 METHODS: tuple[Method, ...] = ("direct", "buffered")
 PAYS = 1.2
-"""How many times as fast as one reader two must be to pay: the second reads for the layer after next, where guesses are
-wrong more often."""
+"""Least speed-up for which a second reader is used: it reads for the layer after next, where guesses are wrong more
+often."""
 
 
 def reading(bytes_N: Tensor) -> float:
@@ -78,8 +78,8 @@ def _together(file: ShardFile, pool: ThreadPoolExecutor, buffers: Sequence[Bytes
 
 
 def disk(path: Path) -> float | None:
-    """Bandwidth of reading an expert file by the faster method; None if it is too small to tell. ArtifactError:
-    it cannot be read."""
+    """Bandwidth of reading an expert file by the faster method; None if it is too small to tell. ArtifactError: it
+    cannot be read."""
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file")
     return None if path.stat().st_size < LEAST else max(probe(path).bytes_per_second.values())

@@ -131,8 +131,7 @@ def dump(value: Any, *, defaults: bool = True) -> Any:
 
 
 def unlike(before: Any, now: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(name, value before, value now) of every field, such as blocks[3].mixer.rank, that two dumped configs differ
-    in."""
+    """(name, before, now) of every field in which two dumped configs differ, such as blocks[3].mixer.rank."""
     if isinstance(before, dict) and isinstance(now, dict) and before.keys() == now.keys():
         for name in before:
             yield from unlike(before[name], now[name], f"{where}.{name}" if where else name)

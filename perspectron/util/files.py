@@ -59,8 +59,8 @@ def cache_folder() -> Path | None:
 
 
 def append_to(path: Path) -> FileIO:
-    """Open a regular file to append to it, or make it if there is none. StorageError for anything else, and
-    where it cannot be written: a link is not followed."""
+    """Open a regular file to append to it, or make it if there is none. StorageError for anything else, and where it
+    cannot be written: a link is not followed."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         _refuse_special(path)
@@ -290,8 +290,8 @@ def read_json(
 
 
 def read_text(path: Path, limit: int = MAX_JSON, errors: str = "strict") -> str:
-    """The text of a regular file. OSError: it is none. ValueError: more than `limit` bytes, or not UTF-8 (`errors` as
-    `bytes.decode` has them)."""
+    """The text of a regular file. OSError: it is not one. ValueError: more than `limit` bytes, or not UTF-8 (`errors`
+    as in `bytes.decode`)."""
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > limit:
             raise ValueError(f"more than {limit} bytes")

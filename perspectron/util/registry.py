@@ -14,15 +14,15 @@ from typing import Any
 from perspectron.util.errors import ConfigError
 
 Table = Mapping[str, Any]
-"""What a design registers, by name: the place "module:attribute" of an object in the design's package, or the object
+"""Objects that a design registers, by name: each the place "module:attribute" in the design's package, or the object
 itself, as in a notebook."""
 
 
 @dataclass(frozen=True)
 class Design:
-    """What a design brings.
+    """A design and what it registers.
 
-    package: the folder's, `__name__` in its `__init__`. about: one line. source: the page or paper that describes it.
+    package: its name, `__name__` in its `__init__`. about: one line. source: the page or paper that describes it.
     mixers, heads: classes by kind. presets: a module that enters designs and presets (`perspectron.presets.table`).
     ablations: a table of `perspectron.compare.ablations.Ablation` by design. suites: modules of `perspectron eval
     --suite NAME`. commands: of `perspectron DESIGN NAME`. hooks: of decoding. recipes: modules

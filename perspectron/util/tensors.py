@@ -98,7 +98,7 @@ def parse_header(text: bytes, room: int | None) -> tuple[dict[str, str], dict[st
 
 
 def _place(name: str, text: bytes) -> Place:
-    """The place that an entry of a header tells. ValueError: not a possible one."""
+    """The place of a tensor, by its entry in a header. ValueError: not a possible one."""
     if len(text) > _LONGEST or not name.isprintable():
         raise ValueError(
             f"{name[:80]!r}: {len(text)} bytes about it, must be ≤ {_LONGEST} and its name printable"

@@ -78,11 +78,11 @@ class App:
         return Response(self.metrics.text(), media_type=self.metrics.media_type)
 
     async def completions(self, body: schema.Completion, request: Request) -> Response:
-        """Texts that go on after prompts."""
+        """Continue each of the prompts."""
         return await Answers(self.served(body.model), self.metrics).completions(body, request)
 
     async def chat(self, body: schema.Chat, request: Request) -> Response:
-        """The answer in a conversation, by the model's template."""
+        """Answer in a conversation, of which the model's template makes a prompt."""
         return await Answers(self.served(body.model), self.metrics).chat(body, request)
 
     async def tokenize(self, body: schema.Tokenize) -> Response:

@@ -142,8 +142,8 @@ def _foreign(method: str, headers: Headers) -> JSONResponse | None:
 
 
 def _excess(body: bytes) -> str | None:
-    """What a body of JSON has too much of, in words; None if nothing. It is one pass, a piece at a time, which may stop
-    where the body is not JSON, as a parser does too."""
+    """Say what a body of JSON has too much of; None if nothing. One pass, a piece at a time, which may stop where the
+    body is not JSON, as a parser does too."""
     if not json.detect_encoding(body).startswith("utf-8"):
         return "JSON in UTF-8 is needed"
     level = parts = values = 0
