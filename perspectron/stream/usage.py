@@ -14,15 +14,15 @@ from perspectron.util.files import read_json, write_json
 FILE = "usage.json"
 FORMAT = "perspectron-usage-1"
 MEMORY = 0.001
-FIRST = 100  # tokens whose requests are counted
+FIRST = 100  # requests for each layer that are counted
 
 
 class Usage:
-    """A moving average for each layer's experts of whether a token asks for it, f ← 0.999 f + 0.001 · [asked].
+    """A moving average, for each layer's experts, of whether a request is for it, f ← 0.999 f + 0.001 · [asked].
 
     experts: how many each layer has. Averages begin at 0 if the file is missing, damaged or of other layers, and for a
-    machine that is not in it with the mean of those that are. asked, served: of the first hundred tokens, how many
-    experts were asked for and how many of them were at hand.
+    machine that is not in it with the mean of those that are. asked, served: of the first hundred requests for each
+    layer, how many there were and how many found their expert at hand.
     """
 
     def __init__(self, path: Path, experts: Mapping[int, int]) -> None:
@@ -38,7 +38,7 @@ class Usage:
                 self._share[layer] = np.mean(shares, 0)
 
     def count(self, layer: int, expert: int, *, ready: bool) -> None:
-        """Count that a token asked for an expert. ready: it was at hand."""
+        """Count a request for an expert. ready: it was at hand."""
         share_E = self._share[layer]
         share_E *= 1 - MEMORY
         share_E[expert] += MEMORY
