@@ -1,4 +1,4 @@
-"""Public prose that anyone gets and nobody has to host: books as Debian packages them, which books.json lists by
+"""Public prose that anyone can get and nobody has to host: books as Debian packages them, which books.json lists by
 package, version, file and the digest of their plain text.
 
 A book is cut at paragraphs into documents of 64 kB. A share of these, the clean split, is in no split of `--data
@@ -118,7 +118,7 @@ def digest_of(paths: list[Path]) -> str:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """The text, cut at the first paragraph that ends after DOCUMENT characters."""
+    """The text in pieces, each cut at the end of the first paragraph after DOCUMENT characters."""
     start = 0
     while len(text) - start > 2 * DOCUMENT:
         end = text.find("\n\n", start + DOCUMENT)
@@ -171,7 +171,7 @@ def _windows(data: bytes) -> str:
 
 
 def _lzw(data: bytes) -> bytes:
-    """A text that `compress` made shorter, without its head: codes of 9 to 16 bits, in groups of eight; 256 ends it."""
+    """Decompress LZW data of `compress`, without its head: codes of 9 to 16 bits, in groups of eight; 256 ends it."""
     table = {code: bytes([code]) for code in range(256)}
     texts, before, width, at, group = list[bytes](), b"", 9, 0, 0
     while at + width <= 8 * len(data):
@@ -191,10 +191,10 @@ def _lzw(data: bytes) -> bytes:
 
 
 def _dictionary(data: bytes) -> str:
-    """A dictionary of `dictd`, without lines that name the source of an entry alone."""
+    """The text of a dictionary of `dictd`, without lines that only name the source of an entry."""
     text = gzip.decompress(data).decode(errors="replace")
     return re.sub(r"(?m)^ *\[[^\[\]\n]*\]\n", "", text)
 
 
 FORMS: dict[str, Callable[[bytes], str]] = {"R": _lines, "bible": _windows, "dict": _dictionary}
-"""Plain texts by the form of a package's file."""
+"""Functions that make plain text of a package's file, by its form."""

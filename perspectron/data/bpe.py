@@ -38,7 +38,7 @@ _ALIAS = "".join(chr(ord("a") + byte % 26) for byte in secrets.token_bytes(24))
 
 
 class Added(Struct):
-    """A token that stands beside those that a model learned. special: a template may write it, a user cannot."""
+    """A token that was added to those of the model. special: a template may write it, a user cannot."""
 
     content: str
     special: bool = False
@@ -59,7 +59,7 @@ class _File(Struct):
 
 
 class Read(NamedTuple):
-    """A file of the library. value: its JSON. added: its added tokens."""
+    """A parsed file of the tokenizers library. value: its JSON. added: its added tokens."""
 
     value: dict[str, Any]
     added: list[Added]
@@ -78,7 +78,7 @@ class Read(NamedTuple):
 
     @property
     def bounded(self) -> bool:
-        """True if the text is split by PATTERN alone, which `cut` goes by."""
+        """True if texts are split by PATTERN alone, so that it is known where long ones can be cut."""
         pre = self.value.get("pre_tokenizer")
         parts = pre.get("pretokenizers") if isinstance(pre, dict) else None
         first = parts[0] if isinstance(parts, list) and parts else None
@@ -87,7 +87,7 @@ class Read(NamedTuple):
 
 
 def read(path: Path) -> str:
-    """The text of a tokenizer's file. DataError: there is none, or it is too large."""
+    """The text of a tokenizer's file. DataError: it is missing, unreadable or too large."""
     try:
         return read_text(path, MOST_BYTES)
     except FileNotFoundError:
@@ -98,8 +98,8 @@ def read(path: Path) -> str:
 
 
 def parse(text: str, path: object) -> Read:
-    """The JSON of a file, before the library sees it, which makes tables as long as any id. DataError, naming `path`
-    and the field: no such file, an id out of bounds, or a model that draws which tokens it makes."""
+    """Parse and check a file before the library sees it, which makes tables as long as the highest id. DataError,
+    naming `path` and the field: not such a file, an id out of bounds, or a model that draws which tokens it makes."""
     try:
         value = parse_json(text)
     except ValueError as error:
@@ -118,11 +118,10 @@ def parse(text: str, path: object) -> Read:
 
 
 def aliased(file: Read) -> tuple[str, dict[str, str]]:
-    """(the JSON of a tokenizer that no text can make give a special token, the names that such tokens have in it by
-    their spelling). The names are random letters, drawn once for each process: who knows none cannot write them. A
-    special token that the model itself could make, as Unigram makes whatever its vocabulary has, has no other name
-    there, and no merge makes it. No normaliser sees a name, which it could take apart, and each is found within a word,
-    too."""
+    """(the JSON of a tokenizer in which special tokens have secret names, so that no text can be encoded as one; these
+    names by spelling). They are random letters, drawn once for each process: nobody who does not know them can write
+    them. In the vocabulary, too, special tokens have only these names, as Unigram makes whatever is in it, and no merge
+    makes one. No normaliser sees a name, which it could take apart, and each is found within a word, too."""
     value, special = file.value, [token.content for token in file.added if token.special]
     names = {content: f"<{_ALIAS}{_letters(i)}>" for i, content in enumerate(special)}
     model: dict[str, Any] = dict(value["model"])
@@ -141,7 +140,7 @@ def aliased(file: Read) -> tuple[str, dict[str, str]]:
         else token
         for token in value.get("added_tokens") or []
     ]
-    # The length of a text is no tokenizer's to cut or to fill.
+    # Texts are neither truncated nor padded here.
     inner = value | {"model": model, "added_tokens": added, "truncation": None, "padding": None}
     return json.dumps(inner), names
 
@@ -164,7 +163,7 @@ def _letters(number: int) -> str:
 
 
 def to_json(vocab: dict[str, int], merges: list[list[str]]) -> str:
-    """The file of a tokenizer of ours that has learned this."""
+    """The file of a tokenizer of this library, with a vocabulary and merges."""
     value = json.loads(blank(special=True).to_str())
     value["model"] |= {"vocab": vocab, "merges": merges}
     return json.dumps(value)

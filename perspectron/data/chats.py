@@ -1,6 +1,6 @@
-"""Records of talks: {"messages": [{"role": …, "content": …}, …]}, or ShareGPT's {"conversations": [{"from": …, "value":
-…}, …]}. Each answer of the assistant is learned, as a completion of all messages before it; what it says before
-the first message of a user is left out."""
+"""Records of conversations: {"messages": [{"role": …, "content": …}, …]}, or ShareGPT's {"conversations": [{"from": …,
+"value": …}, …]}. Each answer of the assistant is learned, as a completion of all messages before it; what it says
+before the first message of a user is left out."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +9,9 @@ from perspectron.data.template import Template
 from perspectron.util.errors import ConfigError
 
 KEYS = ("messages", "conversations")
-"""Fields that hold a talk."""
+"""Fields of a record that may hold a conversation."""
 NAMES = (("role", "from"), ("content", "value"))
-"""The names of a message's role, and of its text."""
+"""Field names of a message's role, and of its text."""
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant"}
 """Roles as ShareGPT has them."""
 KNOWN = ("system", "developer", "user", "assistant", "tool")
@@ -19,11 +19,11 @@ Message = dict[str, str]
 
 
 class NoTalk(ValueError):
-    """Why a record holds no talk that can be learned."""
+    """A record holds no conversation that can be learned; the text says why."""
 
 
 def of(record: Any) -> list[Message] | None:
-    """The messages of a record; None of one without. NoTalk: what is wrong with them."""
+    """The messages of a record; None if it has none. NoTalk: something is wrong with them."""
     found = [name for name in KEYS if isinstance(record, dict) and isinstance(record.get(name), list)]
     if not found or (not any(map(record.get, found)) and "prompt" in record):
         return None
@@ -37,7 +37,7 @@ def of(record: Any) -> list[Message] | None:
 
 
 def _name(one: dict[str, Any], names: tuple[str, ...]) -> str:
-    """Of these names the one that a message has; in a table it has all, and the others are empty."""
+    """The one of these names under which a message has a value. In a table it has all of them, the others with None."""
     return next((name for name in names if one.get(name) is not None), names[0])
 
 
@@ -70,8 +70,8 @@ def _message(one: Any, field: str) -> Message:
 
 
 def answers(said: list[Message], template: Template) -> Iterator[tuple[str, str, list[Message]]]:
-    """(the prompt, an answer that is not empty, the messages that the prompt was made of). NoTalk: the template fails
-    on them."""
+    """(prompt, answer, messages that the prompt was made of) for each answer that is not empty. NoTalk: the template
+    fails on them."""
     for number, message in enumerate(said):
         if message["role"] == "assistant" and message["content"]:
             try:

@@ -25,18 +25,18 @@ SKIPPED_NAMES = 1000
 RULE = 3
 """Version of the rules by which sources are read and split."""
 RULES = (2, RULE)
-"""Those that are still read: by 2, prompts and completions were split otherwise, which is refused, and folders of a few
-kilobytes."""
+"""Versions that are still read. Version 2 split prompts and completions otherwise, which is refused, and also folders
+of a few kilobytes."""
 SHOWN_KINDS, MOST_REASONS = 5, 100
-"""Kinds that a line names, and kinds that are counted for each split."""
+"""Most kinds that a line names, and most pairs of a kind and a reason that are counted for each split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
     """One text, never empty, and where it came from (`os/path.py`, `book.txt@1048571`, `chats.jsonl:17`).
 
-    prompt: what stands before the text and is read, but not learned. share: of the split's source, what was read up to
-    here. asked: the messages of which `template` made the prompt.
+    prompt: what stands before the text and is read, but not learned. share: how much of the split's source was read up
+    to here. asked: the messages of which `template` made the prompt.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Document:
     template: Template | None = None
 
     def read_by(self, tokenizer: Tokenizer) -> str:
-        """The prompt for `tokenizer.encode_items`. Of a tokenizer that is not ours, the special tokens that the
-        template writes are those; what the user wrote never is."""
+        """The prompt for `tokenizer.encode_items`. For a tokenizer that is not ours, what the template writes may be
+        special tokens; what the user wrote never is one."""
         if self.template is None or tokenizer.specials.reset is not None:
             return self.prompt
         return self.template.read(self.asked, self.prompt, tokenizer)
@@ -96,7 +96,7 @@ class Corpus(abc.ABC):
 
     @property
     def tallies(self) -> list[Tally]:
-        """Those of the latest pass over each split."""
+        """The tallies of the latest pass over each split."""
         return list(self._tallies.values())
 
     @property
@@ -138,8 +138,8 @@ def _listed(parts: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The parts of a text that are not trained on: what `share_of` a name or a record is below `heldout` is held out,
-    and of the rest what is below heldout + dev is for choices, so that a dev split leaves the held-out text alone."""
+    """The shares of a text that are not trained on. A name or a record whose `share_of` is below `heldout` is held out;
+    of the rest, those below heldout + dev are for choices, so that a dev split leaves the held-out text alone."""
 
     heldout: float
     dev: float
@@ -154,7 +154,7 @@ class Shares:
         return "dev" if share < self.heldout + self.dev else "train"
 
     def about(self, split: SplitName) -> float:
-        """About how much of the text a split is."""
+        """The approximate share of the text that a split has."""
         return {"heldout": self.heldout, "dev": self.dev}.get(split, 1 - self.heldout - self.dev)
 
     def __str__(self) -> str:
@@ -162,7 +162,7 @@ class Shares:
 
 
 class Joined(Corpus):
-    """Corpora one after another, as one."""
+    """Several corpora, one after another, as one corpus."""
 
     def __init__(self, source: str, fingerprint: str, parts: list[Corpus]) -> None:
         super().__init__(source, fingerprint, parts[0].shares)

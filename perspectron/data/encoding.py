@@ -1,4 +1,4 @@
-"""A corpus to shards on disk, from where it was interrupted, with the same bytes."""
+"""Encodes a corpus into shards on disk; an interrupted encoding is resumed and gives the same bytes."""
 
 import hashlib
 import os
@@ -24,12 +24,12 @@ BATCH_CHARACTERS, BATCH_DOCUMENTS = 2**20, 8192
 MOST_CORES = 8
 
 Tell = Callable[[int, float], None]
-"""Called with the bytes of text that were encoded and the share of all that is done."""
+"""Called with the bytes of text encoded so far and the share of all work that is done."""
 
 
 class _Piece(NamedTuple):
-    """A shard: ids, and for each document that starts in it its position, and the one from which it is learned.
-    text_bytes: what they stand for."""
+    """A shard. starts, learned: for each document that starts in it, its position, and the one from which it is
+    learned. text_bytes: UTF-8 bytes of the text that the ids stand for."""
 
     ids: Ids
     starts: list[int]
@@ -82,7 +82,7 @@ def encode(
 
 
 def _manifest(out: Path) -> Manifest | Mixed | None:
-    """What is encoded in a folder. DataError for a folder of something else, before anything is written."""
+    """The manifest of a folder, or None. DataError: the folder is of something else; nothing has been written yet."""
     path = disk.named(out, MANIFEST)
     return disk.load(path) if path.exists() else None
 
@@ -112,7 +112,7 @@ def _encode_one(corpus: Corpus, tokenizer: Tokenizer, out: Path, shard_tokens: i
 
 
 def _same(one: Manifest | Mixed | None, other: Manifest) -> bool:
-    """True if both depend on the same, whatever they have of it."""
+    """True if both are of the same corpus, tokenizer and settings, whichever shards they have."""
     return isinstance(one, Manifest) and replace(one, splits=other.splits) == other
 
 

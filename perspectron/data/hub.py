@@ -39,7 +39,7 @@ def open_hub(source: str, shares: Shares, fields: Fields) -> Corpus:
 
 
 def _opened(name: str, config: str | None, split: str) -> tuple[Any, str]:
-    """(the rows of a split as they come, what tells them from others)."""
+    """(the rows of a split as a stream, a text that identifies them)."""
     import datasets
 
     if any((Path(name) / file).is_file() for file in SAVED):

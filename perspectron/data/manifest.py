@@ -1,4 +1,4 @@
-"""Manifests of encoded text: what they say, checked, and the files that they vouch for."""
+"""Manifests of encoded text: reading and checking them, and the files that they list."""
 
 from collections.abc import Mapping
 from fractions import Fraction
@@ -56,9 +56,9 @@ class Manifest(
     Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True,
     tag_field="format", tag="perspectron-shards",
 ):  # fmt: skip
-    """A folder of shards, complete or, as a journal, begun: what they depend on, and the shards. All but these equal
-    means byte-identical shards. completions: each document has a prompt, which is not learned. ended: nor is the id
-    with which the next one begins, which does not end it (`Specials.ended`)."""
+    """A folder of shards, complete or, as a journal, begun: what the shards depend on, and the shards (`splits`). If
+    all else is equal, shards are byte-identical. completions: each document has a prompt, which is not learned. ended:
+    nor is the id with which the next document begins, as it does not end this one (`Specials.ended`)."""
 
     version: Version
     dtype: Literal["<u2", "<u4"]

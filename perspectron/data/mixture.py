@@ -1,4 +1,4 @@
-"""Several corpora with weights: which of them a source names, and as one corpus."""
+"""Mixtures: several corpora with weights, as a source names them, and as one corpus."""
 
 import re
 from fractions import Fraction
@@ -9,7 +9,7 @@ from perspectron.util.errors import DataError
 
 MOST_SOURCES = 64
 FINEST = 10**6
-"""Weights are multiples of its inverse."""
+"""Weights are multiples of 1 / FINEST."""
 _SOURCE = re.compile(r"(?:^|\s+)([A-Za-z0-9_][\w-]{0,63})=([^:\s]*):(?=\S)")
 
 
@@ -21,7 +21,7 @@ class Part(NamedTuple):
     source: str
 
     def __str__(self) -> str:
-        """It as it is named, with all decimals of its weight."""
+        """The part as a source names it, NAME=WEIGHT:SOURCE, with all decimals of its weight."""
         return f"{self.name}={float(self.weight):.6f}".rstrip("0").rstrip(".") + f":{self.source}"
 
 
@@ -48,7 +48,7 @@ def parts_of(source: str) -> list[Part]:
 
 
 def joined(sources: list[str]) -> str:
-    """Sources that were given one by one as one text. DataError: one of several without a name and a weight."""
+    """Join sources that were given one by one into one text. DataError: one of several has no name and weight."""
     if len(sources) > 1:
         for source in sources:
             if not parts_of_one(source):
@@ -75,7 +75,7 @@ class Mixture(Joined):
 
 
 def weight_of(text: str, where: str) -> Fraction:
-    """A weight as a number. DataError, naming `where`: it is none."""
+    """A weight as a number. DataError, naming `where`: it is not above 0 and at most 1, to 6 decimals."""
     try:
         # 1e9999999 would take seconds, and one more digit hours.
         weight = Fraction(text) if len(text) < 32 and "e" not in text.lower() else Fraction(0)

@@ -14,8 +14,8 @@ from perspectron.util.files import sha256
 
 
 class _Named(NamedTuple):
-    """A corpus that has a name. folder: a key of `sysconfig.get_path`. files: patterns, in lower case, of which one
-    fits a file's path in it. left_out: of names of folders and files. alike: whether copies of a file stay."""
+    """A named corpus. folder: a key of `sysconfig.get_path`. files: patterns, in lower case, of which one fits a file's
+    path in it. left_out: patterns of names of folders and files to leave out. alike: keep copies of a file."""
 
     folder: str
     files: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What stood beside the weights of a model that was imported. A run keeps it in a folder of its own, as it came."""
+"""Files that came with the weights of an imported model. A run keeps them unchanged, in a folder of their own."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ NAMES = ("config.json", "generation_config.json", "tokenizer_config.json", "spec
 
 
 def files(folder: Path) -> dict[str, str]:
-    """The texts of those files that are in a folder of transformers. DataError: one cannot be read."""
+    """The texts, by name, of those files of NAMES that a folder of transformers has. DataError: one cannot be read."""
     found = dict[str, str]()
     for name in NAMES:
         if (path := folder / name).is_file():
@@ -28,7 +28,7 @@ def files(folder: Path) -> dict[str, str]:
 
 
 def keep(texts: Mapping[str, str], run: Path) -> None:
-    """Write them into the folder of a run. StorageError if they cannot be."""
+    """Write these files into the folder of a run. StorageError if they cannot be written."""
     for name, text in texts.items():
         write_text(run / FOLDER / name, text)
 
@@ -40,10 +40,10 @@ def template_of_prompts(run: Path) -> Template | None:
 
 def template_in(run: Path) -> Template | None:
     """The chat template of a run, if it has one: that of its prompts, or the one that it was imported with.
-    ConfigError: it is none."""
+    ConfigError: it is not a template."""
     return template_of_prompts(run) or Template.of(run / FOLDER, tokens_of(run / FOLDER))
 
 
 def carry(run: Path, out: Path) -> None:
-    """Give what a run keeps, if it does, to what is made of it."""
+    """Copy the files that a run keeps, if any, to the folder `out` of what is made of it."""
     keep(files(run / FOLDER), out)

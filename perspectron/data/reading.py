@@ -24,7 +24,7 @@ PIECE = 2**20
 """Maximum size of a document in bytes; longer files become several documents."""
 COMPRESSED = (".gz", ".zst")
 INSTALL = "pip install 'perspectron[data]'"
-CHARACTERS = 100  # of a file are read for each token that is asked for; a token has at most 72
+CHARACTERS = 100  # read of a file for each token that is asked for; a token has at most 72
 
 
 def library(name: str, path: object) -> Any:
@@ -85,7 +85,7 @@ def _forward(file: io.BufferedIOBase, offset: int) -> None:
 
 class Text(NamedTuple):
     """The text of a file. size: its bytes as UTF-8; None where it is no text. cut: bytes after them, of a character
-    that the end of the file cuts off. why: what is wrong. offset: of the first byte that is, where it is known."""
+    that the end of the file cuts off. why: what is wrong. offset: of the first wrong byte, if known."""
 
     size: int | None
     cut: int = 0
@@ -94,8 +94,8 @@ class Text(NamedTuple):
 
 
 def examined(path: Path, encoding: str = "") -> Text:
-    """The text of a file, found by reading all of it. A NUL, too, is no text. A cut character is believed to be one
-    after others of several bytes; alone, it is as likely one of another encoding."""
+    """The text of a file, found by reading all of it. A NUL byte, too, is not text. A character that the end cuts off
+    is taken for one if others of several bytes precede it; alone, it is as likely to be one of another encoding."""
     decoder, at, plain = codecs.getincrementaldecoder("utf-8")(), 0, True
     with reading(path, encoding) as file:
         try:
@@ -117,7 +117,7 @@ def examined(path: Path, encoding: str = "") -> Text:
 
 
 def _with_mark(path: Path, why: str) -> str:
-    """What is wrong with a file, and its encoding where its first bytes are the mark of one."""
+    """`why`, and the encoding of the file if it begins with the byte order mark of one."""
     with reading(path) as file:
         head = file.read(4)
     for name, marks in _MARKS.items():

@@ -12,28 +12,28 @@ from perspectron.data.template import Messages, Template, question
 from perspectron.util.errors import ConfigError, DataError
 
 SHOWN = 8
-"""Fields of a record that are named."""
+"""Most fields of a record that a message names."""
 TALK = "--template plain, or a file with one, reads them"
 NOT_UTF8 = "not UTF-8; --encoding reads others"
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 
 
 class Sample(NamedTuple):
-    """What a record holds. key: of which its split is a hash. texts: (what is only read, what is learned, the messages
-    of which the template made the first); none of an empty one."""
+    """The contents of a record. key: text whose hash decides its split. texts: (what is only read, what is learned, the
+    messages that the template made the former of); none for an empty record."""
 
     key: str
     texts: tuple[tuple[str, str, Messages], ...]
 
 
 class Unreadable(str):
-    """What stands in the place of a record that cannot be read: why."""
+    """Stands in for a record that cannot be read; its text says why."""
 
 
 @dataclass(frozen=True)
 class Fields:
     """The fields of a record that are its text: the string under `text`, or with a template those under `prompt`,
-    which becomes a user's message, and `completion`, or a talk (`perspectron.data.chats`)."""
+    which becomes a user's message, and `completion`, or a conversation (`perspectron.data.chats`)."""
 
     text: str = "text"
     template: Template | None = None
@@ -51,13 +51,13 @@ class Fields:
         return " and ".join(map(repr, self.names))
 
     def columns(self, there: Collection[str]) -> tuple[str, ...]:
-        """The names of what is read of these columns."""
+        """The columns that are read, of those that are there."""
         talk = [name for name in chats.KEYS if name in there] if self.template else []
         pair = self.names if not talk or all(name in there for name in self.names) else ()
         return (*talk, *pair)
 
     def of(self, record: Any) -> Sample | Unreadable:
-        """What a record holds, or why it is not a valid one."""
+        """The contents of a record, or why it is not a valid one."""
         if isinstance(record, Unreadable):
             return record
         if not isinstance(record, dict):
@@ -105,7 +105,7 @@ class Fields:
 
 
 def _key(said: Messages) -> str:
-    """Of messages as they are: what a template makes of them may have the day's date."""
+    """The key of messages as they are: what a template makes of them may contain the day's date."""
     return json.dumps([list(message.values()) for message in said])
 
 
@@ -120,13 +120,13 @@ def _valid(text: str) -> bool:
 
 
 class Table(Protocol):
-    """Records in order. size: bytes, for progress."""
+    """Records in order. size: how many bytes or rows, for progress; 0 if unknown."""
 
     name: str
     size: float
 
     def records(self) -> Iterator[tuple[Any, float]]:
-        """(a record or Unreadable, bytes of the table up to here). DataError where they can no longer be read."""
+        """(a record or Unreadable, how much of `size` was read by then). DataError: they can no longer be read."""
 
 
 class Records(Corpus):
@@ -142,9 +142,9 @@ class Records(Corpus):
         self._moved: dict[float, SplitName] = {}
 
     def settle(self) -> "Records":
-        """Make sure every split has a record: read until all are seen, or move those nearest in hash. DataError: there
-        are fewer different records than splits."""
-        seen: list[float] = []  # shares, of which equal texts have equal ones
+        """Make sure every split has a record: read until each has one, or else move those nearest by hash. DataError:
+        there are fewer different records than splits."""
+        seen: list[float] = []  # hashes, equal for equal texts
         need, splits = len(self.splits), set[SplitName]()
         for share in self._shares_of_texts():
             splits.add(self.shares.of(share))

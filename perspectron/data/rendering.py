@@ -27,7 +27,7 @@ LONGEST = 16 << 20  # characters of a text
 
 
 class Generation(Extension):
-    """`{% generation %}`, by which trainers find what the model has said: here its content and no more."""
+    """`{% generation %}`, by which trainers find what the model has said: here it gives its content and no more."""
 
     tags = {"generation"}  # noqa: RUF012
 

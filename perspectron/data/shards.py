@@ -53,7 +53,7 @@ class Split:
     `tokens` counts all ids; `text_bytes` the UTF-8 bytes of the text they stand for; `starts` (documents,) are the
     positions where documents start. `learned` (documents,) are the positions from which a document is learned,
     where prompts stand before that; None where all of it is. `ended`: the id that begins the next one is then not
-    learned. `sources`: texts that make it up.
+    learned. `sources`: the texts that it is made of.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class Split:
         return learned & ~self.begins(start, stop) if self.ended else learned
 
     def windows_learned(self, seq_len: int, start: int = 0, tokens: int | None = None) -> NDArray[np.int64]:
-        """Numbers of the windows of seq_len + 1 ids, each from the last id of the one before, with a target of training
-        among all but the first of them: of the `tokens` (default: all) from `start` on."""
+        """Numbers of the windows that have a target of training, among the `tokens` (default: all) from `start` on. A
+        window is seq_len + 1 ids, from the last one of the window before; its first id is no target."""
         tokens = self.tokens - start if tokens is None else tokens
         windows = (tokens - 1) // seq_len
         if self.learned is None:

@@ -1,7 +1,7 @@
-"""What users write in chats, kept from being special tokens.
+"""Keeps what users write in chats from being special tokens.
 
-A template looks at what users write, so that it is given as it is, but for the pieces of it that could make a special
-token: each has a stand-in, a character for private use, until the special tokens of the rendered text are marked.
+A template may look at what users write, so it is given unchanged, except for pieces of it that could make a special
+token: each is replaced by a character for private use until the special tokens of the rendered text are marked.
 """
 
 import functools
@@ -27,11 +27,11 @@ class Spellings:
         self._first = re.compile(first or "(?!)")
 
     def places(self, text: str) -> Iterator[int]:
-        """Where one may begin."""
+        """The positions at which a spelling may begin."""
         return (found.start() for found in self._first.finditer(text))
 
     def at(self, text: str, at: int) -> tuple[str, str]:
-        """The longest one that stands there, or nothing, and the longest beginning of one."""
+        """(the longest spelling at a position, or "" if none is there; the longest beginning of one)."""
         end = at + 1
         while end < len(text) and text[at : end + 1] in self._begun:
             end += 1
@@ -42,7 +42,7 @@ class Spellings:
 class Shield:
     """Stand-ins for the pieces of users' strings that are special tokens, or of which a template could make one by
     putting pieces side by side. Where the template has the same letters, as "</think>" has the beginning of "</s>", it
-    may look for them: there they stay. values: all that the stand-ins must not stand in already."""
+    may look for them: there they stay. values: what is rendered; stand-ins are characters that occur nowhere in it."""
 
     def __init__(self, special: Iterable[str], template: str, values: Any) -> None:
         self._special, self._template = _spellings(tuple(special)), template

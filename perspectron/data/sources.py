@@ -70,7 +70,7 @@ def is_encoded(source: str) -> bool:
 
 
 def _named(name: str, source: str, shares: Shares, template: Template | None) -> Corpus:
-    """One of several sources; what is wrong with it is said with its name."""
+    """Open one of several sources; errors begin with its name."""
     try:
         if is_encoded(source):
             raise DataError(f"{source}: encoded already; only texts can be mixed")
@@ -144,7 +144,7 @@ def _open_files(
 
 
 def _table_in_folder(name: str, path: Path, fields: Fields, encoding: str) -> Table | None:
-    """The records of a file; None for a text, as one in LOOSE is that has no such field."""
+    """The records of a file; None for a text, such as a file of a kind in LOOSE that lacks the field."""
     if not is_table(name):
         return None
     try:
@@ -194,7 +194,7 @@ def _known(encoding: str) -> str:
 
 
 def with_encoding(source: str, encoding: str) -> str:
-    """A source whose files have an encoding; as it is for "". DataError for one that names another."""
+    """A source with the encoding of its files added; unchanged for "". DataError for a source that names another."""
     if not encoding or not _known(encoding):
         return source
     if parts := parts_of(source):
@@ -206,7 +206,7 @@ def with_encoding(source: str, encoding: str) -> str:
 
 
 def absolute(source: str) -> str:
-    """A source by its full path, or paths, so that it is found from any folder."""
+    """A source with full paths, so that it is found from any folder."""
     if parts := parts_of(source):
         return " ".join(str(part._replace(source=absolute(part.source))) for part in parts)
     if source in (*NAMED, "") or "://" in source:

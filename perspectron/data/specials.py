@@ -13,13 +13,13 @@ from perspectron.util.schema import checked
 
 MOST_PREFIX = 16
 FILE = "specials.json"
-"""Beside the tokenizer.json of a run or an artifact whose tokenizer is not of this library."""
+"""File beside the tokenizer.json of a run or an artifact whose tokenizer is not of this library."""
 
 
 class Specials(Struct, frozen=True, forbid_unknown_fields=True):
     """prefix: stands before every text. stops: each ends a text, and is none of it. pad: fills batches in other
-    programs. reset: a model remembers nothing across it, as in its training; None where that is said apart from ids.
-    end: the one of `stops` with which a document ends that is trained on; None where the next one's prefix says so."""
+    programs. reset: a model forgets what came before it, as in training; None if resets are told apart from ids. end:
+    the one of `stops` at the end of each document in training; None if the next one's prefix marks the end."""
 
     prefix: tuple[int, ...] = ()
     stops: frozenset[int] = frozenset()
@@ -36,7 +36,7 @@ class Specials(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def start(self) -> tuple[int, ...]:
-        """What a text without a token is drawn after: the prefix, or the end of the text before."""
+        """The ids after which a text without a token is drawn: the prefix, or else the end of the text before."""
         return self.prefix or (() if self.end is None else (self.end,))
 
     @property
@@ -50,8 +50,8 @@ class Specials(Struct, frozen=True, forbid_unknown_fields=True):
         return list(ids[n:] if tuple(ids[:n]) == self.prefix else ids)
 
     def lacks(self, ids: Sequence[int]) -> bool:
-        """True of all ids of a text, as a chat template makes them, where the prefix is not to stand before them: they
-        do not begin with it, and memory does not either."""
+        """True if the ids of a whole text, such as a chat template makes, are to stay without the prefix: they do not
+        begin with it, and no id resets memory."""
         return self.reset is None and self.bare(ids) == list(ids) and bool(self.prefix)
 
     def begun(self, ids: Sequence[int]) -> list[int]:
@@ -59,7 +59,7 @@ class Specials(Struct, frozen=True, forbid_unknown_fields=True):
         return [*self.prefix, *self.bare(ids)] or list(self.start)
 
     def to_json(self) -> bytes:
-        """The same specials as the same bytes."""
+        """The specials as JSON; equal ones give equal bytes."""
         return msgspec.json.encode(self, order="sorted")
 
     def save(self, path: Path) -> None:
@@ -73,7 +73,7 @@ class Specials(Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
     def check(self, where: object, vocab_size: int) -> None:
-        """DataError for an id that is none of `vocab_size`, or a long prefix."""
+        """DataError: an id is not below `vocab_size`, or the prefix is longer than MOST_PREFIX."""
         if len(self.prefix) > MOST_PREFIX:
             raise DataError(f"{where}: a prefix of {len(self.prefix)} ids, must be ≤ {MOST_PREFIX}")
         for id in sorted(self.silent):
@@ -82,12 +82,12 @@ class Specials(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 OURS = Specials((0,), frozenset((0,)), None, 0)
-"""Those of the tokenizers that this library trains: one id separates documents."""
+"""The special ids of tokenizers that this library trains: one id separates documents."""
 
 
 def beside(folder: Path, ids: Mapping[str, int], prefix: Sequence[int]) -> Specials:
-    """Those of a folder of transformers. ids: of its tokens by spelling. prefix: what the tokenizer itself puts first;
-    where it puts nothing, `add_bos_token` of tokenizer_config.json may. stops: each eos of config.json,
+    """The special ids of a folder of transformers. ids: of its tokens by spelling. prefix: what the tokenizer itself
+    puts first; where it puts nothing, `add_bos_token` of tokenizer_config.json may. stops: each eos of config.json,
     generation_config.json and tokenizer_config.json. DataError, naming file and field, for what is no token."""
     known = frozenset(ids.values())
     config, generation, own = (
@@ -130,7 +130,7 @@ class _Values:
         return ids
 
     def token(self, name: str) -> list[int]:
-        """The id of a token that stands there by its spelling, in a list; none where there is none."""
+        """A list of the id of the token that a field spells; empty if it has none. DataError: it is not a token."""
         value = self.values.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if value is None:

@@ -1,4 +1,4 @@
-"""Tables by the names of their files: lines of JSON, rows of parquet, .csv and .tsv, and the objects of a .json."""
+"""Tables, by the names of their files: lines of JSON, rows of parquet, .csv and .tsv, and the objects of a .json."""
 
 import codecs
 import csv
@@ -134,7 +134,7 @@ class Parquet(FileTable):
         require_columns(str(self._path), list(kinds), self._fields)
         for name, kind in kinds.items():
             kinds[name] = kind.value_type if str(kind).startswith("dictionary<") else kind
-        talks = any(name in kinds for name in chats.KEYS)  # beside which others may be anything
+        talks = any(name in kinds for name in chats.KEYS)  # then other columns may be of any type
         there = [name for name in kinds if not talks or name in chats.KEYS or str(kinds[name]) in STRINGS]
         self._columns = self._fields.columns(there)
         for column in self._texts:
@@ -230,7 +230,7 @@ class Json(FileTable):
         """DataError where it is not JSON."""
         parse = json.JSONDecoder().raw_decode
         decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        text, at, offset, array = "", 0, 0, ""  # array: its sign that was read last
+        text, at, offset, array = "", 0, 0, ""  # array: the bracket that was read last
         with reading(self._path, self._encoding) as file:
             while True:
                 block = file.read(max(PIECE, len(text)))

@@ -35,16 +35,16 @@ TOOLS = "tool_use"
 TOOLS_FILE = f"additional_chat_templates/{TOOLS}.jinja"
 NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 NO_TOKENS: Mapping[str, str] = {"bos_token": "", "eos_token": ""}
-"""What a template sees of a tokenizer whose special tokens have no names."""
+"""Special tokens, by name, that a template sees if the tokenizer's have no names."""
 Messages = Sequence[Mapping[str, Any]]
 PLAIN, OWN = "plain", "own"
 _PLAIN = """\
 {%- for message in messages %}{{ '### ' + message.role + '\\n' + message.content + '\\n\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '### assistant\\n' }}{% endif -%}
 """
-_ANSWER = "answer"  # what is said where a template is asked how it ends one
+_ANSWER = "answer"  # stands for an answer to see how a template ends one
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-"""Names of what a template sees that have arguments of their own."""
+"""Names of a template's values that are arguments of their own here."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message has its reasoning. Templates read the first, some the second."""
 SCRIPT = Path(__file__).with_name("rendering.py")
@@ -71,11 +71,11 @@ class Template:
             raise ConfigError(f"{source}: no chat template ({error})") from None
         self._names = frozenset(started.names)
         self.takes_parts = started.parts
-        """It goes through the parts of a message's content; else it takes a text."""
+        """True if it goes through the parts of a message's content, False if it takes a text."""
 
     @classmethod
     def load(cls, path: Path, tokens: Mapping[str, str] = NO_TOKENS) -> "Template":
-        """The template in a file. ConfigError: it cannot be read, or is none."""
+        """The template in a file. ConfigError: it cannot be read, or is not a template."""
         try:
             return cls(read_text(path, 1 << 20), path, tokens)
         except (OSError, ValueError) as error:
@@ -83,7 +83,7 @@ class Template:
 
     @classmethod
     def named(cls, name: str, tokens: Mapping[str, str] = NO_TOKENS) -> "Template":
-        """The one that is called "plain", in which a line such as "### user" stands before each message; or that of a
+        """The template named "plain", in which a line such as "### user" stands before each message; or that of a
         file."""
         if name == PLAIN:
             return cls(_PLAIN, name, tokens)
@@ -101,7 +101,7 @@ class Template:
     def of(cls, folder: Path, tokens: Mapping[str, str] | None = None) -> "Template | None":
         """The template in a folder with a model, of a file of its own or in tokenizer_config.json, if it has one; of
         several by name the one that is called "default", with its `tool_use`. tokens: by default those that the
-        folder's files name. ConfigError: it is none."""
+        folder's files name. ConfigError: it is not a template."""
         tokens = tokens_of(folder) if tokens is None else tokens
         text, named = _values(folder / CONFIG).get("chat_template"), dict[str, Any]()
         if isinstance(text, list):
@@ -156,7 +156,7 @@ class Template:
         return self.prompt(question(text))
 
     def read(self, asked: Messages, prompt: str, tokenizer: Tokenizer) -> str:
-        """`marked` of messages, of which `prompt` was made: that is made again only where one spells what could be a
+        """`marked` for messages of which `prompt` was made: they are rendered again only if one spells what could be a
         special token."""
         if Shield(tokenizer.special, self.text, asked).over(asked) == list(asked):
             return tokenizer.marked(prompt)
@@ -272,7 +272,7 @@ class _Renderer:
         return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, request: Any) -> dict[str, Any]:
-        """The answer to a request. _Failed: there is none, and why."""
+        """The answer to a request. _Failed: none came; the text says why."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -311,7 +311,7 @@ def _why(code: int) -> str:
 
 
 def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
-    """End a process of this one's, not of the one that this is a fork of."""
+    """End a process that this process started; do nothing in a fork of the one that did."""
     if owner == os.getpid():
         process.kill()
         process.wait()
@@ -332,7 +332,7 @@ def _told(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tagged(messages: list[dict[str, Any]], tag: str) -> str:
-    """The last text of the last message, behind which a tag is put."""
+    """Put a tag behind the last text of the last message, and return that text."""
     content = messages[-1].get("content") if messages else None
     if isinstance(content, str):
         messages[-1]["content"] = content + tag

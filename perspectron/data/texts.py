@@ -16,7 +16,7 @@ HIDDEN = (".*",)
 RARE = 0.05
 """Kinds with a smaller share of a folder's bytes are held out as one kind."""
 LEAST = 1024
-"""Bytes of a kind to hold out from which on they are held out in proportion."""
+"""Least bytes to hold out of a kind for which it is held out in proportion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Part:
         return f"{self.kind or 'plain'} files"
 
     def known(self) -> "Part":
-        """The same with its end, which may be 0."""
+        """The same part with its end, which is 0 for a file that is not text."""
         if self.end is not None:
             return self
         text = examined(self.path, self.encoding)
@@ -162,9 +162,9 @@ def divide(
 
 
 def _by_kind(every: list[Part], shares: Shares) -> dict[SplitName, list[Part]]:
-    """Parts to splits, such that each has its share of every kind; of all kinds as one, where that would be nothing or,
-    as small kinds keep to whole files, far from the share of all. What is held out is chosen first, so that it is the
-    same with and without dev."""
+    """Divide parts among splits, such that each has its share of every kind; or its share of all kinds as one, where
+    the former would be nothing or, as small kinds are not cut, far from the share of all. What is held out is chosen
+    first, so that it is the same with and without dev."""
     kinds = defaultdict[str, list[Part]](list)
     for part in _in_order(every):
         kinds[part.kind].append(part)
@@ -200,7 +200,7 @@ def _in_order(parts: Iterable[Part]) -> list[Part]:
 
 
 def _texts(parts: Iterable[Part]) -> Iterator[Part]:
-    """Those that are text, and not empty."""
+    """The parts that are text, and not empty."""
     return (part for part in parts if part.known().end)
 
 

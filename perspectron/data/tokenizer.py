@@ -27,11 +27,11 @@ _RUN = 2**22
 _BORDER = re.compile(r"\n(?=[^\W_])|[^\W_](?= )")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _STOP = "<|stop|>"
+"""Beginning of tokens that end texts, in files that an earlier version imported."""
 TIKTOKEN = "tiktoken.model"
-"""A vocabulary of another library, as Kimi's folders have it: ranks of bytes, and how texts are split in code."""
-"""What tokens that end texts begin with in files that an earlier version imported."""
+"""A vocabulary of another library, as in Kimi's folders: ranks of bytes; how texts are split is only in code."""
 _NEAR = "a"
-"""Text beside which a token is decoded, where its text depends on where it stands."""
+"""Text after which a token is decoded whose text depends on what precedes it."""
 __all__ = ["END_OF_TEXT", "MOST_TOKENS", "Tokenizer", "blank", "byte_letters"]
 
 
@@ -48,7 +48,7 @@ class Tokenizer:
     """
 
     def __init__(self, text: str, file: bpe.Read, place: object) -> None:
-        """Of a file's text, which `parse` reads; with the special ids of a tokenizer of ours."""
+        """Make the tokenizer of a file's text, parsed as `file`, with this library's special ids. place: for errors."""
         with _panics(place):
             self._inner, names = _of(text, file, place)
         self._text, self._cut = text, file.bounded
@@ -92,8 +92,8 @@ class Tokenizer:
 
     @classmethod
     def spelled(cls, characters: Iterable[str]) -> "Tokenizer":
-        """256 bytes, the separator, and tokens for these characters, each merged from its bytes, first to last. Text is
-        split nowhere else, as the first byte of a character is none of another's others."""
+        """A tokenizer of 256 bytes, the separator, and these characters, each merged from its bytes, first to last.
+        Text is split nowhere else, as the first byte of a character is never a later byte of another."""
         alphabet = byte_letters()
         vocab = {END_OF_TEXT: 0} | {letter: id for id, letter in enumerate(alphabet, 1)}
         merges = []
@@ -116,8 +116,8 @@ class Tokenizer:
 
     @classmethod
     def of_transformers(cls, folder: Path) -> "Tokenizer":
-        """The tokenizer of a folder of transformers, by whose files its special ids are: that of tokenizer.json, or of
-        RWKV's World vocabulary where there is none. DataError as `load`, and for one of tiktoken alone."""
+        """The tokenizer of a folder of transformers: of tokenizer.json, or else RWKV's World vocabulary, with the
+        special ids of the folder's files. DataError as `load`, and for a folder that has only tiktoken's file."""
         path, vocabulary = folder / "tokenizer.json", folder / world.FILE
         if not path.exists() and (folder / TIKTOKEN).exists():
             raise DataError(
@@ -163,7 +163,7 @@ class Tokenizer:
         return less
 
     def beside(self, folder: Path) -> Specials:
-        """Its special ids by the files of transformers in a folder. DataError, naming the field that is wrong."""
+        """The special ids named by the files of transformers in a folder. DataError, naming the field that is wrong."""
         first = self._inner.encode(_NEAR)
         marks = itertools.takewhile(bool, first.special_tokens_mask)
         ids: Mapping[str, int] = self._spelled
@@ -199,8 +199,8 @@ class Tokenizer:
         return list(itertools.chain.from_iterable(self.pieces(text)))
 
     def marked(self, text: str) -> str:
-        """The text of a template, in which the special tokens that it spells stand under names of random letters, by
-        which `encode` knows them: what users write among it afterwards is none."""
+        """The text of a template with random names in place of the special tokens that it spells. `encode` takes these
+        names for the tokens. What users write is put in afterwards, so that it never is one."""
         return text if self._marks is None else self._marks.sub(lambda m: self._names.get(m[0], m[0]), text)
 
     def pieces(self, text: str) -> Iterator[list[int]]:
@@ -229,12 +229,12 @@ class Tokenizer:
     def encode_items(
         self, items: Iterable[tuple[str, str]], dtype: str, end: int | None = None
     ) -> Iterator[tuple[NDArray[Any], int]]:
-        """Documents, of each a prompt and a text, either of which may be empty: its ids, and how many stand before the
-        text. Of a tokenizer that is not ours a prompt, in which special tokens are `marked`, stays without the prefix
-        if it is; else the prefix comes first. At the end, unless it says so itself, comes the token that ends texts
-        where a tokenizer has one apart from the prefix, as models of transformers learn to end. Where there is
-        neither, only the resets of batches part documents. end: that token in the place of the tokenizer's. DataError
-        as `encode_batch`, or for one that leaves no token."""
+        """For each document, a prompt and a text of which either may be empty: (its ids, how many stand before the
+        text). The prefix comes first; but for a tokenizer that is not ours, a prompt, in which special tokens are
+        `marked`, stays without the prefix if it does not begin with it. Last comes the token that ends texts, where the
+        tokenizer has one apart from the prefix and the text does not end so itself, as models of transformers learn to
+        end. Where there is neither, only the resets of batches separate documents. end: a token in place of the
+        tokenizer's own. DataError as `encode_batch`, or for a document without a token."""
         items = list(items)
         if end is None or not self.specials.ended:
             end = self.specials.end
@@ -274,13 +274,13 @@ class Tokenizer:
         return {id: token for token, id in self._spelled.items()}
 
     def byte_counts(self) -> NDArray[np.int64]:
-        """Bytes of each token, (V,): of a tokenizer of ours they are, summed over a document's ids, exactly its text's
+        """Bytes of each token, (V,). For a tokenizer of ours, their sum over a document's ids is exactly its text's
         length."""
         return np.array([len(token) for token in self._bytes], dtype=np.int64)
 
     @functools.cached_property
     def _lead(self) -> bytes:
-        """What stands before the first word of a text and is none of it, such as the space of Metaspace."""
+        """Bytes that decoding gives before the first word of a text and that are none of it, as Metaspace's space."""
         ids = self.encode(_NEAR)
         data, text = b"".join(map(self.token_bytes, ids)), self._inner.decode(ids).encode()
         return data.removesuffix(text) if data.endswith(text) else b""
@@ -317,7 +317,7 @@ class Tokenizer:
 
 
 _SPACED = frozenset(("Metaspace", "▁"))
-"""Decoders that have a space for ▁, in added tokens, too."""
+"""Decoders that replace ▁ by a space, in added tokens, too."""
 _PLAIN = frozenset((*_SPACED, "ByteFallback", "Fuse", "Strip"))
 """Decoders under which a token's text is its spelling, with spaces for ▁."""
 
@@ -338,8 +338,8 @@ def _decoders(value: Any) -> set[str]:
 
 
 def _of(text: str, file: bpe.Read, place: object) -> tuple[Any, dict[str, str]]:
-    """The library's tokenizer of a file in which special tokens have other names, and these; the same for the same
-    text: each one that encodes leaves 5 to 11 kB behind for good (tokenizers 0.23, docs/lab-notes.md)."""
+    """(the library's tokenizer of a file, with other names for special tokens; these names by spelling), the same for
+    the same text: each one that encodes leaves 5 to 11 kB behind for good (tokenizers 0.23, docs/lab-notes.md)."""
     known = _made.get(text)
     if known is None:
         inner, names = bpe.aliased(file)

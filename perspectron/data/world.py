@@ -22,7 +22,7 @@ FILE = "rwkv_vocab_v20230424.txt"
 SEPARATOR = "<|rwkv_tokenizer_end_of_text|>"
 """The spelling of id 0 in folders of transformers."""
 LONGEST = 1 << 12
-"""Bytes of a token."""
+"""Most bytes of a token."""
 _LINE = re.compile(r"""(\d{1,8}) (b?(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")) (\d{1,8})""")
 _AT_ONCE = 1 << 14  # tokens
 
@@ -59,7 +59,7 @@ def parsed(text: str, path: object) -> dict[bytes, int]:
 
 
 def complete(ids: dict[bytes, int], where: object) -> dict[bytes, int]:
-    """The same ids. DataError: a byte without a token, or a token that is spelled as the separator."""
+    """`ids`, checked. DataError: a byte without a token, or a token that is spelled as the separator."""
     if missing := [byte for byte in range(256) if bytes([byte]) not in ids]:
         raise DataError(f"{where}: byte {missing[0]:#04x} has no token, must be one of its own")
     if SEPARATOR.encode() in ids:
@@ -104,9 +104,9 @@ class Encoding(NamedTuple):
 
 
 class Longest:
-    """A tokenizer of the library, whose texts are encoded by the longest token each time in time that grows as they do.
+    """A tokenizer of the library that encodes by the longest token each time, in time linear in the text's length.
 
-    Added tokens, by the names that they have in it, are found before that."""
+    Added tokens are found first, by the names that they have in it."""
 
     def __init__(self, inner: tokenizers.Tokenizer, place: object) -> None:
         self._inner = inner
@@ -123,7 +123,7 @@ class Longest:
         lengths = dict[bytes, set[int]]()
         for data in self._ids:
             lengths.setdefault(data[:2], set()).add(len(data))
-        # A token of one byte is where none of those that begin with the next two is.
+        # A token of one byte is taken where no token matches that begins with the next two bytes.
         self._lengths = {head: sorted(of, reverse=True) for head, of in lengths.items() if len(head) == 2}
         self._added = added
         spellings = [re.escape(token) for token in sorted(added, key=len, reverse=True)]

@@ -60,13 +60,13 @@ def available() -> bool:
 
 
 def reason() -> str | None:
-    """The reason why it is not available, in one line."""
+    """One line on why it is not available; None if it is."""
     return load().reason
 
 
 @cache
 def wanted() -> bool:
-    """`available()`, for whoever is about to use it: the first time it is not, the log has a warning."""
+    """`available()`, for code that is about to use it; if it is not, a warning is logged, once."""
     if not available():
         logging.getLogger("perspectron").warning("native kernels: %s; PyTorch is used, slower", reason())
     return available()
@@ -92,7 +92,7 @@ def isa() -> str:
 
 
 def set_isa(name: str) -> None:
-    """Use another instruction set, in all threads. ValueError where the machine has none such."""
+    """Use another instruction set, in all threads. ValueError: the machine does not have it."""
     if not _library().pspx_set_isa(name.encode()):
         raise ValueError(f"isa = {name!r}, this machine has at most {isa()!r}")
 
@@ -121,7 +121,7 @@ class SwiGLU:
         self._call = _library().pspx_swiglu
 
     def __call__(self, x_TD: Tensor, y_TD: Tensor, rows: Sequence[int] | None = None) -> Tensor:
-        """y, which is written into, of x. rows: those that are read and written, each once; None: all."""
+        """Write the y of x, and return it. rows: the rows to read and write, each once; None: all."""
         T = count = len(x_TD)
         for tensor in (x_TD, y_TD):
             _check(tensor, torch.float32, (T, self._width))
@@ -143,8 +143,8 @@ def swiglu(x_TD: Tensor, gate: Pair, up: Pair, down: Pair, format: str, F: int) 
 def route(
     x_TD: Tensor, weight_AD: Tensor, bias_A: Tensor, place_EA: Tensor | None, handicap_E: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(z [T,A] = x Wᵀ + b; power distances [T,E] from z to places on a torus of circumference 1, or −z of a switch,
-    which has no places, less the handicaps; the expert of the least [T]). All float32, contiguous."""
+    """(z [T,A] = x Wᵀ + b; the power distances [T,E] from z to places on a torus of circumference 1, or −z for a switch
+    router, which has no places, less the handicaps; the expert [T] of the least). All float32, contiguous."""
     (T, D), A = x_TD.shape, len(bias_A)
     E = A if place_EA is None else len(place_EA)
     _check(x_TD, torch.float32)
@@ -190,12 +190,12 @@ def pdr_scan(
     for written in (state_BDR, o_BTD, borders_NBDR):
         if (
             written is not None and not written.is_inference()
-        ):  # autograd must see that what it saved is no more
+        ):  # autograd must notice that what it saved was overwritten
             torch.autograd.graph.increment_version(written)
 
 
 def read(buffer: Tensor, threads: int) -> int:
-    """Load every byte of a uint8 tensor, for measuring how fast that can be; returns something made of them."""
+    """Load every byte of a uint8 tensor, for measuring how fast that can be; returns a number made of them."""
     _check(buffer, torch.uint8)
     _some_threads(threads)
     return int(_library().pspx_read(buffer.data_ptr(), buffer.numel(), threads))
@@ -255,13 +255,13 @@ def _check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = N
 
 
 def line_of(format: str, K: int) -> int:
-    """Bytes of the codes of a block of rows; of tiles whole lines of scales come first."""
+    """Bytes of a block of rows: its codes, which in tiles come after whole lines of scales."""
     S = padded(K)
     return {"4bit32": S + 8 * S, "8bit32": padded(S // 2) + 16 * S}.get(format, S)
 
 
 def check_matrix(codes: Tensor, scales: Tensor, format: str, N: int, K: int) -> None:
-    """ValueError unless these are the codes and scales of such a matrix."""
+    """ValueError unless these are the codes and scales of an N × K matrix in the format."""
     if format not in FORMATS:
         raise ValueError(f"format = {format!r}, must be one of {', '.join(FORMATS)}")
     if not 0 < K <= MOST_COLUMNS:

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    """The exit code."""
+    """Build the library and install it in place; return the exit code."""
     if not (ROOT / "CMakeLists.txt").is_file():
         print(f"{ROOT} is no source tree of perspectron: reinstall the package instead", file=sys.stderr)
         return 2

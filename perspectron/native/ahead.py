@@ -1,10 +1,10 @@
-"""A recorded step of one row as a program that reads several tokens of a text in one run, each with the bits of a step
-of its own.
+"""A program, made of the recorded step of one row, that reads several tokens of a text in one run, each with the bits
+of a step of its own.
 
-Instructions depend on each other within a token, and from one token to the next by the state alone. Those that depend
-on themselves over tokens, such as a recurrence, run token after token; of all others one instruction takes all tokens,
-so that weights are read once (loop distribution: Allen and Kennedy 1987). The state itself is not written: after each
-token a copy is kept, of which `Program.keep` takes one. Only growing caches are, behind what counts as filled.
+Instructions depend on each other within a token, and from one token to the next only through the state. Those that
+depend on themselves over tokens, such as a recurrence, run token after token; others run once for all tokens, so that
+weights are read once (loop distribution: Allen and Kennedy 1987). The state itself is not written: a copy is kept after
+each token, and `Program.keep` takes one of them. Only growing caches are written, behind what counts as filled.
 
 Shapes: N tokens of all rows in a run, R rows, L tokens of a row.
 """
@@ -35,18 +35,18 @@ from perspectron.native.tape import (
 )
 
 GIVEN = 3
-"""The first bases of a step, of which each token has its own: its id, what the head reads, logits."""
+"""Number of bases that each token has for itself, the first ones of a step: its id, what the head reads, logits."""
 BEFORE_BYTES = 3 * 8
 """Bytes of a row of `tape.Table`."""
 INNER = {"sum": 2, "norm": 2, "any": 2, "most": 2, "fewest": 2, "cholesky": 2, "solve": 2, "product": 3}
-"""Dimensions that an instruction takes as one; the others are loops. One where it is not listed."""
+"""Number of last dimensions that an instruction takes as a whole, 1 if it is not listed; it loops over the others."""
 WHOLE = ("attend", "packed", "scan", "solve")
 """Instructions whose sizes and strides do not say which places they touch."""
 COPY, PRODUCT, ATTEND, PACKED, SCAN, GATHER, SCATTER = (
     CODES.index(name) for name in ("copy", "product", "attend", "packed", "scan", "gather", "scatter")
 )
-# What an operand names: nothing, what stays, a result of the token, one of GIVEN, the row's state before the step, the
-# state after the token before, and after this one.
+# Kinds of operands: none, a constant, a result of the token, one of GIVEN, the row's state before the step, the state
+# after the previous token, and the state after this one.
 NONE, STAYS, OWN, EACH, ROW, BEFORE, AFTER = range(7)
 
 
@@ -64,9 +64,9 @@ class Touch(NamedTuple):
 
 
 class Template:
-    """What programs of any number of rows and tokens are made of. tape: of a step of one row, before it is packed.
+    """The source of programs for any number of rows and tokens. tape: that of a step of one row, before it is packed.
     bases: its bases in order: GIVEN, the parts of the state, the table of `tape.Table`. ends: the numbers of the
-    instructions that copy a part's new numbers to its place, checks left out. Unrecordable: a step that has no such
+    instructions, checks not counted, that copy a part's new values to its place. Unrecordable: the step has no such
     program."""
 
     def __init__(self, tape: Tape, bases: Sequence[Tensor], ends: Iterable[int]) -> None:
@@ -96,7 +96,7 @@ class Template:
         self._ready = True
 
     def _classify(self) -> None:
-        """Give each operand its class, and its place in what it names."""
+        """Find the kind of each operand, and its offset in the memory that it names."""
         made = self._made[self._checks :]
         starts = np.array([start for start, _ in self._spans], np.int64)
         sizes = np.array([size for _, size in self._spans], np.int64)
@@ -118,8 +118,8 @@ class Template:
         self._written = written
 
     def _state_kinds(self, made: Any, base: Any, span: Any, starts: Any, sizes: Any, kind: Any) -> None:
-        """Which parts of the state a step changes, and how: a part that a last instruction copies from all of one
-        result is that result (`_same`); others are copied before the token changes them (`_copied`)."""
+        """Find which parts of the state a step changes, and how: a part that is written once, as a copy of a whole
+        result, is that result (`_same`); others are copied before the token changes them (`_copied`)."""
         first, last = GIVEN + 1, len(self._bytes) - 2  # the table is the last base
         self._same, self._copied, taken = dict[int, int](), list[int](), set[int]()
         self._dropped = set[int]()
@@ -157,8 +157,8 @@ class Template:
                 kind[base == part] = AFTER
 
     def _stage(self) -> None:
-        """Add copies of what changes a part of the state in its place, and of what packed products read and give where
-        that of all tokens does not lie together."""
+        """Add copies of the parts of the state that are changed in place, and of the inputs and results of packed
+        products that are not contiguous over all tokens."""
         eight = np.array(BYTES)[self._instructions["at"]["kind"]] == 8
         wide = {*self._span[eight].tolist()}
         self._width = {}
@@ -233,13 +233,13 @@ class Template:
         self._size = np.concatenate([self._size, np.array(self._extra, np.int64)])
 
     def _together(self, kind: int, span: int, base: int, place: int, count: int) -> bool:
-        """True if an operand of all tokens lies together."""
+        """True if the values of an operand are contiguous over all tokens."""
         if place != 0:
             return False
         return (kind == OWN and self._width[span] == count) or (kind == EACH and self._bytes[base] == count)
 
     def _touches(self) -> list[list[Touch]]:
-        """The memory of a token, of the state after it, and of growing caches, that each instruction touches."""
+        """The memory that each instruction touches: a token's, the states before and after it, and growing caches."""
         made = self._instructions
         columns = (
             made["code"], made["size"], made["number"], made["at"]["stride"], made["at"]["kind"],
@@ -265,7 +265,7 @@ class Template:
             if kind in (NONE, STAYS) or (kind == ROW and not grown):
                 continue
             if code == PRODUCT and operand == 3 and numbers[1] == 0:
-                continue  # without a third part it names its result there
+                continue  # without a bias, its result stands there
             writes = operand == 0 or (code == SCAN and operand == 5)
             if kind == OWN:
                 memory, whole = ("own", spans[operand]), int(self._size[spans[operand]])
@@ -288,8 +288,8 @@ class Template:
         return found
 
     def _order(self) -> None:
-        """Groups of instructions in the order in which they run, each of one that takes all tokens, or of those that
-        run token after token."""
+        """Find the groups of instructions in the order in which they run. Each is one that takes all tokens, or some
+        that run token after token."""
         by = defaultdict[tuple[str, int], list[tuple[int, Touch]]](list)
         for t, own in enumerate(self._touches()):
             for touch in own:
@@ -300,12 +300,12 @@ class Template:
     def _follows(
         self, by: Mapping[tuple[str, int], list[tuple[int, Touch]]], count: int
     ) -> tuple[list[set[int]], set[int]]:
-        """The instructions that have to come after each one, and those that depend on themselves over tokens. by: what
-        touches each memory."""
+        """The instructions that have to come after each one, and those that depend on themselves over tokens. by: the
+        instructions that touch each memory."""
         follows, itself, codes = [set[int]() for _ in range(count)], set[int](), self._instructions["code"]
 
         def over(t: int, after: int) -> None:
-            """An instruction reads what another one has made for the token before."""
+            """Note that `after` reads what `t` has made for the token before."""
             follows[t].add(after)
             if t == after:
                 itself.add(t)
@@ -329,8 +329,8 @@ class Template:
         return follows, itself
 
     def _place(self) -> None:
-        """Places for results, that those have together which are not wanted at the same time: of each token as many
-        bytes behind the first one's as `_width` says."""
+        """Find places for results, shared by those that are not needed at the same time. Each token's result stands
+        `_width` bytes after that of the token before."""
         first, last = dict[int, int](), dict[int, int]()
         for time, (group, _) in enumerate(self.groups):
             for t in group:
@@ -343,7 +343,7 @@ class Template:
         self._arena, self._room = together(wanted)
 
     def _tokens(self) -> None:
-        """How each instruction takes all tokens: along which dimension, or -1 for one after another."""
+        """Find the dimension along which each instruction takes all tokens; -1: one by one; DIMENSIONS: row by row."""
         self._along = np.full(len(self._instructions), -1)
         read: tuple[object, ...] = ()
         self._again = set[int]()
@@ -371,7 +371,7 @@ class Template:
                     read = ()
 
     def _by_rows(self, t: int) -> bool:
-        """True if a product of one row and a matrix that stays is one of a row for each token."""
+        """True if a product has one row and a constant matrix, so that it can take a row for each token."""
         made = self._instructions[t]
         return tuple(made["size"][:3]) == (1, 1, 1) and self._kind[t, 2] == STAYS
 
@@ -384,9 +384,9 @@ class Template:
 
 
 class Program:
-    """A run of so many tokens in each row. hidden_ND, logits_NV: what it gives, row by row. bases: those of a run are
-    the ids of all tokens, what the head reads, the logits, then of each row the parts of its state and its table, which
-    has the row once for each of its tokens."""
+    """Reads so many tokens in each row at once. The bases of a run are the ids of all tokens, row by row, what the head
+    reads [N,D], the logits [N,V], then for each row the parts of its state and its table, in which the row's entries
+    stand once for each of its tokens."""
 
     def __init__(self, of: Template, lengths: Sequence[int]) -> None:
         R, N = len(lengths), sum(lengths)
@@ -482,7 +482,7 @@ class Program:
         self._keeps = self._copies()
 
     def _copies(self) -> NDArray[Any]:
-        """Copies of the state after a token, the first base, to its places, the others."""
+        """Instructions that copy the state after a token, at the first base, to its parts, the other bases."""
         of = self._of
         made = np.zeros(len(of._version), INSTRUCTION)
         for own, (part, where) in zip(made, of._version.items(), strict=True):
@@ -493,17 +493,17 @@ class Program:
         return made
 
     def stretch(self, slots: int | None) -> None:
-        """Let growing caches have so many slots."""
+        """Change the number of slots of growing caches; None: they stay as they are."""
         if slots is not None:
             self._tape.stretch(slots)
 
     def run(self, places: Array[c_int64]) -> None:
         """Read the tokens. Stale: what constants were made of has changed; nothing was written. RuntimeError: an id
-        that is not there."""
+        that does not exist."""
         self._tape.run(places)
 
     def keep(self, row: int, tokens: int, parts: Sequence[int]) -> None:
-        """Let a row's state be that after so many of its tokens, at least one. parts: addresses of the parts."""
+        """Set the state of a row to that after `tokens` of its tokens, at least one. parts: addresses of its parts."""
         start = self._kept + (self.starts[row] + tokens - 1) * self._of._versions
         places = (c_int64 * (2 + len(parts)))(0, start, *parts)
         if len(self._keeps):
@@ -511,8 +511,8 @@ class Program:
 
 
 def _sorted(follows: Sequence[set[int]], itself: set[int]) -> list[tuple[list[int], bool]]:
-    """Groups of instructions in an order in which they can run, as near as can be to theirs; True of those that depend
-    on themselves."""
+    """(group of instructions, whether it depends on itself) in an order in which they can run, as close to the recorded
+    order as possible."""
     groups = _components(follows)
     at = {t: n for n, group in enumerate(groups) for t in group}
     nexts = [{at[after] for t in group for after in follows[t]} - {n} for n, group in enumerate(groups)]

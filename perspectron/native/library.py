@@ -44,7 +44,7 @@ class Loaded(NamedTuple):
 
 @cache
 def load() -> Loaded:
-    """Look once."""
+    """Find and load the library, once for all calls."""
     digest = sources_digest()
     problem = f"not built (to build it: {BUILD})"
     if digest is None:

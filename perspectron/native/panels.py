@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PANEL = 32
-"""Columns that lie together."""
+"""Number of columns in a panel."""
 
 
 def panels(w_KN: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""A tape: operations on memory that stays where it is, written down once and run again and again without Python, but
-for calls that are asked for between two of them.
+"""A tape: operations on memory at fixed addresses, recorded once and run again and again without Python, except for
+calls that are requested between two of them.
 
 Instructions have up to five dimensions, over which each operand has strides of its own. Their results depend neither on
 the number of threads nor on the instruction set. What each instruction does: `csrc/tape.inl`, and of packed matrices
@@ -31,7 +31,7 @@ KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bool: 3, torc
 FLOATS = ("softmax", "rms_norm", "layer_norm", "cholesky", "solve", "product", "attend", "packed", "scan")
 """Instructions whose result and first operand are float32."""
 BRIEF = ("softmax", "rms_norm", "layer_norm", "product", "attend")
-"""Those of them that may be bfloat16, too: they compute in float32 and round their result."""
+"""Instructions of FLOATS that may be bfloat16, too: they compute in float32 and round their result."""
 BYTES = (4, 8, 8, 1, 2)
 DIMENSIONS = 5
 OPERANDS = 6
@@ -50,7 +50,7 @@ INSTRUCTION = np.dtype(
 
 
 class Unrecordable(Exception):
-    """An operation that no instruction does."""
+    """An operation that no instruction can do."""
 
 
 class Stale(RuntimeError):
@@ -68,7 +68,7 @@ class Axes(NamedTuple):
         return Axes(list(size), [list(own) for own in strides])
 
     def merged(self) -> "Axes":
-        """The same places in fewer dimensions: none of one place, and one for two where all operands step alike."""
+        """The same elements in fewer dimensions: none of size 1, neighbours merged where all operands step alike."""
         size, strides = list[int](), [list[int]() for _ in self.strides]
         for n, *steps in zip(self.size, *self.strides, strict=True):
             if n == 1:
@@ -84,7 +84,7 @@ class Axes(NamedTuple):
         return Axes(size, strides)
 
     def filled(self, count: int) -> "Axes":
-        """With dimensions of one place in front, `count` in all."""
+        """The same with dimensions of size 1 in front, `count` in all. Unrecordable: there are more."""
         missing = count - len(self.size)
         if missing < 0:
             raise Unrecordable(f"{len(self.size)} dimensions")
@@ -95,9 +95,9 @@ class Axes(NamedTuple):
 
 
 class Tape:
-    """Instructions in order. bases: tensors whose place may differ from run to run, by the number of their memory; all
-    other memory stays, and is kept. rings: those of them that are [B,G,S,K] contiguous, whose S may differ, too
-    (`stretch`)."""
+    """Instructions in order. bases: tensors whose address may differ from run to run, by the number of their memory;
+    all other memory has a fixed address, and is kept alive. rings: those bases that are [B,G,S,K] contiguous, whose S
+    may differ, too (`stretch`)."""
 
     def __init__(self, bases: Sequence[Tensor], rings: Sequence[Tensor] = ()) -> None:
         self.rings = {1 + i: x.shape[2:] for i, x in enumerate(bases) if any(x is ring for ring in rings)}
@@ -105,8 +105,8 @@ class Tape:
         self.bases = {memory(x): (1 + i, x.data_ptr()) for i, x in enumerate(bases)}
         self.kept, self.used = list[Tensor](), set[int]()
         self.quantised: tuple[object, ...] = ()
-        """What the last packed product reads, where nothing has been written since."""
-        # What rounds: the number of each instruction, what it reads and its result, None where that is a base.
+        """The input of the last packed product, unless it has been written to since."""
+        # Instructions that round: the number of each, what it reads, and its result, None where that is a base.
         self.rounded = list[tuple[int, Tensor, Tensor | None]]()
         self._made = list[np.ndarray]()
         self.calls = list[tuple[int, Callable[[], object]]]()
@@ -115,7 +115,7 @@ class Tape:
         self._parts = list[tuple[int, int, Callable[[], object] | None]]()
         self.instructions: NDArray[np.void] = np.zeros(0, INSTRUCTION)
         self.checks = 0
-        """The number of its first instructions, which compare what constants were made of."""
+        """Number of instructions at its start that check whether what constants were made of has changed."""
 
     def __len__(self) -> int:
         return len(self._made) or len(self.instructions)
@@ -143,7 +143,7 @@ class Tape:
         self._made.append(made)
 
     def call(self, function: Callable[[], object], read: Sequence[Tensor]) -> None:
-        """Have Python do something between two instructions, with memory that stays where it is."""
+        """Call a Python function between two instructions. read: tensors that it reads. Unrecordable: one is a base."""
         if any(memory(x) in self.bases for x in read):
             raise Unrecordable("a call that reads the state itself")
         self.calls.append((len(self._made), function))
@@ -151,8 +151,8 @@ class Tape:
         self._read |= {memory(x) for x in read}
 
     def give(self, x: Tensor, base: Tensor) -> bool:
-        """Have what was written so far use a base in the place of x; False where x is not all of its own memory, made
-        by an instruction."""
+        """Make the instructions so far use a base in the place of x; False if x is not the whole of its memory, or not
+        the result of an instruction."""
         index, (start, size) = self.bases[memory(base)][0], (x.data_ptr(), x.untyped_storage().nbytes())
         whole = x.is_contiguous() and (x.shape, x.dtype, x.nbytes) == (base.shape, base.dtype, size)
         if (
@@ -170,9 +170,9 @@ class Tape:
         return True
 
     def done(self, read: Sequence[Tensor] = (), most: int | None = None) -> None:
-        """Let it be run. read: tensors of which constants were made; each run compares their bytes with those that they
-        have now before it does anything else. most: bytes that may cost; the greatest of what is more are left to
-        `same`."""
+        """Finish the recording, so that it can be run. read: tensors that constants were made of; each run first
+        compares their bytes with their present ones. most: how many bytes a run may compare; the largest tensors beyond
+        that are left to `same`."""
         made, self._made = self._made, []
         spans = sorted({(x.data_ptr(), x.numel()): x for x in map(_bytes, read)}.values(), key=len)
         ends = accumulate(map(len, spans))
@@ -202,7 +202,7 @@ class Tape:
         rings: Mapping[int, Sequence[int]],
         kept: Sequence[Tensor],
     ) -> "Tape":
-        """A tape of these instructions, of which the first ones are checks. rings: by the numbers of their bases."""
+        """A tape of these instructions, the first `checks` of them checks. rings: by the numbers of their bases."""
         made = Tape(())
         made.instructions, made.checks = instructions, checks
         made.rings = {n: torch.Size(x) for n, x in rings.items()}
@@ -212,8 +212,8 @@ class Tape:
         return made
 
     def stretch(self, slots: int) -> None:
-        """Let the rings have so many slots. Unrecordable, of a tape that has not been run: an instruction takes them
-        all together."""
+        """Change the number of slots of the rings. Unrecordable, of a tape that has not been run: an instruction takes
+        all slots together."""
         at, numbers = self.instructions["at"], self.instructions["number"]
         moves = [CODES.index(name) for name in ("gather", "scatter")]
         for base, (S, K) in self.rings.items():
@@ -231,8 +231,8 @@ class Tape:
             self.rings[base] = torch.Size((slots, K))
 
     def pack(self) -> None:
-        """Let results that are not wanted at the same time have the same memory, so that it stays in the processor's
-        caches. What was recorded must not be looked at any more: it is gone."""
+        """Give results that are not needed at the same time the same memory, so that it stays in the processor's
+        caches. The tensors that were recorded must not be read any more: runs no longer write to them."""
         kept = {memory(x): x.untyped_storage() for x in self.kept if memory(x) not in self._read}
         spans = sorted((x.data_ptr(), x.nbytes()) for x in kept.values() if x.nbytes())
         starts = np.array([start for start, _ in spans], np.int64)
@@ -240,7 +240,7 @@ class Tape:
         own = np.searchsorted(starts, at["offset"], "right") - 1
         inside = at["offset"] - starts[own] < np.array([size for _, size in spans])[own]
         own = np.where((at["base"] == 0) & (own >= 0) & inside, own, -1)
-        # A product without a third part names its result there.
+        # A product without a bias names its result there.
         own[(code == CODES.index("product")) & (self.instructions["number"][:, 1] == 0), 3] = -1
         first, last = dict[int, int](), dict[int, int]()
         for time, operands in enumerate(own.tolist()):
@@ -264,12 +264,12 @@ class Tape:
         self.rounded = []
 
     def same(self) -> bool:
-        """True if what runs do not compare is as it was."""
+        """True if the tensors that runs do not compare (`done`) have not changed."""
         return all(map(torch.equal, *self._rest))
 
     def run(self, places: Array[c_int64]) -> None:
-        """Run it, with the bases at these addresses, of `places_of`. Stale: what constants were made of has changed.
-        RuntimeError: an index, such as a token's, that is not there."""
+        """Run it, with the bases at the addresses of `places_of`. Stale: what constants were made of has changed.
+        RuntimeError: an index, such as a token's, that is out of range."""
         # This runs for every token with cold caches: reading the weights has evicted everything else.
         for first, count, call in self._parts:
             if failed := self._native(first, count, places, threads()):
@@ -278,7 +278,7 @@ class Tape:
                 call()
 
     def advance(self, places: Array[c_int64], start: int, end: int) -> None:
-        """`run` of the instructions from `start` up to `end`, and of the calls between them; one at the end waits."""
+        """Run the instructions from `start` up to `end`, and the calls between them, but not one at `end`."""
         apart = INSTRUCTION.itemsize
         for address, count, call in self._parts:
             first = (address - self.instructions.ctypes.data) // apart
@@ -298,8 +298,8 @@ class Tape:
 
 
 def together(wanted: Mapping[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
-    """Places that results have together which are not wanted at the same time, and the bytes of all. wanted: of each
-    result its first and its last use, and its bytes."""
+    """(the place of each result, shared by results that are not needed at the same time; the bytes of all). wanted: the
+    first and last use of each result, and its bytes."""
     placed, room, live = dict[int, int](), 0, list[tuple[int, int, int]]()  # (start, end, last use)
     for span, (first, last, size) in sorted(wanted.items(), key=lambda item: item[1][0]):
         live = sorted(x for x in live if x[2] >= first)
@@ -319,16 +319,16 @@ def places_of(bases: Sequence[int]) -> Array[c_int64]:
 
 
 class Table(NamedTuple):
-    """For the instruction `attend`: of each layer with a growing cache and each row, how many tokens come before those
-    in its slots, in how many pieces of memory, and where these are listed [L,B,3]; and the lists, which are kept with
-    it."""
+    """For the instruction `attend`. rows_LB3: for each layer with a growing cache and each row, how many tokens come
+    before those in its slots, in how many pieces of memory, and the address of the list of these. lists: these lists,
+    kept alive."""
 
     rows_LB3: NDArray[np.int64]
     lists: NDArray[np.int64]
 
 
 def table_of(layers: Sequence[Sequence[Sequence[bytes]]], tokens: Sequence[Sequence[int]]) -> Table:
-    """layers: of each layer and row, its pieces, each as `piece_of` writes it; tokens: how many they have together."""
+    """layers: for each layer and row, its pieces, each as `piece_of` writes it; tokens: their number in all pieces."""
     lists = np.frombuffer(b"".join(piece for rows in layers for pieces in rows for piece in pieces), np.int64)
     counts = np.array([[len(pieces) for pieces in rows] for rows in layers], np.int64)
     ends = np.cumsum(counts.reshape(-1)).reshape(counts.shape)
@@ -340,7 +340,7 @@ PIECE_BYTES = 7 * 8
 
 
 def piece_of(k_1HNK: Tensor, v_1HNV: Tensor) -> bytes:
-    """Where keys and values of some tokens stand, for a `Table`."""
+    """The place of the keys and values of some tokens in memory, for a `Table`."""
     steps = [x.stride(d) for x in (k_1HNK, v_1HNV) for d in (1, 2)]
     return struct.pack("=7q", k_1HNK.data_ptr(), v_1HNV.data_ptr(), k_1HNK.shape[2], *steps)
 
@@ -361,7 +361,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def each(tape: Tape, code: str, out: Tensor, *given: Tensor, numbers: Sequence[float] = ()) -> None:
-    """out = f(given), place by place; what is given is broadcast."""
+    """out = f(given), element by element; what is given is broadcast."""
     if out.numel() == 0:
         return
     operands = [out, *(x.expand(out.shape) for x in given)]
@@ -371,7 +371,7 @@ def each(tape: Tape, code: str, out: Tensor, *given: Tensor, numbers: Sequence[f
 
 
 def reduced(tape: Tape, code: str, out: Tensor, x: Tensor, dims: Sequence[int], scale: float = 1) -> None:
-    """out, whose shape is x's without `dims` or with ones there, is taken together over them."""
+    """out = x reduced over `dims`, by `code`; out has the shape of x without these, or with ones there."""
     dims = sorted(d % x.ndim for d in dims) if x.ndim else []
     kept = [d for d in range(x.ndim) if d not in dims]
     out = out if out.ndim == x.ndim else out.view([1 if d in dims else x.shape[d] for d in range(x.ndim)])
@@ -386,7 +386,7 @@ def by_rows(
     tape: Tape, code: str, out: Tensor, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 0,
 ) -> None:  # fmt: skip
-    """Each row of the last dimension."""
+    """out = f(x, weight, bias) for each row along the last dimension."""
     x = contiguous(tape, x, last=True)
     if out.stride(-1) != 1:
         raise Unrecordable(f"{code} into rows that do not lie together")
@@ -447,7 +447,7 @@ def moved(tape: Tape, code: str, out: Tensor, x: Tensor, index: Tensor, dim: int
 
 
 def contiguous(tape: Tape, x: Tensor, *, last: bool = False) -> Tensor:
-    """x, or a copy whose numbers lie together. last: those of the last dimension suffice."""
+    """x, or a contiguous copy. last: contiguous in the last dimension suffices."""
     if x.is_contiguous() or (last and x.stride(-1) == 1):
         return x
     copy = torch.empty(x.shape, dtype=x.dtype)
@@ -510,7 +510,7 @@ def packed(tape: Tape, out: Tensor, x: Tensor, codes: Tensor, scales: Tensor, fo
         T,
         K,
         format in TILES,
-    )  # which are rounded in their way
+    )  # which quantise in their own way
     tape.write("packed", axes, operands, (FORMATS.index(format), reads == tape.quantised))
     tape.quantised = reads
 

@@ -3,7 +3,7 @@ with the token before, short convolutions, attention, rotary positions and recur
 
 Numbers are float32 or, where a docstring says so, bfloat16; sums are float32. Threads: `native.threads()`. Results
 depend neither on them nor on the instruction set, except that instructions for pairs of bfloat16 take denormal numbers
-for 0; elsewhere these are what they are to the thread that calls.
+for 0; elsewhere these are treated as in the calling thread.
 
 Shapes: N rows, V vocabulary, D width; B batch, T time, C channels, W taps, S = T + W − 1, R state rank; H heads of
 queries, G of keys, K width of a head, V of a value's.
@@ -19,7 +19,7 @@ from perspectron.native import SEGMENT, _check, call
 from perspectron.native.panels import addresses
 
 ROWS = 64
-"""Rows whose part of a weight's gradient is summed at once, of norms and mixes."""
+"""Rows over which a weight's gradient is summed at once, in norms and mixes."""
 
 SLAB = 64
 """Rows of a recurrence's state whose gradients of q and k are summed at once, at most 64."""
@@ -34,7 +34,7 @@ def _brief(x: Tensor) -> bool:
 
 def entropy(logits_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
     """(losses [N], total [N,2]) in float32, of float32 or bfloat16 logits; total: max logit, log Σ e^(logit − max).
-    Both 0 where the target is negative. ValueError for a target ≥ V."""
+    Both 0 where the target is −100. ValueError: any other target below 0 or ≥ V."""
     brief, (N, V) = _brief(logits_NV), logits_NV.shape
     _check(target_N, torch.int64, (N,))
     if N > 0:
@@ -116,8 +116,8 @@ def attention_backward(
 
 
 def turned(x_NHK: Tensor, cosine_NF: Tensor, sine_NF: Tensor) -> Tensor:
-    """Heads of which both halves [F] are turned into each other, each row by its angles; float32 or bfloat16, angles
-    float32. Rows of x may have a distance between them."""
+    """Rotary positions: both halves [F] of each head, rotated into each other by the angles of its row; float32 or
+    bfloat16, angles float32. Rows of x may have a distance between them."""
     N, H, K = x_NHK.shape
     brief, stride = _brief(x_NHK[:1]), x_NHK.stride(0)
     if K % 2:

@@ -1,1 +1,1 @@
-"""Conversations for many: the engine, and the server around it."""
+"""Serving many conversations at once: the engine, and the web server around it."""

@@ -1,5 +1,5 @@
-"""Named states in a store of objects: each version an object of its own, `NAME/TIME~TOKENS~PARENT`, so that none is
-ever written over. The latest is the state; who has put one deletes those before."""
+"""Named states in an object store: each version is an object of its own, `NAME/TIME~TOKENS~PARENT`, so that none is
+ever overwritten. The latest version is the state; whoever puts one deletes those before it."""
 
 import contextlib
 import hashlib
@@ -14,11 +14,11 @@ from perspectron.util.files import remove, temporary_beside
 from perspectron.util.lease import Lease, Leases
 from perspectron.util.objects import Objects
 
-KEPT = 600.0  # seconds for which a file that was fetched stays
+KEPT = 600.0  # seconds for which a fetched file is kept
 
 
 class DistantStates(States):
-    """States of one model in `place` of a store. folder: for files on the way, of this server alone."""
+    """States of one model under `place` in an object store. folder: where this server keeps its own copies of files."""
 
     def __init__(self, folder: Path, objects: Objects, place: str, leases: Leases) -> None:
         super().__init__(folder, leases, place)
@@ -40,7 +40,7 @@ class DistantStates(States):
         return path
 
     def list(self) -> list[About]:
-        """As `States.list`, from names alone."""
+        """As `States.list`, read from the names of objects alone."""
         latest = dict[str, tuple[str, int]]()
         for at, size in sorted(self._objects.listed(self.place, deep=True).items()):
             name, _, version = at.rpartition("/")
@@ -87,7 +87,7 @@ class DistantStates(States):
     def _keep(
         self, name: str, path: Path, tokens: int, parent: str, lease: Lease | None
     ) -> tuple[About, Path]:
-        """Put the version that is in a file, which becomes the server's copy, and delete those before."""
+        """Put a file as a new version, keep it as the server's own copy, and delete earlier versions."""
         at, data = self._at(self.path(name)), path.read_bytes()
         before = self._objects.listed(at)
         now = max([round(1e3 * time.time()), *(_time(version) + 1 for version in before)])
@@ -111,7 +111,7 @@ class DistantStates(States):
         return f"{self.place}/{path.name.removesuffix(ENDING)}"
 
     def _local(self, at: str, version: str) -> Path:
-        """The file of a version: versions never change."""
+        """This server's file of a version, which never changes."""
         return self.folder / (hashlib.sha256(f"{at}/{version}".encode()).hexdigest()[:32] + ENDING)
 
     def _put(self, path: Path, data: bytes) -> None:
@@ -138,7 +138,7 @@ def _time(version: str) -> int:
 
 
 def _about(name: str, version: str, size: int) -> About | None:
-    """The entry of a version; None for a name that is none."""
+    """The list entry of a version; None if `version` is not a name of one."""
     parts = version.split("~")
     if len(parts) != 3 or not _time(version) or not parts[1].isdecimal() or "/" in name:
         return None

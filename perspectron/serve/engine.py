@@ -1,4 +1,4 @@
-"""One thread that owns a model: texts join and leave its rows at any step, and long prompts hold nobody up."""
+"""Continuous batching: one thread owns a model, texts join and leave its rows at any step, no prompt holds it up."""
 
 import contextlib
 import itertools
@@ -30,8 +30,8 @@ from perspectron.util.errors import PerspectronError
 
 T = TypeVar("T")
 Event = Piece | PerspectronError
-FAIR = 4  # of so many pieces that are read, one is of the text that has waited longest
-NEARLY = 1.1  # how many times as long rows may take one by one, and still be taken so
+FAIR = 4  # one in so many pieces that are read is of the text that has waited longest
+NEARLY = 1.1  # rows are stepped one by one if that takes at most so many times as long as one batch
 log = logging.getLogger("perspectron")
 
 
@@ -40,15 +40,15 @@ class Full(Exception):
 
 
 class Closed(Exception):
-    """The engine takes no more."""
+    """The engine is closing and takes no more texts."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One text to go on with. session: what stands there; it is the engine's until the last event. emit: called on the
-    engine's thread with every piece, or once with an error; must return at once. stream, logprobs, hooks, min_tokens,
-    stop_ids, shares: as `Rows.add` has them. ids: tokens drawn. spared: tokens of the prompt that the store had.
-    turn: when a piece was read last."""
+    """One text to generate. session: the text so far, which belongs to the engine until the last event. emit: called on
+    the engine's thread with every piece, or once with an error; must return at once. stream, logprobs, hooks,
+    min_tokens, stop_ids, shares: as in `Rows.add`. ids: tokens drawn. spared: tokens of the prompt that the store had.
+    turn: the turn in which a piece of it was last read."""
 
     session: Session
     max_tokens: int
@@ -70,7 +70,7 @@ class Job:
 
 @dataclass
 class Counters:
-    """steps: of the rows. drawn: tokens. finished, cancelled, failed: texts."""
+    """steps: steps of the rows. drawn: tokens drawn. finished, cancelled, failed: texts that ended so."""
 
     steps: int = 0
     drawn: int = 0
@@ -80,14 +80,14 @@ class Counters:
 
 
 class Engine:
-    """Texts under way on one model, at most `rows` of them at once and `queue` more that wait.
+    """Generates texts on one model, at most `rows` of them at once, while up to `queue` more wait.
 
-    Between two steps one piece of what is unread is read: a chunk of a prompt, or of a task. The texts with the least
-    left go first, but one piece in FAIR is of the one that has waited longest, so that each goes on; what is let go
-    stops after the piece. At most `rows` prompts and `rows` tasks are half read. together: how rows are drawn
-    from, as `Rows` has it; None: one by one where that costs at most a tenth more, as measured at the start.
-    When nobody waits, what was said is read as a prompt would be, so that the next turn finds it in the store.
-    hooks, drafts: of all texts, as `Rows` has them.
+    Between two steps it reads one piece of unread input: a chunk of a prompt, or of a task. The shortest remaining
+    input goes first, but one piece in FAIR is of the text that has waited longest, so that none starves; cancelled
+    texts stop after their piece. At most `rows` prompts and `rows` tasks are half read. together: step rows as one
+    batch, as in `Rows`; None: one by one where that costs at most a tenth more, as measured at the start. When nobody
+    waits, a finished text is read again as a prompt would be, so that the next turn finds it in the store. hooks,
+    drafts: for all texts, as in `Rows`.
     """
 
     def __init__(
@@ -120,21 +120,21 @@ class Engine:
 
     @property
     def active(self) -> int:
-        """Texts that are read or drawn from."""
+        """Number of texts that have a row: their prompts are being read, or tokens are drawn."""
         return len(self._jobs)
 
     @property
     def waiting(self) -> int:
-        """Texts that wait for a row."""
+        """Number of texts that wait for a row."""
         return len(self._waiting)
 
     def session(self) -> Session:
-        """A text of this model that has not begun."""
+        """A new session of this model, without text."""
         chunk = self._rows.chunk
         return Session(self.model, self.tokenizer, chunk=chunk, store=self.store)
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Take texts, all or none. Full: the queue has no room for them. Closed: it is draining."""
+        """Queue texts, all or none. Full: the queue has no room for them. Closed: the engine is draining."""
         with self._changed:
             if self._draining:
                 raise Closed
@@ -145,16 +145,16 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """Let texts go; they are gone before the step after the next, and emit nothing more then."""
+        """Cancel texts: they are gone before the step after the next, and emit nothing from then on."""
         with self._changed:
             for job in jobs:
                 job.cancelled = True
             self._changed.notify()
 
     def run(self, task: Generator[int, None, T]) -> "Future[T]":
-        """Run a task on the engine's thread, from one yield to the next between two steps: its result. What it yields
-        is how much is left, in tokens; it does little before. It is over within one piece when the result is cancelled.
-        Closed: it is draining. Full: as many as the queue takes are waiting."""
+        """Run a task on the engine's thread, from one yield to the next between two steps: a future of its result. It
+        yields the number of tokens it has left, and does little before that. Once the future is cancelled, it ends
+        within one piece. Closed: the engine is draining. Full: as many tasks wait as `queue` and `rows` allow."""
         with self._changed:
             if self._draining:
                 raise Closed
@@ -214,7 +214,7 @@ class Engine:
             self._deliver(piece)
 
     def _chosen(self) -> "Job | _Task | None":
-        """Whose piece is read next; None where there is nothing to read."""
+        """The text or task of which a piece is read next; None if nothing is unread."""
         self._turns += 1
         left = self._rows.unread
         unread: list[tuple[int, Job | _Task]] = [
@@ -243,7 +243,7 @@ class Engine:
         return False
 
     def _let_go(self) -> None:
-        """Drop what was cancelled, also of those that wait."""
+        """Drop cancelled texts and tasks, those that wait too."""
         with self._changed:
             left = [job for job in self._waiting if not job.cancelled]
             self.counters.cancelled += len(self._waiting) - len(left)
@@ -255,7 +255,7 @@ class Engine:
             if job.cancelled:
                 del self._jobs[row]
                 self.counters.cancelled += 1
-                with contextlib.suppress(PerspectronError):  # of a hook: nobody listens any more
+                with contextlib.suppress(PerspectronError):  # raised by a hook: nobody listens any more
                     self._rows.remove(row)
 
     def _admit(self) -> None:
@@ -292,9 +292,9 @@ class Engine:
                     job.session.leave(self._rows, piece.row, job.ids)
                 else:
                     self._rows.remove(piece.row)
-            except PerspectronError as error:  # of a hook, which has the row's last word
+            except PerspectronError as error:  # raised by a hook as the row ends
                 event = error if piece.error is None else piece
-            del self._jobs[piece.row]  # until here another error is told to this job, too
+            del self._jobs[piece.row]  # not before: any other error up to here is told to this job, too
             if event is not piece or piece.error is not None:
                 self.counters.failed += 1
             else:
@@ -306,7 +306,7 @@ class Engine:
         job.emit(event)
 
     def _reread(self, ids: list[int]) -> Generator[int, None, None]:
-        """Read what was said as a prompt, for the store."""
+        """Read a finished text as a prompt, so that the store keeps it."""
         session = self.session()
         yield from session.reading(ids)
         if self.store is not None and self.store.anywhere:
@@ -314,7 +314,7 @@ class Engine:
 
     @property
     def _least(self) -> int:
-        """Tokens drawn that are worth to be read as a prompt."""
+        """Number of drawn tokens from which on it pays to read them as a prompt."""
         return WORTHWHILE if self.store is not None and self.store.anywhere else self._rows.chunk
 
     def _fail(self, error: Exception) -> None:
@@ -352,7 +352,7 @@ class _Task:
 
 @torch.inference_mode()
 def row_by_row_cost(model: LanguageModel, rows: int) -> float:
-    """Seconds of a step of so many rows one by one over those of one batch: a median of three, taken in turn."""
+    """Time of a step of `rows` rows one by one over that of one batch: the median of three rounds that measure both."""
     full = rows + -rows % WIDTH
     batch, alone = model.init_state(full), [model.init_state(1) for _ in range(rows)]
     ids_B1 = torch.ones(full, 1, dtype=torch.int64, device=model.device)

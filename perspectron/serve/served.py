@@ -13,13 +13,13 @@ from perspectron.serve.states import States
 from perspectron.util.config import require
 
 OPENAI = SamplingConfig(temperature=1.0)
-"""The rules of drawing that a request leaves out, unless the model came with some."""
-SHORT = 1 << 13  # characters of a text that is encoded at once
+"""Sampling settings for what a request leaves out, unless the model came with its own."""
+SHORT = 1 << 13  # characters of a text that is encoded on the event loop itself
 
 
 @dataclass
 class Served:
-    """A model under its name. states: kept by name; slots: files that llama.cpp's clients save."""
+    """A served model. states: by name; slot_files: what llama.cpp's clients save; slots: sessions in their slots."""
 
     name: str
     engine: Engine
@@ -27,35 +27,35 @@ class Served:
     states: States
     slot_files: States
     largest: int
-    """Tokens that one request may draw."""
+    """Most tokens that one request may draw."""
     longest: int = 1 << 20
-    """Tokens that one prompt may have."""
+    """Most tokens that one prompt may have."""
     template: Template | None = None
     sampling: SamplingConfig = OPENAI
-    """What requests leave out."""
+    """Sampling settings for what a request leaves out."""
     created: int = field(default_factory=lambda: int(time.time()))
     slots: dict[int, Session] = field(default_factory=dict)
     encoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-    """Turns of long texts that are encoded."""
+    """Bounds how many long texts are encoded at a time."""
     rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
     compiling: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def slot(self, id: int) -> int:
-        """ConfigError: there are not so many slots."""
+        """The number of a slot, checked. ConfigError: there are not so many slots."""
         require(
             0 <= id < self.engine.limit, "id_slot", id, f"≥ 0 and < {self.engine.limit}, the rows there are"
         )
         return id
 
     def readable(self, ids: list[int]) -> list[int]:
-        """The ids of a prompt. ConfigError: more than this server reads of one."""
+        """The ids of a prompt, checked. ConfigError: more than `longest` of them."""
         require(len(ids) <= self.longest, "tokens of the prompt", len(ids),
                 f"≤ {self.longest}, what this server reads at most")  # fmt: skip
         return ids
 
     async def ids(self, prompt: str | list[int]) -> list[int]:
-        """The ids of a prompt, as `readable`. A text of some length is encoded beside the loop, two of them at a time,
-        so that a short one waits neither for the loop nor for a thread."""
+        """The ids of a prompt; errors as `readable`. Texts longer than SHORT are encoded in threads, two at a time, so
+        that a short one waits neither for the event loop nor for a thread."""
         if not isinstance(prompt, str) or len(prompt) <= SHORT:
             return self.readable(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 

@@ -1,4 +1,4 @@
-"""Folder of named states: files that sessions wrote or strangers sent, each under a name that stays in the folder."""
+"""Folder of named states: files that sessions saved or strangers uploaded, under names that stay within the folder."""
 
 import contextlib
 import os
@@ -27,11 +27,11 @@ ENDING = ".state"
 
 
 MOST = 256 << 20
-"""Bytes of the states of a folder that stay in memory, beside what stores, sessions and their marks have of them."""
+"""Most bytes of a folder's states to keep in memory, not counting what prefix stores, sessions and their marks hold."""
 
 
 class _Held(NamedTuple):
-    """A state in memory. sign: by which its file is known to be the same."""
+    """A state in memory. sign: that of its file (`sign_of`), which differs once the file is written anew."""
 
     sign: tuple[int, ...]
     session: Session
@@ -44,7 +44,7 @@ class Missing(PerspectronError):
 
 @dataclass(frozen=True)
 class About:
-    """The entry of a state in a list, as its file claims it. parent: the state it went on from; tokens: of its text."""
+    """The entry of a state in a list, as its file claims it. parent: the state it continues; tokens: of its text."""
 
     id: str
     bytes: int
@@ -55,19 +55,19 @@ class About:
 
 class States:
     """States of one model in a folder, which is made when the first is saved. Those used last stay in memory, within
-    MOST bytes: whoever goes on with one shares its keys and values with it."""
+    MOST bytes: a session that continues one shares its keys and values."""
 
     def __init__(self, folder: Path, leases: Leases | None = None, place: str = "") -> None:
         self.folder, self.leases = folder, leases or Leases(Folder(folder.parent))
         self.place = place or folder.name
-        """Of its names among those of leases."""
+        """Prefix of its states' names in `leases`."""
         self._held, self._account = OrderedDict[Path, _Held](), Account(3)
         self._lock = threading.Lock()
         sweep(folder)  # uploads and saves that a kill cut short
 
     @contextlib.contextmanager
     def _told(self, upload: Path | None = None, name: str = "") -> Iterator[None]:
-        """Errors for whoever is elsewhere: a file by its name alone, an upload by the name that it was to get."""
+        """Reword errors for remote users: a file is named without its folder, an upload by the name it was to get."""
         try:
             yield
         except PerspectronError as error:
@@ -84,7 +84,7 @@ class States:
         return safe_join(self.folder, name + ENDING, StateError)
 
     def found(self, name: str) -> Path:
-        """File of a state that is there. Missing: none is."""
+        """File of a saved state. Missing: there is none of this name."""
         path = self.path(name)
         if not path.is_file():
             known = ", ".join(about.id for about in self.list()[:8]) or "none are saved"
@@ -92,30 +92,30 @@ class States:
         return path
 
     def list(self) -> list[About]:
-        """All states, the oldest first; a file that is none is left out."""
+        """All states, the oldest first; files that are not states are left out."""
         found = [about for path in self.folder.glob(f"*{ENDING}") if (about := _about(path)) is not None]
         return sorted(found, key=lambda about: (about.created, about.id))
 
     def about(self, name: str) -> About:
-        """The entry of one state. Missing: it is not there, or no state."""
+        """The list entry of one state. Missing: there is no file of this name, or it is not a state."""
         about = _about(self.found(name))
         if about is None:
             raise Missing(f"state {name!r}: its file is not one of a state")
         return about
 
     def history(self, name: str) -> History:
-        """The past of a state, as its file claims it. Missing, StateError: it has none."""
+        """The history of a state, as its file claims it. Missing: no such state. StateError: damaged, or no text."""
         with self._told():
             return history(self.found(name))
 
     def said(self, name: str) -> Said:
-        """What was said, as the file of a talk claims it. Missing, StateError as `history`."""
+        """The conversation of a state, as its file claims it; empty if none. Missing, StateError as `history`."""
         with self._told():
             return said_in(parse_json(read_metadata(self.found(name)).get("extra", "{}"), room=JSON_ROOM))
 
     def save(self, name: str, session: Session, parent: str = "", lease: Lease | None = None) -> About:
         """Write a state, whole or not at all. StorageError when it cannot be written. Busy: the lease under which it is
-        written is over."""
+        written has ended."""
         with self._told():
             if lease is not None:
                 lease.check()
@@ -127,8 +127,8 @@ class States:
         return self.about(name)
 
     def load(self, name: str, fresh: Session, *, anew: bool = False) -> Session:
-        """A state of the same model as `fresh`, read from its file unless it is in memory; anew: in any case. Missing,
-        StateError: it is none that can be gone on from."""
+        """A session that continues a saved state, which is of the same model as `fresh`; from its file unless it is in
+        memory, or always if `anew`. Missing, StateError: there is no such state, or none that can be continued."""
         path = self.found(name)
         sign = sign_of(path)
         with self._lock:
@@ -139,17 +139,17 @@ class States:
                 return own
         with self._told():
             session = fresh.loaded(path)
-        if not (anew and known):  # what is in memory can go further back
+        if not (anew and known):  # the session in memory can go further back
             self._hold(path, sign, session)
         return session
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of states in memory that no store, session or mark has."""
+        """Bytes of states kept in memory that no store, session or mark holds too."""
         return self._account.bytes
 
     def _hold(self, path: Path, sign: tuple[int, ...], session: Session) -> None:
-        """Keep a state in memory, and let those go that were not used for longest."""
+        """Keep a state in memory, and drop the least recently used ones beyond MOST bytes."""
         own = session.fork()
         own.extra = said_in(session.extra).extra()
         with self._lock:
@@ -162,7 +162,7 @@ class States:
                     hold.let_go()
 
     def take(self, name: str, upload: Path, fresh: Session) -> About:
-        """Check a file from elsewhere, which is used up, and keep it under a name. StateError: it is no state of this
+        """Check an uploaded file and move it to its name among the states. StateError: it is not a state of this
         model."""
         path = self.path(name)
         with self._told(upload, name):
@@ -171,7 +171,7 @@ class States:
         return self.about(name)
 
     def upload(self) -> BinaryIO:
-        """A new file to which an upload is written, for its owner alone, as saved ones are. OSError: none can be."""
+        """Open a new file for an upload, for its owner alone, as saved ones are. OSError: it cannot be made."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = temporary_beside(self.folder / "upload")
         return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
@@ -185,12 +185,12 @@ class States:
 
 
 def beside(session: Session, parent: str) -> dict[str, Any]:
-    """What a file has beside a session: the state it went on from, and what was said."""
+    """The contents of a file besides the session: the state that it continues, and the conversation."""
     return {"parent": parent} | said_in(session.extra).extra()
 
 
 def sign_of(path: Path) -> tuple[int, ...]:
-    """By which a file is known to be the same; empty where there is none."""
+    """Identity of what is in a file: its inode, size and times; empty if there is no file."""
     try:
         stat = path.stat()
     except OSError:
@@ -199,7 +199,7 @@ def sign_of(path: Path) -> tuple[int, ...]:
 
 
 def _about(path: Path) -> About | None:
-    """Read from a file's headers alone; its contents are checked when it is loaded."""
+    """The list entry of a file, read from its headers alone, unchecked; None if they are not those of a state."""
     try:
         stat = path.stat()
         extra: Any = parse_json(read_metadata(path)["extra"], room=JSON_ROOM)

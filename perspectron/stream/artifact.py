@@ -43,9 +43,9 @@ CONFIG, TOKENIZER, SHARED, MANIFEST = "config.json", "tokenizer.json", "shared.s
 
 @dataclass(frozen=True)
 class ExpertFiles:
-    """Experts of an artifact. layers: those of the model that have experts. count: E of each. distinct: how many of
-    them have weights of their own; the others are the same under another name. shard_bytes: of one expert in its
-    file. format: of its matrices."""
+    """Experts of an artifact. layers: indices of the model's layers that have experts. count: E of each layer.
+    distinct: how many of them have weights of their own; the others are aliases of these. shard_bytes: bytes of one
+    expert in its file. format: that of its matrices."""
 
     layers: tuple[int, ...]
     count: int
@@ -59,7 +59,7 @@ class ExpertFiles:
 
 @dataclass(frozen=True)
 class Trained:
-    """Source of the held-out text, and the length of a window in training. rule: by which the text was split."""
+    """Source of the held-out text, and the length of a window in training. rule: version of the rules of the split."""
 
     data: str
     heldout: float
@@ -102,7 +102,7 @@ class Header:
             require(shard_bytes == size, "experts.shard_bytes", shard_bytes, f"{size}, the model's")
 
     def files(self) -> list[str]:
-        """Files of the folder beside the manifest."""
+        """Names of the folder's files, except the manifest."""
         layers = self.experts.layers if self.experts is not None else ()
         return [CONFIG, TOKENIZER, SHARED, *map(layer_file, layers)]
 
@@ -142,9 +142,9 @@ def write(
 
 
 def expert_files(config: ModelConfig, distinct: int = 0, linear: str = CODES) -> ExpertFiles | None:
-    """Files of a model's experts, of which so many in each layer have weights of their own (0: all); None without
-    experts. linear: format of other matrices, which those of a mixture have, too. ConfigError: more experts than the
-    reader of a file takes, or others in one layer than in another."""
+    """Description of a model's expert files; None without experts. distinct: how many experts of a layer have weights
+    of their own (0: all). linear: format of other matrices, which a mixture's experts have, too. ConfigError: more
+    experts than the reader of a file takes, or other ones in one layer than in another."""
     files = None
     for layer, block in enumerate(config.blocks):
         if isinstance(block.ffn, ExpertsConfig):
@@ -223,7 +223,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="forma
 
     @property
     def digest(self) -> str:
-        """One SHA-256 of all of that."""
+        """One SHA-256 of all these records."""
         text = json.dumps(msgspec.to_builtins(self.files), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -258,6 +258,6 @@ def read_manifest(folder: Path, header: Header) -> Manifest:
 
 
 def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
-    """Read these files whole; None: all. ArtifactError, naming it: one is not as it was written."""
+    """Read these files whole (None: all files). ArtifactError, naming the file: it is not as it was written."""
     for name in manifest.files if names is None else names:
         manifest.files[name].check(folder, name, ArtifactError)

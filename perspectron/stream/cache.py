@@ -70,7 +70,7 @@ class ShardCache(AbstractContextManager["ShardCache"]):
         self._deadline, self._pid = deadline, os.getpid()
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # readers without work wait here
-        self._calm = threading.Condition(self._lock)  # and here those whose work can wait
+        self._calm = threading.Condition(self._lock)  # and here readers of hints, while others go first
         self._schedule = Schedule(self.slots, several=least > 1)
         self._idle, self._closed = 0, False
         self._moved = time.monotonic()  # when anything did last
@@ -111,14 +111,14 @@ class ShardCache(AbstractContextManager["ShardCache"]):
         self.usage = usage
         chosen = list(dict.fromkeys(self._keys[pair] for pair in usage.most()))[: self.slots]
         if not self.resident:
-            self._load(sorted(chosen))  # as they stand in the files
+            self._load(sorted(chosen))  # in the order of the files
             with self._lock:
                 for key in reversed(chosen):  # the most used is the last to go
                     self._schedule.entries.move_to_end(key)
 
     def ask(self, layer: int, experts: Sequence[int]) -> None:
-        """Read the first of these experts, which will be got in this order, before any hint: as many as fit beside as
-        many that were got."""
+        """Read these experts, which will be requested in this order, before any hint: of the first ones as many as
+        leave room for as many others."""
         if not self._threads or self._pid != os.getpid():
             return
         with self._lock:
@@ -191,7 +191,7 @@ class ShardCache(AbstractContextManager["ShardCache"]):
             while entry.state in (State.QUEUED, State.READING):
                 if self._closed:
                     raise self._error(entry.key, "the cache was closed")
-                reading = entry.state is State.READING  # then it counts how that gets on, not how others do
+                reading = entry.state is State.READING  # then only the progress of this read counts
                 moved = entry.moved if reading else self._moved
                 left = max(start, moved) + self._deadline - time.monotonic()
                 if left <= 0:
@@ -251,7 +251,7 @@ class ShardCache(AbstractContextManager["ShardCache"]):
         return entry.file.read_into(entry.key[1], entry.slot.buffer, lambda: self._stop(entry))
 
     def _next(self) -> Entry | None:
-        """The expert to read now; None: nothing ever again."""
+        """Wait for the next expert to read; None: the cache was closed."""
         with self._lock:
             while not self._closed:
                 entry = self._schedule.next()
@@ -265,8 +265,8 @@ class ShardCache(AbstractContextManager["ShardCache"]):
             return None
 
     def _stop(self, entry: Entry) -> bool:
-        """True if a read is to be given up, asked before each piece: one that is awaited goes before one that is
-        not."""
+        """True if a read is to be given up. Asked before each piece: a read that nobody awaits pauses here until those
+        that are awaited have begun."""
         self._moved = entry.moved = time.monotonic()
         if self._schedule.asked and not entry.wanted:
             with self._lock:
@@ -283,7 +283,7 @@ class ShardCache(AbstractContextManager["ShardCache"]):
     # ------------------------------------------------------------ start and end
 
     def _load(self, keys: Sequence[Key]) -> None:
-        """Read so many experts as there are slots for, and wait for all."""
+        """Read these experts, for all of which there are slots, and wait for them."""
         with self._lock:
             wanted = [self._schedule.entries.get(key) or self._add(key) for key in keys]
             for entry in wanted:

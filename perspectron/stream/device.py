@@ -55,7 +55,7 @@ class Pinned:
 
 
 class Lane:
-    """The stream of a GPU that copies, what it copies to and from, and its events."""
+    """The copy stream of a GPU, the memory that it copies to and from, and its events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -63,8 +63,8 @@ class Lane:
         self._pinned = Pinned(torch.cuda.cudart())
 
     def memory(self, size: int) -> Tensor:
-        """New bytes on the device, which the copies may write once whatever had them before is done, and which nothing
-        else gets before the copies are done."""
+        """New memory on the device. Copies write to it only once its former user is done, and nothing else gets it
+        before the copies are done."""
         with torch.inference_mode(False):
             made = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -72,24 +72,24 @@ class Lane:
         return made
 
     def staging(self, size: int) -> Tensor:
-        """New bytes of the host that the bus reads at full speed."""
+        """New pinned memory of the host, which the bus reads at full speed."""
         with torch.inference_mode(False):
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def pin(self, host: Tensor) -> None:
-        """Pin memory that stays as it is, if it can be."""
+        """Pin memory that never changes, if the driver can."""
         if not self._pinned.pin(host):
-            with contextlib.suppress(RuntimeError):  # the next launch is told of the refusal
+            with contextlib.suppress(RuntimeError):  # the next launch reports the refusal: this one
                 torch.zeros(1, device=self._device)
 
     def reader(self, memory: Tensor) -> Any:
-        """The stream that computes now; until what it has to do is done, the memory goes to nothing else."""
+        """The current stream, which computes; the memory is not given to anything else before its work is done."""
         stream = torch.cuda.current_stream(self._device)
         memory.record_stream(stream)
         return stream
 
     def copy(self, to: Tensor, host: Tensor, after: Iterable[Any]) -> Any:
-        """Begin to copy after these events; the event of its end."""
+        """Begin to copy after these events, and return the event of its end."""
         with torch.cuda.stream(self._stream):
             for event in after:
                 self._stream.wait_event(event)
@@ -126,7 +126,7 @@ class _Staging:
         self._thread, self._own = ThreadPoolExecutor(1, "expert-copies"), 0
 
     def bring(self, key: tuple[int, int], to: Tensor, after: list[Any]) -> Future[Any]:
-        """The event of the end of the copy, in future."""
+        """Begin to bring an expert; a future of the event of the end of its copy."""
         return self._thread.submit(self._bring, key, to, after)
 
     def _bring(self, key: tuple[int, int], to: Tensor, after: list[Any]) -> Any:
@@ -143,7 +143,7 @@ class _Staging:
             self._buffers.append((buffer, read))
 
     def close(self) -> None:
-        """End; the garbage collector may call it on the thread itself."""
+        """End the thread. The garbage collector may call this on the thread itself."""
         self._thread.shutdown(wait=threading.get_ident() != self._own, cancel_futures=True)
 
 
@@ -169,7 +169,7 @@ class DeviceExperts:
         ]  # least recently used first
 
     def close(self) -> None:
-        """Give the host's memory back to its other uses; nothing may be got any more. Twice is fine."""
+        """End all copies and unpin the host's memory; no expert may be requested any more. Twice is fine."""
         self._closed = True
         if self._lane is not None:
             self._end()
@@ -237,7 +237,7 @@ class DeviceExperts:
         return slot
 
     def _settle(self, slot: _Slot) -> None:
-        """Wait until the copy into a buffer is with the device, whose streams know its end by an event."""
+        """Wait until the copy into a buffer is queued on the device, whose streams know its end by an event."""
         if isinstance(slot.copied, Future):
             try:
                 slot.copied = slot.copied.result()

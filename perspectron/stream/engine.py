@@ -80,7 +80,7 @@ class StreamedModel(LanguageModel):
         return self
 
     def _place(self, cache: ShardCache) -> None:
-        """Take experts to the device that the model is on now."""
+        """Have experts delivered on the device that the model is on now."""
         if self._copies is not None and self._copies.device == self.device:
             return
         if self._copies is not None:
@@ -122,7 +122,7 @@ class StreamedModel(LanguageModel):
                 _check(file, layer, self.header)
                 files.append(file)
             disk = Disk(method or "buffered", {})
-            if needed(files) > budget:  # where nothing streams, how fast it would is nothing
+            if needed(files) > budget:  # only experts that stream need a fast disk
                 disk = probe(files[0].path, METHODS if method is None else [method])
             for file in files:
                 file.use(disk.method)
@@ -189,8 +189,8 @@ def load_artifact(
 def load_shared(
     folder: Path, header: Header, manifest: Manifest, *, check: bool
 ) -> tuple[StreamedModel, Tokenizer]:
-    """Model of an artifact but for its experts, and its tokenizer. That all codes and numbers are possible ones is
-    checked once for a manifest by each user, who keeps an empty file of its digest; check: now in any case.
+    """Model of an artifact without its experts, and its tokenizer. That all codes and numbers are valid is checked once
+    for each manifest and user, for whom an empty file with its digest in the name is kept; check: now in any case.
 
     ArtifactError: a file is missing, damaged or not what config.json says."""
     artifact.verify(folder, manifest, (artifact.CONFIG, TOKENIZER))
@@ -201,7 +201,7 @@ def load_shared(
         with torch.device("meta"):
             model = StreamedModel(header)
     except (ConfigError, RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
-        cause = " ".join(str(error).split())[:200] or type(error).__name__  # torch's, of sizes that cannot be
+        cause = " ".join(str(error).split())[:200] or type(error).__name__  # torch's, for impossible sizes
         raise ArtifactError(f"{folder / artifact.CONFIG}: {cause}") from None
     wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
     weights, digest = tensors.read(folder / SHARED, wanted)
@@ -229,7 +229,7 @@ def _known(digest: str) -> Path | None:
 
 def _legal(model: StreamedModel, path: Path) -> None:
     """Check the codes and scales of all packed matrices in memory, and that all other numbers are finite.
-    ArtifactError: one is not possible."""
+    ArtifactError: one is not valid."""
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear | QuantEmbedding):
             try:

@@ -54,7 +54,7 @@ class ExpertLayout:
 
     @classmethod
     def of(cls, d_model: int, config: ExpertsConfig, codes: str = CODES) -> Self:
-        """That of a layer's experts. ConfigError: a format that they cannot have."""
+        """The layout of a layer's experts. ConfigError: a format that they cannot have."""
         routed = isinstance(config, RoutedConfig)
         one_of(codes, (CODES,) if routed else tuple(LAYOUTS), "experts.format")
         return cls(d_model, config.hidden, codes, config.gated)
@@ -192,7 +192,7 @@ def dump(header: Header) -> bytes:
 def parse(read: Callable[[int, int], bytes], size: int, name: object) -> Header:
     """Header of a file of `size` bytes. read(offset, count) gives its bytes, fewer only past its end.
 
-    Nothing is allocated by what the file claims but its header, of 2 MiB at most. ArtifactError, one line that begins
+    Whatever the file claims, no more than its header is allocated, 2 MiB at most. ArtifactError, one line that begins
     with `name`, for anything that is not as `write_layer` writes it.
     """
     try:

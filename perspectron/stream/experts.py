@@ -35,7 +35,7 @@ class PackedExperts(Routed, Fetching):
         return self._fixed
 
     def guess(self, x_ND: Tensor) -> Tensor:
-        """[N]."""
+        """The experts [N] that tokens may choose here, by what an earlier layer reads."""
         return self.router.nearest(x_ND)
 
     def forward(
@@ -73,7 +73,7 @@ class PackedExperts(Routed, Fetching):
         return y_ND.view_as(x_BTD), {}
 
     def _seen(self, read_ND: Tensor, views: Views | None) -> tuple[Tensor, Tensor | None]:
-        """The experts of tokens by their views, and of a soft router the gates, each token for itself."""
+        """(each token's expert by its view, the gates of a soft router or None); tokens are routed one by one."""
         distances = self.router.distances(read_ND)
         expert_N = base_N = self.router.select(distances)
         if views is not None:

@@ -21,7 +21,7 @@ from perspectron.stream.expert_file import CODES, ExpertLayout
 from perspectron.stream.trace import missed, stack_distances
 from perspectron.util.config import one_of
 
-USES = 1 << 17  # of random experts
+USES = 1 << 17  # simulated uses of random experts
 
 
 # ---------------------------------------------------------------- what a model needs
@@ -29,8 +29,8 @@ USES = 1 << 17  # of random experts
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """distinct: experts with weights of their own; the others are the same under another name. parameters, codes,
-    scales: of each expert, the latter in bytes. shard: bytes of it in a file, and of the slot that holds it. chosen:
+    """distinct: experts with weights of their own; the others are aliases of these. parameters, codes, scales: those of
+    each expert, the last two in bytes. shard: bytes of an expert in a file, and of the slot that holds it. chosen:
     experts of a token."""
 
     layer: int
@@ -50,7 +50,7 @@ class ExpertLayer:
 
 @dataclass(frozen=True)
 class Needs:
-    """parts: by group, as in a census, of what every token uses. state: of one conversation, by kind of mixer.
+    """parts: what every token uses, by group as in a census. state: that of one conversation, by kind of mixer.
     experts: the routed layers in order."""
 
     model: str
@@ -102,7 +102,7 @@ def needs(
 
     formats: of the packed modules by name, as in an artifact's config.json; a single one is that of every dense layer,
     routers excepted, with the embedding in int8. distinct: experts of a layer with weights of their own; 0: all.
-    experts: format of a mixture's; "": that of dense layers.
+    experts: format of a mixture's experts; "": that of dense layers.
     ConfigError for a format that a dense layer cannot have.
     """
     with torch.device("meta"):
@@ -139,8 +139,8 @@ def everywhere(model: LanguageModel, format: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Placement:
-    """ram, vram: bytes given (vram None: no GPU). least_ram, least_vram: what it takes to run at all; ample_ram: with
-    which nothing streams. slots: experts that stay in RAM beside the rest."""
+    """ram, vram: bytes given (vram None: no GPU). least_ram, least_vram: what it takes to run at all; ample_ram: RAM
+    from which on nothing streams. slots: how many experts stay in RAM beside the rest."""
 
     ram: int
     vram: int | None
@@ -193,7 +193,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Case:
-    """miss_rate: experts read from disk for each that a token uses. memory, disk, pcie: bytes for a token."""
+    """miss_rate: share of used experts that is read from disk. memory, disk, pcie: bytes for a token."""
 
     name: str
     miss_rate: float
@@ -236,7 +236,7 @@ def bounds(needs: Needs, placement: Placement) -> list[Case]:
 
 def uniform_hit_rate(experts: Sequence[int], slots: int, chosen: Sequence[int] = ()) -> float:
     """The hit rate of a full, least recently used cache of `slots` experts, when layers in turn ask for one of theirs,
-    or so many chosen ones, each as likely as the others: counted in as many random uses as give it to within 0.005."""
+    or for `chosen` of them, all equally likely: simulated with as many random uses as give it to within 0.005."""
     if slots >= sum(experts):
         return 1.0
     counts = chosen or (1,) * len(experts)

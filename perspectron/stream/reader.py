@@ -24,10 +24,10 @@ from perspectron.stream.tensors import PAGE, Bytes, aligned
 from perspectron.util.errors import ArtifactError, ConfigError, DataError, ShardError
 
 PIECE = 4 << 20  # bytes read at a time: between pieces a read can be given up
-FIRST = 64 << 10  # of the first piece of a file, before it is known how fast its disk is
+FIRST = 64 << 10  # bytes of the first piece of a file, before it is known how fast its disk is
 SHARE = (
     1 / 8
-)  # of the deadline that a piece may take at the speed of the one before: on a slow disk it is smaller
+)  # of the deadline, which a piece may take at the speed of the one before: on a slow disk pieces are smaller
 RETRIES = 3
 BACKOFF = 0.01  # seconds before the first retry; four times as long before each further one
 DEADLINE = 30.0  # seconds of reading for one expert
@@ -115,13 +115,13 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         self.close()
 
     def close(self) -> None:
-        """Twice is fine."""
+        """Close the file. Twice is fine."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def use(self, method: Method) -> None:
-        """Read so from now on. ConfigError: a method that the disk does not have."""
+        """Read by this method from now on. ConfigError: the disk does not have it."""
         if method == "direct":
             try:
                 flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
@@ -135,9 +135,9 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         return self.header.layer
 
     def read_into(self, expert: int, buffer: Bytes, cancelled: Callable[[], bool] = lambda: False) -> int:
-        """Fill `buffer` [layout.bytes], which begins on a page, with an expert; bytes read from the disk.
+        """Fill `buffer` [layout.bytes], which begins on a page, with an expert; return the bytes read from the disk.
 
-        cancelled: asked before each piece of 4 MiB; Cancelled follows. ShardError: not readable, whatever was tried.
+        cancelled: asked before each piece of at most 4 MiB; Cancelled if true. ShardError: retries failed, too.
         """
         layout, offset = self.header.layout, self.header.offset(expert)
         assert len(buffer) == layout.bytes

@@ -10,11 +10,11 @@ from perspectron.experts.fetched import Shard
 from perspectron.stream.reader import Cancelled, ShardFile
 from perspectron.stream.tensors import Bytes
 
-HINTS = 256  # that wait at most; older ones are forgotten
+HINTS = 256  # hints that wait at most; older ones are forgotten
 TRUST = {False: 0.6, True: 0.75}
-"""Of hints of late that came true, below which none is read: wrong ones displace what is used; and where a token asks
-for several experts in a layer, the disk has little time to spare for guesses."""
-MEMORY = 1 / 64  # weight of the latest in it
+"""Share of recent hints that came true, below which none is read, by whether a token asks for several experts in a
+layer: wrong hints displace what is used, and with several experts the disk has little time for guesses."""
+MEMORY = 1 / 64  # weight of the latest hint in this share
 
 Key = tuple[int, int]
 """(layer, expert), the expert one with weights of its own."""
@@ -54,7 +54,7 @@ class State(Enum):
 class Entry:
     """An expert in memory or on its way there. slot: None while it waits, or until the reader allocates one. pins:
     contexts that hold it. wanted: someone waits for it, did, or will. hinted: the turn it was hinted in, until it is
-    asked for. moved: when the read of it last got on. done: told when it is READY or FAILED."""
+    asked for. moved: when its read last made progress. done: notified when it is READY or FAILED."""
 
     def __init__(self, key: Key, file: ShardFile, done: Condition) -> None:
         self.key, self.file, self.done = key, file, done
@@ -68,12 +68,12 @@ class Entry:
 
 
 class Schedule:
-    """entries: all experts in memory or on their way, the least recently used first. asked: those someone waits for
-    whom no reader serves yet. Only then do hinted reads stop.
+    """entries: all experts in memory or on their way, the least recently used first. asked: those that are awaited and
+    that no reader serves yet; only while there are any do hinted reads pause.
 
-    A turn is as long as requests are for one layer. A hint is for the two turns after it: until the second begins it
-    keeps its slot from other hints, then it is stale. trust: share of the hints of late for what was not in memory that
-    came true, read or not. several: a token asks for several experts in a layer.
+    A turn lasts as long as requests are for one layer. A hint is for the two turns after it: until the second begins it
+    keeps its slot from other hints, then it is stale. trust: share of recent hints for what was not in memory that came
+    true, whether they were read or not. several: a token asks for several experts in a layer.
     """
 
     def __init__(self, slots: int, *, several: bool = False) -> None:
@@ -109,7 +109,7 @@ class Schedule:
         self.asked.append(entry)
 
     def trusts(self, key: Key) -> bool:
-        """Take note of a hint; whether to act on it."""
+        """Record a hint; True if it is to be acted on."""
         if key not in self.entries:
             self._guessed.setdefault(key, self._turn)
         return self.trust >= self._enough
@@ -146,7 +146,7 @@ class Schedule:
         return chosen
 
     def finish(self, entry: Entry, count: int, error: Exception | None) -> None:
-        """Take note that a read of `count` bytes ended."""
+        """Record the end of a read of `count` bytes."""
         self.reading.remove(entry)
         self.counters.bytes_read += count
         self.counters.bytes_wasted += count if error is not None else 0
@@ -200,7 +200,7 @@ class Schedule:
         return entry.hinted is not None and self._turn > entry.hinted + 1
 
     def _judge(self, asked: Key) -> None:
-        """Count hints that came true, or can no more."""
+        """Update `trust` by the hints that have come true, and by those that no longer can."""
         if self._guessed.pop(asked, None) is not None:
             self.trust += (1 - self.trust) * MEMORY
         while self._guessed and self._turn > (first := next(iter(self._guessed.items())))[1] + 2:

@@ -23,25 +23,25 @@ SPAN = 64 << 20  # bytes of a file to read
 TURNS = 3
 METHODS: tuple[Method, ...] = ("direct", "buffered")
 PAYS = 1.2
-"""Least speed of two readers, one reader's as 1: the second reads for the layer after next, where guesses are wrong
-more often."""
+"""Least speed-up for which a second reader is used: it reads for the layer after next, where guesses are wrong more
+often."""
 
 
 def reading(bytes_N: Tensor) -> float:
-    """Reading memory, on whatever device it is, on all threads."""
+    """Bandwidth of reading a tensor's memory, on its device, by all threads."""
     words = bytes_N[: len(bytes_N) // 8 * 8].view(torch.int64)
     ours = bytes_N.is_cpu and native.available()
     return _rate(lambda: native.read(bytes_N, native.threads()) if ours else words.sum(), bytes_N)
 
 
 def memory(device: torch.device | str = "cpu") -> float:
-    """Reading a buffer that no cache holds."""
+    """Bandwidth of reading a buffer that no cache can hold."""
     bytes_N = torch.ones(BUFFER, dtype=torch.uint8, device=device)
     return max(reading(bytes_N) for _ in range(TRIES))
 
 
 def pcie() -> float:
-    """Copying from pinned memory to a GPU; there must be one."""
+    """Bandwidth of copies from pinned memory to a GPU; there must be one."""
     there = torch.empty(BUFFER, dtype=torch.uint8, device="cuda")
     here = torch.empty(BUFFER, dtype=torch.uint8, pin_memory=True)
     return max(_rate(lambda: there.copy_(here, non_blocking=True), there) for _ in range(TRIES))
@@ -78,8 +78,8 @@ def _together(file: ShardFile, pool: ThreadPoolExecutor, buffers: Sequence[Bytes
 
 
 def disk(path: Path) -> float | None:
-    """Reading an expert file in the way that is faster on its disk; None if it is too small to tell. ArtifactError:
-    it cannot be read."""
+    """Bandwidth of reading an expert file by the faster method; None if it is too small to tell. ArtifactError: it
+    cannot be read."""
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file")
     return None if path.stat().st_size < LEAST else max(probe(path).bytes_per_second.values())

@@ -35,14 +35,14 @@ from perspectron.util.config import require
 from perspectron.util.errors import StorageError
 
 PIECE = 1 << 24  # bytes drawn at once
-MARGIN = 1 << 20  # of an expert file: its header
+MARGIN = 1 << 20  # bytes of an expert file's header
 TERNARY = np.array([84 * t4 + low for t4 in range(3) for low in range(81)], np.uint8)
 SPREAD = {
     "ternary": (2 / 3) ** 0.5, "2bit": 1.25**0.5, "4bit": 21.25**0.5, "int8": 73.6,
     "4bit32": 128 * 21.25**0.5, "8bit32": 128 * 73.6,
 }  # fmt: skip
-"""Standard deviation of a weight of scale 1; of a tile's, whose groups have one of 128 units, and at 4 bits half as
-much for an offset, of unit 1."""
+"""Standard deviation of a weight of scale 1; of a weight in a tile, if its row's unit is 1, its group's scale 128 and,
+at 4 bits, its group's offset 64."""
 
 
 class Draw(NamedTuple):
@@ -54,7 +54,7 @@ class Draw(NamedTuple):
     """Standard deviation of the product over that of what it reads."""
 
     def codes(self, seed: int | tuple[int, ...]) -> Iterator[NDArray[np.uint8]]:
-        """Rows of bytes [·, S], all of them legal, some at a time."""
+        """Rows of random bytes [·, S] that are legal in the format, some rows at a time."""
         (N, K), layout = self.shape, LAYOUTS[self.format]
         (blocks, S), _, _ = packing.sizes(self.format, self.shape)
         random = np.random.Generator(np.random.SFC64(seed))
@@ -162,8 +162,8 @@ def _shared(header: Header, seed: int) -> dict[str, Spec]:
 
 @torch.no_grad()
 def _begin(model: LanguageModel, random: torch.Generator) -> None:
-    """Make the tensors that are not packed, as their modules begin: norms 1, a router's matrix normal, the rest 0 or as
-    a module says itself."""
+    """Initialise the tensors that are not packed: norms to 1, a router's matrix to normal numbers, the rest to 0 or by
+    its module's `init_weights`."""
     for module in model.modules():
         packed = ("codes", "scales") if isinstance(module, QuantLinear | QuantEmbedding) else ()
         tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
@@ -179,7 +179,7 @@ def _begin(model: LanguageModel, random: torch.Generator) -> None:
     for module in model.modules():
         if isinstance(module, Mixed):
             for router in (module.route_proj, getattr(module, "share_proj", None)):
-                if isinstance(router, nn.Linear):  # logits of order one, so that no expert is all there is
+                if isinstance(router, nn.Linear):  # logits of order one, so that no expert gets everything
                     router.weight.div_(router.in_features**0.5)
         if callable(own := getattr(module, "init_weights", None)):
             own(random)

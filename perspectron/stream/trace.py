@@ -25,7 +25,7 @@ COLD = -1  # distance of a first use
 @dataclass(frozen=True)
 class Trace:
     """layers: indices of the routed ones. experts: how many each has. chosen_TL: the expert of each token.
-    guessed_TL: what each layer's router said of the token one routed layer earlier; the first column means nothing."""
+    guessed_TL: the guess of each layer's router one routed layer earlier; the first column means nothing."""
 
     model: str
     layers: tuple[int, ...]
@@ -125,5 +125,5 @@ def stack_distances(keys_N: np.ndarray) -> np.ndarray:
 
 
 def missed(distance_N: np.ndarray, slots: int) -> int:
-    """Uses whose key was not in a cache of so many."""
+    """Number of uses whose key was not in a cache of `slots` entries."""
     return int(((distance_N == COLD) | (distance_N >= slots)).sum())

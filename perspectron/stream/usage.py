@@ -14,15 +14,15 @@ from perspectron.util.files import read_json, write_json
 FILE = "usage.json"
 FORMAT = "perspectron-usage-1"
 MEMORY = 0.001
-FIRST = 100  # tokens whose requests are counted
+FIRST = 100  # requests for each layer that are counted
 
 
 class Usage:
-    """A moving average for each layer's experts of whether a token asks for it, f ← 0.999 f + 0.001 · [asked].
+    """A moving average, for each layer's experts, of whether a request is for it, f ← 0.999 f + 0.001 · [asked].
 
-    experts: how many each layer has. A file that is missing, damaged or of other layers begins anew; a
-    machine that is not in it begins with the mean of those that are. asked, served: of the first hundred tokens, how
-    many experts were asked for and how many of them were at hand.
+    experts: how many each layer has. Averages begin at 0 if the file is missing, damaged or of other layers, and for a
+    machine that is not in it with the mean of those that are. asked, served: of the first hundred requests for each
+    layer, how many there were and how many found their expert at hand.
     """
 
     def __init__(self, path: Path, experts: Mapping[int, int]) -> None:
@@ -38,7 +38,7 @@ class Usage:
                 self._share[layer] = np.mean(shares, 0)
 
     def count(self, layer: int, expert: int, *, ready: bool) -> None:
-        """A token asked for an expert, which was at hand or was not."""
+        """Count a request for an expert. ready: it was at hand."""
         share_E = self._share[layer]
         share_E *= 1 - MEMORY
         share_E[expert] += MEMORY
@@ -57,7 +57,7 @@ class Usage:
         return [(layer, expert) for _, layer, expert in sorted(pairs)]
 
     def save(self) -> None:
-        """Write it, beside what other machines wrote; a folder that cannot be written keeps none."""
+        """Write the averages to the file, beside those of other machines; if it cannot be written, do nothing."""
         if any(self._turns.values()):
             mine = {str(layer): share_E.tolist() for layer, share_E in self._share.items()}
             with contextlib.suppress(PerspectronError):

@@ -18,7 +18,7 @@ from perspectron.util.errors import ConfigError
 
 T = TypeVar("T")
 MANY = 12
-"""Names up to which an error lists them all, although one of them was probably meant."""
+"""Number of names up to which an error lists them all, even if it names the one that was probably meant."""
 
 
 def require(condition: bool, field: str, value: object, bound: str) -> None:
@@ -70,11 +70,11 @@ def between_commas(text: str) -> list[str]:
 
 
 class Kind:
-    """Base of configs that a field may hold one of several kinds of."""
+    """Base of configs for fields that hold one of several kinds."""
 
     kind: ClassVar[str]
     table: ClassVar[str] = ""
-    """Where designs register more kinds (`perspectron.util.registry`); "" where all are defined in the core."""
+    """Table of `perspectron.util.registry` in which designs register more kinds; "" if all are defined in the core."""
 
     @classmethod
     def kinds(cls) -> list[str]:
@@ -106,12 +106,12 @@ class FFNConfig(Kind):
 
 
 class ResidualConfig(Kind):
-    """How a block adds its parts (`perspectron.model.block`). x is the block's input, h the input of the ffn's
-    norm."""
+    """Config of how a block adds its mixer and ffn to the residual stream (`perspectron.model.block`). x is the block's
+    input, h the input of the ffn's norm."""
 
 
 class HeadConfig(Kind):
-    """Config of the part that gives the logits."""
+    """Config of a model's head, which gives the logits."""
 
     table = "heads"
 
@@ -131,7 +131,7 @@ def dump(value: Any, *, defaults: bool = True) -> Any:
 
 
 def unlike(before: Any, now: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(name, value, value) for every field in which two dumped configs differ, such as blocks[3].mixer.rank."""
+    """(name, before, now) of every field in which two dumped configs differ, such as blocks[3].mixer.rank."""
     if isinstance(before, dict) and isinstance(now, dict) and before.keys() == now.keys():
         for name in before:
             yield from unlike(before[name], now[name], f"{where}.{name}" if where else name)
@@ -216,20 +216,20 @@ def one_of(value: Any, allowed: Iterable[Any], where: str) -> Any:
 
 
 def listed(value: Any, allowed: Sequence[Any]) -> str:
-    """What a value must be, of these; the nearest is named, and there is no list of many beside it."""
+    """Words for the allowed values, and for the nearest one; more than MANY are only counted if one is near."""
     near = meant(value, allowed)
     names = f"{len(allowed)} names" if near and len(allowed) > MANY else ", ".join(map(str, allowed))
     return f"one of {names}{near}"
 
 
 def meant(value: Any, allowed: Iterable[Any]) -> str:
-    """ "; did you mean …?" of the name that is nearest to what was typed; empty where none is near."""
+    """ "; did you mean …?" with the name that is nearest to what was typed; empty if none is near."""
     near = difflib.get_close_matches(str(value), list(map(str, allowed)), 1, 0.7)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def meant_beside(path: Path) -> str:
-    """The same of what lies in the folder where a path would be; extensions do not count."""
+    """As `meant`, with the nearest name in the folder where a path would be; extensions do not count."""
     try:
         there = {one.stem: one for one in path.parent.iterdir() if one.name != path.name} if path.name else {}
     except (OSError, ValueError):

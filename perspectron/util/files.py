@@ -25,7 +25,7 @@ MAX_JSON = 16 << 20  # bytes of a file that is read as JSON
 MAX_DIGITS = 19  # of a number without fraction: what 64 bits hold
 LOCK = ".lock"
 PAUSE = 0.5  # seconds between tries to lock a folder
-TRIES = 20  # to put a folder in the place of another
+TRIES = 20  # attempts to put a folder in the place of another
 
 
 def open_file(path: Path) -> BufferedReader:
@@ -53,14 +53,14 @@ def opened(path: Path, error: type[PerspectronError]) -> Iterator[BufferedReader
 
 
 def cache_folder() -> Path | None:
-    """The folder for what can be found out again; it need not be there yet. None: there is no place for one."""
+    """The user's cache folder, for what can be computed again; it may not exist yet. None: no place for one."""
     folder = user_cache_path("perspectron")
     return folder if folder.is_absolute() else None
 
 
 def append_to(path: Path) -> FileIO:
-    """Open a regular file to write at its end, which is made where there is none. StorageError for anything else, and
-    where it cannot be written: a link is not followed."""
+    """Open a regular file to append to it, or make it if there is none. StorageError for anything else, and where it
+    cannot be written: a link is not followed."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         _refuse_special(path)
@@ -83,12 +83,12 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """OSError: not a regular file, or not readable."""
+        """The record of a file as it is. OSError: not a regular file, or not readable."""
         return cls(path.stat().st_size, sha256(path))
 
     def check(self, folder: Path, name: str, error: type[PerspectronError], *, contents: bool = True) -> None:
-        """`error`, naming the file: outside the folder, missing, of another size or, if its contents are read, not as
-        it was written."""
+        """Check that a file is as recorded. `error`, naming it: outside the folder, missing, of another size or, if its
+        contents are read, not as it was written."""
         path = safe_join(folder, name, error)
         with opened(path, error) as file:
             size = os.fstat(file.fileno()).st_size
@@ -98,7 +98,7 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
                 self.check_digest(path, hashlib.file_digest(file, "sha256").hexdigest(), error)
 
     def check_digest(self, path: Path, digest: str, error: type[PerspectronError]) -> None:
-        """`error`, naming the file, unless this is the digest of its bytes."""
+        """Check a digest of a file's bytes. `error`, naming the file: it is not the one recorded."""
         if digest != self.sha256:
             raise error(f"{path}: damaged, its SHA-256 is not {self.sha256[:12]}…")
 
@@ -172,7 +172,7 @@ def _refuse_special(path: Path) -> None:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name for what is written or put away on the way to `path`, which tells whose it is."""
+    """A temporary path beside `path`, whose name tells by which process it is used."""
     return path.with_name(f".{os.getpid()}-{secrets.token_hex(8)}.tmp")
 
 
@@ -290,8 +290,8 @@ def read_json(
 
 
 def read_text(path: Path, limit: int = MAX_JSON, errors: str = "strict") -> str:
-    """The text of a regular file. OSError: it is none. ValueError: more than `limit` bytes, or not UTF-8 (`errors` as
-    `bytes.decode` has them)."""
+    """The text of a regular file. OSError: it is not one. ValueError: more than `limit` bytes, or not UTF-8 (`errors`
+    as in `bytes.decode`)."""
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > limit:
             raise ValueError(f"more than {limit} bytes")
@@ -324,7 +324,7 @@ _BYTES = {"[": 104, "{": 250, ":": 350, ",": 9, '"': 32}
 
 
 class _Numbers:
-    """Reads the numbers of a text, equal ones into one, while its value has room. ValueError: it has none."""
+    """Reads the numbers of JSON, equal integers as one object. ValueError: its value takes more than `room` bytes."""
 
     def __init__(self, text: str | bytes, room: int) -> None:
         text = text if isinstance(text, str) else text.decode()

@@ -1,9 +1,9 @@
-"""Leases: who writes to a name of a store, for a while.
+"""Leases: the right to write to a name of a store, for a while.
 
-Whoever wants one puts an object with the name of the owner and the time at which it ends, and lists those of the name:
-if there is another that has not ended, it takes its own back. So there are never two, whether the store has locks or
-not, where lists show what was put and clocks differ by less than SKEW. Two who come at once may both step back; each
-tries again after a while of its own. A lease is renewed until it is let go; that of a server that was killed ends.
+Whoever wants one puts an object that names its owner and the time at which it ends, and lists those of the name: if
+there is another that has not ended, it deletes its own. So there are never two, whether the store has locks or not, as
+long as lists show what was put and clocks differ by less than SKEW. Two who come at once may both step back; each tries
+again after a random pause. A lease is renewed until it is let go; that of a server that was killed ends by itself.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from perspectron.util.errors import PerspectronError, StorageError
 from perspectron.util.objects import Objects
 
 SECONDS = 10.0
-AT_ONCE = 16  # renewals
+AT_ONCE = 16  # renewals at the same time
 SKEW = 2.0  # seconds by which the clocks of machines may differ
 
 
@@ -27,7 +27,7 @@ class Busy(PerspectronError):
 
 
 class Lease:
-    """A lease of a name, which is that of its objects in the store, too."""
+    """A lease of a name, with which the names of its objects in the store begin."""
 
     def __init__(self, objects: Objects, name: str, seconds: float) -> None:
         self._objects, self.name, self._seconds = objects, name, seconds
@@ -37,7 +37,7 @@ class Lease:
 
     @property
     def ends(self) -> float:
-        """When it does, in seconds since 1970."""
+        """The time at which it ends, in seconds since 1970; 0 before it is first taken."""
         return self._ends
 
     @property
@@ -46,7 +46,7 @@ class Lease:
         return self._gone or 0 < self._ends < time.time()
 
     def taken(self) -> bool:
-        """Try to get it: True if it is ours now."""
+        """Try to take it: True if it is ours now."""
         if self._others():  # who only waits disturbs nobody
             return False
         try:
@@ -61,7 +61,7 @@ class Lease:
         return True
 
     def renew(self) -> None:
-        """Move its end on, by an object that is put before the one before is deleted."""
+        """Extend it: put an object with a later end, then delete the one before."""
         with self._lock:
             if self.over:  # it may be somebody else's by now
                 return
@@ -76,20 +76,20 @@ class Lease:
                 self._objects.delete(self._at(before))
 
     def check(self) -> None:
-        """Busy: it ended, as of a server that was stopped for a while, and may be somebody else's now. Until it ends
-        nobody else has one."""
+        """Make sure that it has not ended: until then nobody else has one. Busy: it has, as when the server was stopped
+        for a while, and may be somebody else's now."""
         if self.over:
             raise Busy(f"{self.name.rpartition('/')[2]}: another server may have written to it meanwhile")
 
     def let_go(self) -> None:
-        """Delete it; a second time nothing happens."""
+        """Give it up, by deleting its object; twice is fine."""
         with self._lock:
             self._gone = True
             if self._ends:
                 self._objects.delete(self._at(self._ends))
 
     def _others(self) -> bool:
-        """True if somebody else's has not ended; those that have are deleted."""
+        """True if somebody else has one that has not ended; those that have ended are deleted."""
         now, found = time.time(), False
         folder, _, name = self.name.rpartition("/")
         for other in self._objects.listed(folder):
@@ -108,7 +108,7 @@ class Lease:
 
 
 class Leases:
-    """Leases of a process, which it renews. seconds: how long one lasts."""
+    """The leases of a process, which are renewed until they are let go. seconds: how long one lasts."""
 
     def __init__(self, objects: Objects, seconds: float = SECONDS) -> None:
         self._objects, self.seconds = objects, seconds
@@ -116,7 +116,7 @@ class Leases:
         self._thread: threading.Thread | None = None
 
     def tried(self, name: str) -> Lease | None:
-        """A lease of a name; None while somebody else has one. StorageError as `Objects`."""
+        """Try to take a lease of a name; None while somebody else has one. StorageError as `Objects`."""
         lease = Lease(self._objects, f"leases/{name}", self.seconds)
         if not lease.taken():
             return None
@@ -143,7 +143,7 @@ class Leases:
             lease.let_go()
 
     def _renewed(self, lease: Lease) -> None:
-        if time.time() < lease.ends - self.seconds / 2:  # an earlier request took long
+        if time.time() < lease.ends - self.seconds / 2:  # over half of it is left
             return
         with contextlib.suppress(StorageError):
             lease.renew()

@@ -91,10 +91,10 @@ def return_memory() -> None:
 
 @contextmanager
 def memory_kept() -> Iterator[None]:
-    """Blocks that are freed stay with the process, until the end of the block, or of the one that this is in. An update
-    of a training and a chunk of a prompt free what the next one takes; to give it back to the system and get it again,
-    page by page, is some 7% of an update at 2 M parameters and 20% of a prompt at 135 M (docs/lab-notes.md). What is
-    free at the end goes back."""
+    """A context in which freed memory stays with the process, until the outermost such context ends. An update of a
+    training and a chunk of a prompt free what the next one takes; to give it back to the system and get it again, page
+    by page, is some 7% of an update at 2 M parameters and 20% of a prompt at 135 M (docs/lab-notes.md). What is free at
+    the end goes back."""
     with _HEAP.lock:
         _HEAP.keeping += 1
         if _HEAP.keeping == 1:
@@ -110,7 +110,7 @@ def memory_kept() -> Iterator[None]:
 
 
 class _Heap:
-    """keeping: the blocks of `memory_kept` that are open."""
+    """keeping: how many contexts of `memory_kept` are open."""
 
     def __init__(self) -> None:
         self.lock, self.keeping = threading.Lock(), 0
@@ -135,7 +135,7 @@ def in_large_pages() -> None:
 
 
 def trim() -> None:
-    """Give the system back what is free."""
+    """Give free memory of the C library back to the system."""
     function = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if function is not None:
         function(0)
@@ -194,7 +194,7 @@ def _status(field: str) -> int:
 @contextmanager
 def signals() -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP, which a closing terminal sends; a second one acts at once. One that is
-    ignored, as SIGHUP under nohup, stays so. A thread beside the main one gets none."""
+    ignored, as SIGHUP under nohup, stays so. Outside the main thread none are collected."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught

@@ -9,7 +9,7 @@ _POWERS = ("", "k", "M", "G", "T", "P", "E")
 
 
 def _of_known(text: Callable[..., str]) -> Callable[..., str]:
-    """The text of a value that is a number, with a true minus; a dash for one that is none."""
+    """Wrap a function that writes a number: with a true minus sign, and a dash for None."""
 
     @functools.wraps(text)
     def shown(value: float | None, *digits: int) -> str:

@@ -19,9 +19,9 @@ from perspectron.util.files import atomic, open_file, remove, safe_join, tempora
 
 T = TypeVar("T")
 PATIENCE = 10.0  # seconds for an answer of a store
-RATE = 4 << 20  # bytes for which it gets a second more
-AT_ONCE = 16  # requests to a store
-ABANDONED = 3600.0  # seconds after which a file half written, by whichever machine, is nobody's
+RATE = 4 << 20  # bytes for which a store is given a second more
+AT_ONCE = 16  # requests to a store at the same time
+ABANDONED = 3600.0  # seconds after which a half-written file, of whatever machine, is deleted
 
 
 class Objects(ABC):
@@ -31,7 +31,7 @@ class Objects(ABC):
 
     @abstractmethod
     def put(self, name: str, data: bytes, *, durable: bool = True) -> None:
-        """Write an object, whole or not at all, in the place of one of this name. durable: wait for the disk."""
+        """Write an object, whole or not at all, replacing one of this name. durable: wait for the disk."""
 
     @abstractmethod
     def get(self, name: str) -> bytes | None:
@@ -39,7 +39,7 @@ class Objects(ABC):
 
     @abstractmethod
     def listed(self, folder: str, *, deep: bool = False) -> dict[str, int]:
-        """The objects in a folder, and with `deep` those below, by their names from there: their bytes."""
+        """The bytes of each object in a folder, with `deep` also in those below it, by name relative to the folder."""
 
     def all_listed(self, folders: Sequence[str]) -> list[dict[str, int]]:
         """`listed` of several folders."""
@@ -145,7 +145,7 @@ class Folder(Objects):
 
 
 def _place(folder: Path) -> tuple[int, int] | None:
-    """By which a folder is known to be the same; None where there is none."""
+    """Identity of a folder: its device and inode; None if there is none."""
     try:
         found = folder.stat()
     except OSError:
@@ -154,7 +154,7 @@ def _place(folder: Path) -> tuple[int, int] | None:
 
 
 class Remote(Objects):
-    """What stands behind a URL of fsspec. A request that takes too long is given up."""
+    """The store behind a URL of fsspec. A request that takes too long is given up."""
 
     def __init__(self, url: str, patience: float = PATIENCE) -> None:
         try:
@@ -185,7 +185,7 @@ class Remote(Objects):
         return self._asked(name, partial(self._get, name), 3 * self._patience)
 
     def gets(self, names: Sequence[str]) -> list[bytes | None]:
-        """As `Objects.gets`, at once."""
+        """As `Objects.gets`, all at the same time."""
         return self._all(self._get, names)
 
     def _get(self, name: str) -> bytes | None:
@@ -199,7 +199,7 @@ class Remote(Objects):
         return self._asked(folder, partial(self._list, folder, deep), 3 * self._patience if deep else 0.0)
 
     def all_listed(self, folders: Sequence[str]) -> list[dict[str, int]]:
-        """As `Objects.all_listed`, at once."""
+        """As `Objects.all_listed`, all at the same time."""
         return self._all(self._list, folders)
 
     def _list(self, folder: str, deep: bool = False) -> dict[str, int]:
@@ -237,7 +237,7 @@ class Remote(Objects):
         return self._result(name, self._pool.submit(work), more)
 
     def _result(self, name: str, asked: "concurrent.futures.Future[T]", more: float) -> T:
-        """The result of work beside this thread. StorageError, of whatever kind a file system's errors are."""
+        """The result of work on another thread. StorageError, of whatever kind a file system's errors are."""
         try:
             return asked.result(self._patience + more)
         except TimeoutError:

@@ -120,8 +120,8 @@ def variables(scheme: int) -> str:
 
 
 def draw(charts: Sequence[Chart], *, slug: str = "") -> str:
-    """Charts as one <svg>. slug: unique in the page that it becomes part of, where it is as narrow as a phone, with the
-    names below; without one the picture is a file of its own, with two in a row."""
+    """Charts as one <svg>. slug: a name, unique in the page that the picture becomes part of, where it is as narrow as
+    a phone and has its legend below; without one it is a file of its own, with two charts in a row."""
     columns = 1 if slug else min(2, len(charts))
     rows, names = -(-len(charts) // columns), max(len(chart.lines) for chart in charts)
     tall = max(_in_lines(line.name).count("\n") + 1 for chart in charts for line in chart.lines)

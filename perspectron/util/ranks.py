@@ -39,7 +39,7 @@ _here: list[Ranks] = []  # the innermost last. No context variable: autograd's o
 
 @contextlib.contextmanager
 def together(ranks: Ranks) -> Iterator[None]:
-    """Within it, these ranks compute one batch, and all of them do the same in the same order."""
+    """A context in which these ranks compute one batch together: all of them do the same in the same order."""
     _here.append(ranks)
     try:
         yield
@@ -70,8 +70,8 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 def shared(items: Iterable[A]) -> Iterator[tuple[A, bool]]:
-    """This rank's part of `items`, and whether each counts: every rank gets as many, the last of them perhaps only to
-    keep the others company."""
+    """This rank's part of `items`, and whether each counts: every rank gets equally many, so that they stay in step,
+    but the last one may be a repeated item that does not count."""
     if not _here:
         yield from ((item, True) for item in items)
         return
@@ -87,7 +87,7 @@ def shared(items: Iterable[A]) -> Iterator[tuple[A, bool]]:
 
 
 def columns(x_BT: Tensor) -> Tensor:
-    """This rank's columns of all."""
+    """This rank's share of the columns of x."""
     if not split():
         return x_BT
     return x_BT.chunk(_here[-1].columns, 1)[_here[-1].column]
@@ -109,7 +109,7 @@ def bordered(x_BT: Tensor, *masks_BT: Tensor | None) -> tuple[Tensor, list[Tenso
 
 
 def receive(like: Tensor, ranks: Ranks, origin: int) -> Tensor:
-    """A tensor of this shape and type that a rank sends."""
+    """Receive a tensor of the shape and type of `like` from the rank `origin`."""
     made = torch.empty_like(like, memory_format=torch.contiguous_format)
     torch.distributed.recv(made, origin, group=ranks.group)
     return made

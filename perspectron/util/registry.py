@@ -14,15 +14,15 @@ from typing import Any
 from perspectron.util.errors import ConfigError
 
 Table = Mapping[str, Any]
-"""Names of what there is, each with its place "module:attribute" in the design's package, or the thing itself, as in a
-notebook."""
+"""Objects that a design registers, by name: each the place "module:attribute" in the design's package, or the object
+itself, as in a notebook."""
 
 
 @dataclass(frozen=True)
 class Design:
-    """What a design brings.
+    """A design and what it registers.
 
-    package: the folder's, `__name__` in its `__init__`. about: one line. source: the page or paper that describes it.
+    package: its name, `__name__` in its `__init__`. about: one line. source: the page or paper that describes it.
     mixers, heads: classes by kind. presets: a module that enters designs and presets (`perspectron.presets.table`).
     ablations: a table of `perspectron.compare.ablations.Ablation` by design. suites: modules of `perspectron eval
     --suite NAME`. commands: of `perspectron DESIGN NAME`. hooks: of decoding. recipes: modules
@@ -85,7 +85,7 @@ def designs() -> dict[str, Design]:
 
 
 def places(table: str) -> dict[str, Any]:
-    """Every name in a table of all designs, with its full place "package.module:attribute", or the thing itself."""
+    """Every name in a table of all designs, with its full place "package.module:attribute", or the object itself."""
     return {
         name: f"{design.package}.{place}" if isinstance(place, str) else place
         for design in designs().values()
@@ -94,7 +94,7 @@ def places(table: str) -> dict[str, Any]:
 
 
 def at(place: Any) -> Any:
-    """What stands at "module:attribute", or the module at "module", imported."""
+    """The object at "module:attribute", or the module "module", imported; what is no string is returned as it is."""
     if not isinstance(place, str):
         return place
     module, _, attribute = place.partition(":")
@@ -103,12 +103,12 @@ def at(place: Any) -> Any:
 
 
 def part(table: str, name: str) -> Any:
-    """What a design brings under a name. KeyError for an unknown one."""
+    """The object that a design registers under a name in a table, imported. KeyError for an unknown name."""
     return at(places(table)[name])
 
 
 def parts(table: str) -> Iterator[tuple[str, Any]]:
-    """Every name in a table, and what it stands for, imported."""
+    """Every name in a table, with the object that it stands for, imported."""
     for name, place in places(table).items():
         yield name, at(place)
 

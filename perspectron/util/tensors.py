@@ -25,7 +25,7 @@ from perspectron.util.errors import PerspectronError
 from perspectron.util.files import MAX_JSON, open_file, opened, parse_json
 from perspectron.util.machine import memory
 
-MOST_TENSORS = 1 << 15  # of a file: one takes a kilobyte, also without a number in it
+MOST_TENSORS = 1 << 15  # of a file: each takes a kilobyte of memory, even without a number in it
 JSON_ROOM = 56 << 20  # bytes that JSON in a header may take as a value
 MAX_AXES = 8
 MAX_SIZE = 1 << 48  # of an axis, and of a file
@@ -98,7 +98,7 @@ def parse_header(text: bytes, room: int | None) -> tuple[dict[str, str], dict[st
 
 
 def _place(name: str, text: bytes) -> Place:
-    """The place that an entry of a header tells. ValueError: not a possible one."""
+    """The place of a tensor, by its entry in a header. ValueError: not a possible one."""
     if len(text) > _LONGEST or not name.isprintable():
         raise ValueError(
             f"{name[:80]!r}: {len(text)} bytes about it, must be ≤ {_LONGEST} and its name printable"
@@ -137,8 +137,8 @@ def read_header(file: BufferedReader, most: int = MAX_JSON) -> bytes:
 
 
 def check_size(path: Path, size: int, error: type[PerspectronError]) -> None:
-    """`error`, which names `path`: a header of so many bytes is over the bound, the same for those who write and who
-    read."""
+    """Check the size of a header against the bound, the same for writing and reading. `error`, which names `path`: it
+    is larger."""
     if size > MAX_JSON:
         why = f"must be ≤ {MAX_JSON:,}; a text of that length can be kept up to an earlier token"
         raise error(f"{path}: a header of {size:,} bytes, {why}")

@@ -1,4 +1,4 @@
-"""What the server says of models, texts and states."""
+"""Descriptions of models, texts and states, as the server sends them."""
 
 import codecs
 import json
@@ -12,14 +12,14 @@ from perspectron.decode.history import PARENTS, Entry, History
 from perspectron.decode.suggested import USED
 from perspectron.serve.served import Served
 
-TOKENS = 8192  # of the text whose state's bytes are told, where a model has no table of positions
-PART = 1 << 14  # ids that are written without a pause for others
+TOKENS = 8192  # length of the text whose state's bytes are reported, where a model has no table of positions
+PART = 1 << 14  # ids that are written without a pause for other threads
 WORDS = 24
 """Tokens of a state that a list shows."""
 
 
 def model_of(served: Served) -> dict[str, Any]:
-    """What the list of models says of one."""
+    """The entry of a model in the list of models."""
     config, before = served.engine.model.config, len(served.tokenizer.specials.prefix)
     about: dict[str, Any] = {"context": config.room or None}
     about["state_tokens"] = config.positions or min(TOKENS, config.room or TOKENS)
@@ -39,8 +39,8 @@ def model_of(served: Served) -> dict[str, Any]:
 
 
 def texts(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[str], list[int]]:
-    """Text of each token, where a character that takes several stands with the last of them; and the characters that
-    have come after each."""
+    """(the text of each token, where a character of several tokens stands with the last of them; the number of
+    characters up to the end of each token)."""
     decoder, found, ends, at = codecs.getincrementaldecoder("utf-8")("replace"), list[str](), list[int](), 0
     for number, id in enumerate(ids, 1):
         found.append(decoder.decode(tokenizer.token_bytes(id), final=number == len(ids)))
@@ -50,13 +50,13 @@ def texts(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[str], list[int
 
 
 def drawn_of(log: Iterable[Entry]) -> list[tuple[int, int]]:
-    """From which token to which a text was drawn."""
+    """The ranges [start, stop) of tokens that were drawn."""
     return [(entry.start, entry.stop) for entry in log if entry.what == "drawn"]
 
 
 def words(tokenizer: Tokenizer, history: History, messages: Sequence[Mapping[str, str]] = ()) -> str:
-    """The first words of what a state has beyond the one it came from: of a talk the last question, of a copy its last
-    words, after "…"."""
+    """The first words that a state adds to the one it came from: those of the last question in a conversation; of a
+    mere copy its last words, after "…"."""
     if asked := [message["content"] for message in messages if message["role"] == "user"]:
         return asked[-1][: 4 * WORDS]
     start = max((entry.stop for entry in history.entries if entry.what in PARENTS), default=0)

@@ -1,4 +1,4 @@
-"""Completions and chats: requests to jobs of the engine, and their pieces to answers, whole or as they come."""
+"""Completions and chats: requests become jobs of the engine, and their pieces become answers, whole or streamed."""
 
 import asyncio
 import json
@@ -28,8 +28,8 @@ from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, PerspectronError
 
 PING = 15  # seconds between signs of life in a stream
-CHAT_TOKENS = 1024  # drawn where a chat does not say how many, or what the model has room for
-ENTRIES = 1 << 18  # log-probabilities of prompts in one answer
+CHAT_TOKENS = 1024  # most tokens drawn where a chat sets no limit; fewer where the model lacks room
+ENTRIES = 1 << 18  # most log-probabilities of prompts in one answer
 
 
 @dataclass
@@ -43,8 +43,8 @@ class _Choice:
 
 @dataclass
 class _Run:
-    """Jobs of one request, n for each prompt, and where their events arrive. texts: of its answer, of which none has a
-    job where nothing is drawn. echoed: log-probabilities of each prompt, where they are asked."""
+    """Jobs of one request, n for each prompt, and where their events arrive. texts: how many its answer has; they have
+    no jobs where nothing is drawn. echoed: log-probabilities of each prompt, if asked for."""
 
     jobs: list[Job]
     n: int
@@ -55,17 +55,17 @@ class _Run:
     parent: str = ""
     slot: int | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Of a talk, up to what is drawn."""
+    """Messages of a chat; what is drawn is added to the last one."""
     given: dict[str, Any] = field(default_factory=dict)
-    """To the template, beside the messages."""
+    """Values besides the messages that the template is given."""
     begins: int = 0
-    """Tokens of a text before the talk."""
+    """Tokens of the session's text that come before the chat."""
     writing: Writing = field(default_factory=Writing)
-    """Of the state that is saved."""
+    """The state as which the text is saved."""
 
     def usage(self) -> dict[str, Any]:
-        """Tokens, as OpenAI counts them, a prompt once however many choices it has; those that the store spared all of
-        them count as cached, without what stands before a text."""
+        """Tokens as OpenAI counts them, a prompt once however many choices it has. Those that the store spared all
+        choices count as cached, except what stands before a text."""
         drawn = sum(len(job.ids) for job in self.jobs)
         starts = range(0, len(self.jobs), self.n)
         spared = (
@@ -81,13 +81,13 @@ class _Run:
 
 
 class Answers:
-    """Answers of one model."""
+    """Answers requests to one model."""
 
     def __init__(self, served: Served, metrics: Metrics) -> None:
         self.served, self.metrics = served, metrics
 
     async def completions(self, body: schema.Completion, request: Request) -> Response:
-        """Texts that go on after prompts."""
+        """Continue each of the prompts."""
         prompts, tokens = body.prompt, 16 if body.max_tokens is None else body.max_tokens
         run = await self._run(body, prompts, tokens, body.logprobs, request, cut=body.max_tokens is None)
         tokenizer, echoed = self.served.tokenizer, run.echoed or [[] for _ in prompts]
@@ -103,7 +103,7 @@ class Answers:
         return await self._answer(run, body, request, frame, frame, choice, choice)
 
     async def chat(self, body: schema.Chat, request: Request) -> Response:
-        """The answer in a conversation. ConfigError: no template was given, or it fails."""
+        """Answer in a conversation. ConfigError: the model has no template, or it fails."""
         template = self.served.template
         require(
             template is not None, "messages", f"{len(body.messages)} of a chat",
@@ -148,7 +148,7 @@ class Answers:
         *,
         cut: bool,
     ) -> _Run:
-        """Make the jobs of a request and hand them to the engine, under a lease of what is saved. cut: draw fewer
+        """Make the jobs of a request and hand them to the engine, under a lease of the name to save to. cut: draw fewer
         tokens, where the model has no room for all of them. ConfigError, StateError, Full, Busy: nothing was begun."""
         check(body, prompts, tokens, self.served)
         writing = await Writing.of(self.served.states, body.save)
@@ -214,7 +214,7 @@ class Answers:
     async def _echoed(
         self, read: Sequence[list[int]], n: int, count: int, begun: Session | None, request: Request
     ) -> list[list[Mark]]:
-        """Log-probabilities of the tokens of prompts. The first of a text, or its prefix, has none, as clients want."""
+        """Log-probabilities of the tokens of prompts; none for a text's first one, or its prefix, as clients expect."""
         entries = n * sum(map(len, read)) * (count + 1)
         bound = f"left out for more than {ENTRIES:,} of them at once; these prompts have {entries:,}"
         require(entries <= ENTRIES, "logprobs", count, bound)
@@ -234,10 +234,10 @@ class Answers:
     async def _agreed(
         self, session: Session, ids: list[int], body: schema.Chat, request: Request
     ) -> tuple[Session, list[list[int]], int]:
-        """Where to go on from in a saved text, what is to be read there, and the tokens before the talk: the rest of a
-        chat that begins with the text, or with the talk in it; of one with answers in it, what comes after the part
-        that both have, as templates may write earlier turns in another way; all of another chat, which goes on from
-        there."""
+        """(the session to go on from, the prompts to read there, the tokens of its text before the chat). Of a chat
+        that begins with the saved text, or with the conversation in it, the rest is read; of one that parts from it and
+        has answers, what follows the part that both share, as templates may write earlier turns in another way; any
+        other chat is read as a whole, after the text."""
         begins, bare = said_in(session.extra).start, self.served.tokenizer.specials.bare(ids)
         own = session.tokens[begins:]  # none, where a file claims more than there are
         shared = alike(own, bare) if begins else session.shared(ids, whole=True)
@@ -256,8 +256,8 @@ class Answers:
         return session, [bare[shared:]], begins
 
     def _begun(self, ids: Sequence[int], slot: int | None, whole: bool) -> Session:
-        """A text that begins as `ids` do: from its slot, where that was read and nothing of it drawn, else from
-        nothing."""
+        """A session for `ids`: what they share with their slot's, if that was read and none of it drawn, else a new
+        one."""
         held = None if slot is None else self.served.slots.get(slot)
         if held is None:
             return self.served.engine.session()
@@ -333,8 +333,8 @@ class Answers:
                 choice.marks.append(piece)
 
     async def _events(self, run: _Run) -> AsyncGenerator[tuple[int, Piece]]:
-        """Pieces of all texts as they come, until all have ended; then what is to be kept is kept. Whoever stops
-        listening lets the texts go."""
+        """Pieces of all texts as they come, until all have ended; then save what was asked for. If the caller stops
+        iterating, the texts are cancelled."""
         left, start, begun = run.texts, time.perf_counter(), False
         try:
             while left:
@@ -357,7 +357,7 @@ class Answers:
             run.writing.let_go()
 
     async def _keep(self, run: _Run) -> None:
-        """Save what was asked for, before the client hears that the text has ended, and whether it could be."""
+        """Save what was asked for, before the client hears that the text has ended and whether it was saved."""
         if run.slot is not None:
             self.served.slots[run.slot] = run.jobs[0].session
         if run.jobs:
@@ -392,7 +392,7 @@ def _event(value: dict[str, Any]) -> ServerSentEvent:
 def _into(
     loop: asyncio.AbstractEventLoop, events: "asyncio.Queue[tuple[int, Event]]", index: int
 ) -> Callable[[Event], None]:
-    """The path of a job's events from the engine's thread into the request's queue."""
+    """A function that passes a job's events from the engine's thread into the request's queue."""
 
     def emit(event: Event) -> None:
         if not loop.is_closed():

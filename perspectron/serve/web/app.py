@@ -54,7 +54,7 @@ class App:
         self.metrics = Metrics(models)
 
     def served(self, name: str) -> Served:
-        """A model; the first where no name is given. Unknown, with the names there are."""
+        """The model of a name, or the first one without a name. Unknown, which lists the names: there is none."""
         if name == "":
             return next(iter(self.models.values()))
         if name not in self.models:
@@ -78,11 +78,11 @@ class App:
         return Response(self.metrics.text(), media_type=self.metrics.media_type)
 
     async def completions(self, body: schema.Completion, request: Request) -> Response:
-        """Texts that go on after prompts."""
+        """Continue each of the prompts."""
         return await Answers(self.served(body.model), self.metrics).completions(body, request)
 
     async def chat(self, body: schema.Chat, request: Request) -> Response:
-        """The answer in a conversation, by the model's template."""
+        """Answer in a conversation, of which the model's template makes a prompt."""
         return await Answers(self.served(body.model), self.metrics).chat(body, request)
 
     async def tokenize(self, body: schema.Tokenize) -> Response:
@@ -161,7 +161,7 @@ class App:
         return await asyncio.to_thread(told)
 
     async def diff(self, id: schema.Name, body: schema.Diff, request: Request) -> JSONResponse:
-        """How far two states are apart, and what each expects, of a probe text too."""
+        """Compare two states: how far they are apart, and what each expects next and in a probe text."""
         served = self.served(body.model)
         on = await served.ids(body.on)
         a, b = [await self._loaded(served, name) for name in (id, body.other)]
@@ -171,7 +171,7 @@ class App:
         return JSONResponse({"id": id, "object": "state.diff", **told})
 
     async def bisect(self, id: schema.Name, body: schema.Bisect, request: Request) -> JSONResponse:
-        """The first token of a state's past after which a question is answered so."""
+        """Find the first token of a state's past after which the answer to a question meets a condition."""
         served = self.served(body.model)
         bound = f"≤ {served.largest}, what this server draws at most"
         require(body.max_tokens <= served.largest, "max_tokens", body.max_tokens, bound)
@@ -214,11 +214,11 @@ class App:
         return JSONResponse(asdict(about) | {"kl": found.kl, "alone": found.alone}, 201)
 
     async def _loaded(self, served: Served, id: str) -> Session:
-        """A state that is kept. Missing, StateError as `States.load`."""
+        """A session that continues a saved state. Missing, StateError as `States.load`."""
         return await asyncio.to_thread(served.states.load, id, served.engine.session())
 
     async def restore(self, id: schema.Name, body: schema.Body) -> Response:
-        """Load a state to see that it is whole: what it holds, token by token."""
+        """Load a state to check that it is whole, and say what it holds, token by token."""
         served, start = self.served(body.model), time.perf_counter()
         session = await asyncio.to_thread(served.states.load, id, served.engine.session(), anew=True)
         milliseconds = 1e3 * (time.perf_counter() - start)
@@ -272,7 +272,7 @@ class App:
 
 
 def create(models: Sequence[Served], *, key: str | None = None, close: bool = True) -> FastAPI:
-    """The application; close: with it, its engines finish what they have and stop."""
+    """The application. close: when it ends, its engines finish what they have and stop."""
     app = App(models)
 
     @contextlib.asynccontextmanager
@@ -393,7 +393,7 @@ def _reading(engine: Engine, ids: Sequence[int]) -> Generator[int, None, Session
 
 
 def _later(steps: Generator[int, None, T]) -> Generator[int, None, T]:
-    """The same, which does nothing before its first pause."""
+    """The same task, with a pause before it does anything."""
     yield 0
     return (yield from steps)
 

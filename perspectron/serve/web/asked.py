@@ -1,5 +1,5 @@
-"""Requests as the engine takes them: prompts, settings, grammars. ConfigError, naming the field, for what
-cannot be."""
+"""Requests turned into what the engine takes: prompts, sampling settings, grammars. ConfigError, naming the field, for
+what is not possible."""
 
 import asyncio
 import secrets
@@ -42,33 +42,33 @@ def prompt_of(body: schema.Chat, template: Template, tokenizer: Tokenizer) -> st
 
 
 def given_to(body: schema.Chat) -> dict[str, Any]:
-    """What a chat gives to the template beside its messages."""
+    """The values besides its messages that a chat gives to the template."""
     tools = body.tools if body.tool_choice == "auto" else None
     named = {"tools": tools or None, "reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
     return {name: value for name, value in named.items() if value is not None} | body.chat_template_kwargs
 
 
 def tokens_of(body: schema.Chat) -> int | None:
-    """Tokens that the answer of a chat is asked to have at most, if it is."""
+    """The most tokens that a chat asks for in its answer; None if it sets no limit."""
     given = {most for most in (body.max_completion_tokens, body.max_tokens) if most is not None}
     require(len(given) < 2, "max_tokens", body.max_tokens, "left out with max_completion_tokens")
     return given.pop() if given else None
 
 
 def sampling_of(body: schema.Sampled, otherwise: SamplingConfig) -> SamplingConfig:
-    """The settings of the draws, those of `otherwise` where there are none; without a seed, one of nobody's choice."""
+    """The sampling settings of a request, those of `otherwise` for what it leaves out; without a seed, a random one."""
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     asked = {name: value for name in names if (value := getattr(body, name)) is not None}
     if asked.get("top_k") == -1:
         asked["top_k"] = 0
-    if asked.get("top_p") == 0:  # of the probability: the most likely token
+    if asked.get("top_p") == 0:  # nothing of the probability: the most likely token
         asked["top_p"] = 1e-9
     return replace(otherwise, **asked, seed=seed)
 
 
 def check(body: schema.Sampled, prompts: Sequence[str | list[int]], tokens: int, served: Served) -> None:
-    """Hold what a request asks for against what there is, and against the rest of it."""
+    """Check a request against the limits of the server, and its fields against each other."""
     largest, known = served.largest, served.tokenizer.vocab_size
     require(tokens <= largest, "max_tokens", tokens, f"≤ {largest}, what this server draws at most")
     if isinstance(body, schema.Completion):
@@ -95,8 +95,8 @@ def check(body: schema.Sampled, prompts: Sequence[str | list[int]], tokens: int,
 
 
 async def constraint_of(body: schema.Sampled, tokenizer: Tokenizer, turn: asyncio.Lock) -> Constraint | None:
-    """The grammar that the answer keeps to, if it is asked for, made off the event loop by one request at a time: slow
-    ones hold one thread. ConfigError, naming the field: there is none such."""
+    """The grammar that the answer must follow; None if none is asked for. Grammars are compiled off the event loop, one
+    at a time, so that slow ones hold one thread. ConfigError, naming the field: it cannot be compiled."""
     form = body.response_format
     asked: dict[str, dict[str, Any] | None] = {
         "json_schema": body.json_schema,

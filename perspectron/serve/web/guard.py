@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LARGEST_BODY = 16 << 20
 DEEPEST, MOST_PARTS, MOST_VALUES = 32, 1 << 16, 1 << 20
-"""Bounds on the JSON of a body: levels; objects, lists and their named fields; values in lists. What parses and checks
-it holds the interpreter for so long as that takes: 0.1 s for a body at these bounds, seconds for 16 MiB of brackets."""
-PIECE = 1 << 18  # bytes that are looked at without a pause for others
+"""Bounds on the JSON of a body: levels; objects, lists and their named fields; values in lists. Parsing and checking a
+body blocks the interpreter: for 0.1 s at these bounds, for seconds with 16 MiB of brackets."""
+PIECE = 1 << 18  # bytes that are scanned without a pause for other threads
 POLICY = (
     "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
@@ -40,9 +40,9 @@ def refusal(
 
 
 class Guard:
-    """An app behind a key, if there is one, with bounds on bodies; uploads of states have one of their own. Without a
-    key, only what is addressed to this machine by its own name is answered: a page elsewhere cannot point its name
-    here."""
+    """Keeps an app behind a key, if there is one, and bounds the size of bodies; uploads of states have a bound of
+    their own. Without a key, only requests to localhost by name are answered, so that a foreign page cannot have its
+    own name resolve to this machine (DNS rebinding)."""
 
     def __init__(self, app: ASGIApp, *, key: str | None, largest_upload: int) -> None:
         self.app, self.key, self.largest_upload = app, key, largest_upload
@@ -107,7 +107,7 @@ class Guard:
 
 
 def _secured(send: Send) -> Send:
-    """The response with headers that keep browsers to what the page itself does."""
+    """`send`, with headers added by which browsers do no more than the page itself does."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -129,7 +129,7 @@ def _key(header: str | None) -> bytes:
 
 
 def _foreign(method: str, headers: Headers) -> JSONResponse | None:
-    """The refusal of what a page elsewhere can send without asking first: a form, or text that looks like JSON."""
+    """The refusal of what a foreign page can send without a preflight request: a form, or text that looks like JSON."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if method != "POST" or kind == "application/json":  # a browser asks before it sends these, and is told no
         return None
@@ -142,12 +142,12 @@ def _foreign(method: str, headers: Headers) -> JSONResponse | None:
 
 
 def _excess(body: bytes) -> str | None:
-    """Say what JSON has too much of. One pass, a piece at a time; where the body is no JSON it may stop, as a parser
-    does there too."""
+    """Say what a body of JSON has too much of; None if nothing. One pass, a piece at a time, which may stop where the
+    body is not JSON, as a parser does too."""
     if not json.detect_encoding(body).startswith("utf-8"):
         return "JSON in UTF-8 is needed"
     level = parts = values = 0
-    inside, held = False, b""  # a string that goes on; a backslash whose other half is in the next piece
+    inside, held = False, b""  # a string goes on; a backslash whose other half is in the next piece
     for start in range(0, len(body), PIECE):
         piece = (held + body[start : start + PIECE]).replace(rb"\\", b"")
         held = b"\\" if piece.endswith(b"\\") else b""

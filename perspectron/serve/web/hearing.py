@@ -1,4 +1,4 @@
-"""Work of the engine for a client that may leave."""
+"""Waiting for the engine on behalf of a client that may disconnect."""
 
 import asyncio
 from collections.abc import Awaitable, Generator
@@ -16,7 +16,7 @@ class Gone(Exception):
 
 
 async def heard(request: Request, work: Awaitable[T]) -> T:
-    """The result of work that is cancelled when the client leaves. Gone: it has."""
+    """The result of some work, which is cancelled if the client disconnects. Gone: it did."""
 
     async def leaving() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -34,6 +34,6 @@ async def heard(request: Request, work: Awaitable[T]) -> T:
 
 
 def back(session: Session, token: int | None) -> Generator[int, None, Session]:
-    """A session as it was after so many tokens; itself, where that is all of them."""
+    """A task: the session as it was after `token` tokens; the session itself if these are all, or `token` is None."""
     yield 0
     return session if token in (None, len(session.tokens)) else (yield from session.back_to(token))

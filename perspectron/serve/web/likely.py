@@ -9,7 +9,7 @@ from perspectron.decode.row import Piece
 
 
 class Mark(NamedTuple):
-    """A token, its log-probability, None where nothing was before it, and the most likely ones in its place."""
+    """A token, its log-probability (None if nothing precedes it), and the most likely tokens in its place."""
 
     id: int
     logprob: float | None
@@ -22,7 +22,7 @@ def marks_of(pieces: Sequence[Piece]) -> list[Mark]:
 
 
 def shown(tokenizer: Tokenizer, id: int) -> str:
-    """A token as text, each one differently; part of a character as OpenAI shows it, "bytes:" and its bytes."""
+    """A token as text, unlike any other token's; part of a character as OpenAI shows it, "bytes:" and its bytes."""
     data = tokenizer.token_bytes(id)
     if not data:
         return tokenizer.spelling(id)
@@ -34,8 +34,8 @@ def shown(tokenizer: Tokenizer, id: int) -> str:
 
 
 class Completed:
-    """Writer of one choice's log-probabilities in the form of completions. echoed: marks of the prompt, which stand
-    first, and its text."""
+    """Writer of one choice's log-probabilities in the form of completions. echoed, text: marks and text of the prompt,
+    where it comes first."""
 
     def __init__(self, tokenizer: Tokenizer, echoed: Sequence[Mark] = (), text: str = "") -> None:
         self._tokenizer, self._echoed, self._start = tokenizer, echoed, len(text)
@@ -45,7 +45,7 @@ class Completed:
         self._at, self._decoder = at, codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, marks: Sequence[Mark]) -> dict[str, Any]:
-        """The next tokens; text_offset: the character of the choice's text in which each begins."""
+        """The entry of the next tokens; text_offset: the character of the choice's text in which each begins."""
         offsets = self._offsets(self._echoed)
         if self._start:
             self._begin(self._start)
@@ -76,7 +76,7 @@ class Completed:
 
 
 def _breaks(open_: bytes, byte: bytes) -> bool:
-    """Say whether a byte is none of the character that is begun, which then stands as U+FFFD before it."""
+    """True if `byte` does not continue the character begun in `open_`, which then becomes U+FFFD before it."""
     try:
         codecs.utf_8_decode(open_ + byte, "strict", False)
     except UnicodeDecodeError:

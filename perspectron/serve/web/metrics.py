@@ -60,7 +60,7 @@ class Metrics:
                 yield family
 
     def text(self) -> bytes:
-        """All of them."""
+        """All metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
 
 

@@ -28,7 +28,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 FAST = Field(fail_fast=True)
 Tokens = Annotated[list[Token], FAST]
-"""Long lists are checked up to their first fault: a million faults would take ten seconds and 2 GB to tell."""
+"""Long lists are checked up to their first fault: to report a million faults would take ten seconds and 2 GB."""
 Object = dict[str, Any]
 
 IGNORED = {
@@ -41,13 +41,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "service_tier": ("auto", "default"),
     "ignore_eos": (False,), "grammar": ("",), "prompt_cache_retention": (),
 }  # fmt: skip
-"""Fields of what this server does not do, and the values at which they ask for nothing."""
+"""Fields of features that this server lacks, and the values with which they ask for nothing."""
 
 
 def wrong(
     at: Sequence[int | str], value: object, words: str, kind: LiteralString = "ours"
 ) -> ValidationError:
-    """The error of a value within what is validated."""
+    """The error of a value at the path `at` within what is being validated."""
     error = PydanticCustomError(kind, "{words}", {"words": words})
     return ValidationError.from_exception_data(
         "body", [InitErrorDetails(type=error, loc=tuple(at), input=value)]
@@ -64,8 +64,8 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def known(cls, value: Any) -> Any:
-        """The fields that are honoured and given. ValidationError for one that is not known, or asks for what is not
-        done."""
+        """The given fields that are honoured. ValidationError: a field is unknown, or asks for what this server does
+        not do."""
         if not isinstance(value, dict):
             return value
         fields = {field.alias or name for name, field in cls.model_fields.items()}
@@ -97,7 +97,7 @@ Prompt = Annotated[
 
 
 def _listed(value: object) -> object:
-    """A list of texts or prompts, also where there is one alone."""
+    """A list of texts or prompts; a single one becomes a list of one."""
     ids = isinstance(value, list) and len(value) > 0 and type(value[0]) is int
     return [value] if isinstance(value, str) or ids else value
 
@@ -113,7 +113,7 @@ Stops = Annotated[
 
 
 class Body(Strict):
-    """model: by name; the first one that is served where it is left out."""
+    """model: its name; if left out, the first model that is served."""
 
     model: Name = ""
 
@@ -133,7 +133,7 @@ class Schema(Strict):
 
 
 class ResponseFormat(Strict):
-    """schema: beside "json_object", as llama.cpp has it."""
+    """schema: given with type "json_object", as llama.cpp has it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
@@ -153,7 +153,7 @@ class ResponseFormat(Strict):
 
 
 def _parsed(value: object) -> object:
-    """An object, also where it is JSON in a text, as OpenAI has calls and some of vLLM's clients schemas."""
+    """An object, parsed if it is JSON in a text, as OpenAI sends calls and some of vLLM's clients send schemas."""
     if not isinstance(value, str):
         return value
     try:
@@ -166,10 +166,10 @@ Json = Annotated[Object, BeforeValidator(_parsed, json_schema_input_type=Object 
 
 
 class Sampled(Body):
-    """The fields that completions and chats share. state: go on from this one; save: keep the conversation under this
-    name; id_slot: the slot that holds it. cache_prompt: begin at a prefix that was read before. json_schema,
-    guided_json: as llama.cpp and vLLM call a schema to keep to. temperature to repetition_penalty: where they are left
-    out as the model came with them, or else 1 and off."""
+    """The fields that completions and chats share. state: continue this saved state; save: keep the conversation under
+    this name; id_slot: the slot that holds it. cache_prompt: begin at a prefix that was read before. json_schema,
+    guided_json: llama.cpp's and vLLM's names for a schema that the answer must follow. temperature to
+    repetition_penalty: if left out, those that the model came with, or else 1 and off."""
 
     ignored = IGNORED
     neutral = NEUTRAL
@@ -255,7 +255,7 @@ def _tools(tools: list[Object]) -> list[Object]:
 
 
 class Message(Strict):
-    """A message. An assistant's may have no content beside its calls or its reasoning."""
+    """A message. An assistant's may have calls or reasoning and no content."""
 
     neutral = {"refusal": (), "audio": (), "function_call": (), "annotations": ([],)}
     role: Annotated[str, Field(min_length=1, max_length=64)]
@@ -279,8 +279,8 @@ class Message(Strict):
         return text if isinstance(text, str) else "".join(part.text for part in text)
 
     def seen(self, *, parts: bool) -> Object:
-        """The message as templates see it: fields that were not given are not there, and the text of the parts of its
-        content, one after the other, stands in their place where a template takes no parts."""
+        """The message as templates see it, without the fields that were not given. parts: leave content that is a list
+        of parts as it is, for a template that takes them; else its texts are joined."""
         told = {"role": self.role} | self.model_dump(exclude_unset=True)
         if isinstance(self.content, list) and not parts:
             told["content"] = self.said
@@ -323,14 +323,14 @@ class NewState(Body):
 
 
 class Fork(Body):
-    """A copy of a state, of its first so many tokens where `token` says so."""
+    """A copy of a state, or of what it was after its first `token` tokens."""
 
     id: Name
     token: int | None = Field(None, ge=0)
 
 
 class Diff(Body):
-    """What a state is compared with: another, and on a probe text."""
+    """A comparison with another state, and a probe text on which to compare."""
 
     other: Name
     on: Prompt = ""

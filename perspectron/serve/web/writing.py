@@ -1,4 +1,4 @@
-"""Saving states under leases, beside the event loop."""
+"""Saving states under leases, off the event loop."""
 
 import asyncio
 import contextlib
@@ -13,8 +13,8 @@ from perspectron.util.lease import Lease
 
 @dataclass
 class Writing:
-    """The state that an answer is to be saved as, if it is. error: why it is not, as the answer tells it; the text is
-    drawn all the same."""
+    """The state as which an answer is to be saved, if at all. error: a field of the answer that says why it was not
+    saved; the text is drawn all the same."""
 
     states: States | None = None
     name: str = ""
@@ -23,7 +23,7 @@ class Writing:
 
     @classmethod
     async def of(cls, states: States, name: str | None) -> "Writing":
-        """What is to be saved under a name, with a lease of that. Busy: somebody else writes to it."""
+        """Prepare to save under a name (None: not at all), with a lease of it. Busy: somebody else writes to it."""
         made = cls(states, name or "")
         if name is not None:
             try:
@@ -37,7 +37,7 @@ class Writing:
         if self.states is None or self.lease is None:
             return
         states, lease = self.states, self.lease
-        self.lease = None  # what ends the request meanwhile leaves it to the save
+        self.lease = None  # if the request ends meanwhile, the save still lets it go
 
         def saved() -> None:
             try:
@@ -51,14 +51,13 @@ class Writing:
             self.error = {"state_error": str(error)}
 
     def let_go(self) -> None:
-        """Let the lease go soon."""
+        """Let the lease go, in the background."""
         if self.states is not None and self.lease is not None and not self.lease.over:
             asyncio.get_running_loop().run_in_executor(None, self.states.leases.let_go, self.lease)
 
 
 async def leased(states: States, name: str) -> Lease:
-    """A lease of a name of states. Busy: somebody else has one for longer than one that is not renewed. StorageError:
-    the store fails."""
+    """A lease of the name of a state. Busy: somebody else has one and renews it. StorageError: the store fails."""
     at = f"{states.place}/{name}"
     for pause in states.leases.pauses(at):
         if (lease := await asyncio.to_thread(states.leases.tried, at)) is not None:
@@ -69,7 +68,7 @@ async def leased(states: States, name: str) -> Lease:
 
 @contextlib.asynccontextmanager
 async def writing(states: States, name: str) -> AsyncIterator[Lease]:
-    """A lease for as long as a block runs; errors as `leased`."""
+    """Hold a lease while the block runs; errors as `leased`."""
     lease = await leased(states, name)
     try:
         yield lease

@@ -1,11 +1,11 @@
-// The talk that is shown: its messages are kept in the state, so it goes on wherever the state is.
+// The chat that is shown. Its messages are kept in the state, so it can be continued wherever the state is.
 
 import { at, count, frames, here, make, post, say, soon } from "./parts.js";
 import { settings } from "./settings.js";
 import { left, newName, show, shown } from "./shown.js";
 
 const NAMES = { user: "You", assistant: "Model", system: "System" };
-let until = null; // messages after which the talk goes on; null for its end
+let until = null; // how many messages the chat is continued after; null: after all of them
 
 function bubble({ role, content }, index) {
   const who = make("p", { className: "who", textContent: NAMES[role] || role });

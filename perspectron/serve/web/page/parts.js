@@ -50,7 +50,7 @@ export const ofState = (id, what = "") => `/v1/states/${encodeURIComponent(id)}$
 
 const due = new Map();
 
-// Do something once before the page is drawn next, however often it is asked for: the last of what is asked.
+// Before the page is drawn next, call the last function that was given under a name, once.
 export function soon(name, what) {
   if (!due.has(name)) requestAnimationFrame(() => { const last = due.get(name); due.delete(name); last(); });
   due.set(name, what);

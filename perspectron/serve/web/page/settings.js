@@ -1,11 +1,11 @@
-// How tokens are drawn. What is left out is as the model came with it, but for a temperature of 1, which says nothing.
+// Sampling settings. Those left out are the model's own, except a temperature of 1: its authors suggest nothing then.
 
 import { at, here } from "./parts.js";
 
 const RULES = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"];
 const OFF = { top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1 };
-const TEMPERATURE = 0.8; // of a model whose authors suggest nothing
-const TOKENS = 80; // of a text that goes on
+const TEMPERATURE = 0.8; // for a model whose authors suggest none
+const TOKENS = 80; // most tokens to draw, outside of chats
 
 export function suggest() {
   const suggested = here.model.sampling;

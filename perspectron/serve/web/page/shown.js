@@ -1,9 +1,9 @@
-// The state that is shown. Whoever shows it listens for "shown".
+// The state that is shown. Views of it listen for the event "shown".
 
 import { act, ask, at, here, inModel, ofState, post, say } from "./parts.js";
 
 export const shown = { state: null, text: [], ends: [], drawn: [], messages: [], marks: new Map() };
-const kept = new Map(); // of each state and its text: the probabilities of the tokens that were drawn here
+const kept = new Map(); // for each state: its text, and the probabilities of the tokens that were drawn on this page
 let listening = null;
 
 function tell() {
@@ -49,7 +49,7 @@ export async function newName(kind) {
   return typed || `${kind}-${Date.now().toString(36)}`;
 }
 
-// What a stopped answer left: it may have ended before the server heard of it.
+// What became of an answer that was stopped: it may have ended before the server heard of that.
 export async function left(id) {
   const there = await names();
   if (there.has(id)) document.dispatchEvent(new Event("shown"));

@@ -3,7 +3,7 @@
 import { act, ask, at, count, inModel, make, ofState, say, size } from "./parts.js";
 import { busy, clear, free, show, shown } from "./shown.js";
 
-const words = new Map(); // of each state by what it is, as long as it is that
+const words = new Map(); // first words of each state, by `key`, which changes when it is saved anew
 let turn = 0;
 
 export async function list() {
@@ -22,7 +22,7 @@ export async function list() {
     return item;
   });
   const rows = branch(children.get("") || []);
-  for (const state of data) rows.push(...branch([state])); // names that were used again may form a ring without a root
+  for (const state of data) rows.push(...branch([state])); // parents of names that were used again may form a ring without a root
   at("tree").replaceChildren(...rows);
   document.dispatchEvent(new CustomEvent("listed", { detail: data }));
   read(data, mine);
@@ -31,7 +31,7 @@ export async function list() {
 
 const key = (state) => [inModel(), state.id, state.created, state.tokens].join(" ");
 
-// The first words of each state, one after the other, until there is another list.
+// Fetch the first words of each state, one after the other, until another list is asked for.
 async function read(states, mine) {
   for (const state of states) {
     if (!words.has(key(state))) {
