@@ -83,6 +83,7 @@ class DistantStates(States):
             super().found(name)
         for version in sorted(versions):
             self._objects.delete(f"{at}/{version}")
+            self._forget(self._local(at, version))
 
     def _keep(
         self, name: str, path: Path, tokens: int, parent: str, lease: Lease | None

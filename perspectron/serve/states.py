@@ -178,7 +178,10 @@ class States:
 
     def delete(self, name: str) -> None:
         """Delete a state. Missing: it is not there."""
-        path = self.found(name)
+        self._forget(self.found(name))
+
+    def _forget(self, path: Path) -> None:
+        """Remove a file and what is in memory of it."""
         remove(path)
         with self._lock:
             self._held.pop(path, None)
