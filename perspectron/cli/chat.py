@@ -135,8 +135,8 @@ class Point(NamedTuple):
 
     @classmethod
     def of(cls, session: Session) -> "Point":
-        """The point of a file. Where nothing of what was said is known, or not where it begins, messages begin after
-        it."""
+        """The point that a file gives. If its messages, or the place where they begin, are not known, new messages
+        begin after its text."""
         said, tokens = said_in(session.extra), len(session.tokens)
         if SAID in session.extra and said == Said():
             say("the file does not have what was said as messages: messages begin after its text")
@@ -145,7 +145,7 @@ class Point(NamedTuple):
         return cls(session, said)
 
     def answered(self, answer: str) -> "Point":
-        """The point after an answer, or after more of the last one, which may be of what was loaded."""
+        """The point after an answer, or after a continuation of the last answer, which may come from a loaded file."""
         before = self.said.messages
         if not before:
             return self._replace(said=replace(self.said, start=len(self.session.tokens)))
@@ -163,8 +163,8 @@ class Point(NamedTuple):
 
 
 class Talk:
-    """A text in turns: where it is, and the points of it that are kept. template: of a model that was trained to
-    answer."""
+    """A conversation: its present point, and the points that /fork has kept. template: chat template, for a model that
+    was trained to answer."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class Talk:
             self.kept.forget()
 
     def answer(self, message: str) -> None:
-        """Read a message and print what the model makes of it, as it comes."""
+        """Read a message and print the model's answer as it is drawn."""
         if self.kept is not None:
             self.kept.ask(self.now.session, self.now.said.gone, message)
         try:
@@ -240,7 +240,7 @@ class Talk:
         self._keep()
 
     def _keep(self) -> None:
-        """Keep the talk as it is now, if it is kept."""
+        """Save the talk as it is now, if it is kept in a file."""
         if self.kept is not None and self.now.session.tokens:
             self.kept.answered(self.now.save)
         elif self.kept is not None:
@@ -252,14 +252,14 @@ class Talk:
         if self.template:
             self.now = asked.answered(said)
             return
-        if ended:  # read, the end of a text would empty the memory
+        if ended:  # reading the token that ends a text would empty the memory
             session = asked.session.at(len(asked.session.tokens) - 1)
             session.append("\n")
             asked = Point(session, Said(gone=asked.said.gone + 1))
         self.now = asked
 
     def _said(self, session: Session, gone: int) -> tuple[bool, str]:
-        """Draw an answer and print it as it comes: whether the model ended it, and its text. An interrupt ends it too,
+        """Draw an answer and print it as it comes: (True if the model ended it, its text). An interrupt ends the answer
         where it is, or the reading before it."""
         options, rows = self.options, Rows(self.model, self.tokenizer, together=False)
         ended, failed, said, ids = False, False, "", list[int]()
@@ -291,9 +291,9 @@ class Talk:
         return ended, said
 
     def _asked(self, message: str) -> Point:
-        """The talk as a message makes it: read by the template, or on a line of its own. Where the template writes what
-        was said before in another way (it trims answers, or leaves out what led to them), the talk goes on from where
-        both agree, and the rest is read again."""
+        """The point with a message added: formatted by the template, or on a line of its own. If the template now
+        formats earlier messages differently (it trims answers, or leaves out the reasoning before them), the talk goes
+        on from where both agree, and the rest is read again."""
         now, said = self.now, self.now.said
         if self.template is None:
             session = now.session.fork()

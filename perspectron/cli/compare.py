@@ -48,9 +48,9 @@ QUICK: dict[str, Any] = {
     "out": Path("runs/quick"), "designs": "perspective2,transformer,gla", "params": "300k", "tokens": "200k",
     "seeds": 1, "rates": (4e-3,), "warmups": (0.1,), "suites": "", "jobs": 2,
 }  # fmt: skip
-"""What --quick takes where nothing else is typed."""
+"""Values that --quick gives to options that are not typed."""
 OF_STDLIB: dict[str, Any] = {"heldout": 0.01, "dev": 0.01}
-"""And of the text that it takes itself, which is larger than most."""
+"""Further values of --quick for its default text, stdlib, which is larger than most."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Compare:
         return finish(folder, what, self.jobs, console)
 
     def _report(self) -> Path:
-        """The page that is written of results there are."""
+        """Write the page of results that exist already: its path."""
         one, out = len(self.report) == 1, self.out
         alone = self == Compare(report=self.report, out=None if one else out)
         bound = (
@@ -183,9 +183,9 @@ class Compare:
 
 
 def defaults(arguments: Sequence[str]) -> Compare:
-    """The command whose values options left out have: with --quick, those of QUICK."""
+    """The command whose values are the defaults of options left out: with --quick, those of QUICK."""
     typed = {word.split("=")[0] for word in arguments}
-    if "--quick" not in typed or "--resume" in typed:  # which is refused as any other option beside it
+    if "--quick" not in typed or "--resume" in typed:  # which refuses --quick, as any other option
         return Compare()
     return Compare(**QUICK, **({} if "--data" in typed else OF_STDLIB))
 
@@ -205,7 +205,7 @@ def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
             )
             cells = run.cells(folder, what, rates)
             at_once = len(what.arms) * -(-jobs // len(what.arms))
-            for end in range(at_once, len(cells) + at_once, at_once):  # there are results after each seed
+            for end in range(at_once, len(cells) + at_once, at_once):  # results are written after each seed
                 train(folder, what, cells[end - at_once : end], jobs, console)
                 failed = _measure(folder, what, cells, jobs, console, last=end >= len(cells))
                 found = results.collect(folder, what, rates, tried)
@@ -253,7 +253,7 @@ def _measure(
 
 
 def _chosen(tried: list[dict[str, Any]], rate: Rate, name: str) -> str:
-    """The rate of an arm, and that one outside of those tried may be better."""
+    """The rate of an arm, in words, and whether one outside of those tried may be better."""
     end = "; the last one tried, others may be better" if run.at_an_end(tried, rate) else ""
     return f"{name} {rate.lr:g} ({rate.warmup:.0%} warm-up{end})"
 

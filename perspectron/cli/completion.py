@@ -49,7 +49,7 @@ class Completion:
 
 
 def _class(name: str) -> Any:
-    """A command's class; of one that reads its arguments itself, one without options."""
+    """A command's class; for one that reads its arguments itself, a class without options."""
     command = command_of(name)
     if isinstance(command, type):
         return command

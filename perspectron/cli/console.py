@@ -9,8 +9,8 @@ from perspectron.util.errors import escaped
 
 
 class Console(RichConsole):
-    """rich's, for texts that may come from a stranger's file: what a terminal would obey is escaped. Markup is ours
-    alone, where it is on."""
+    """rich's console for texts that may come from a stranger's file: control characters are escaped. Markup, where it
+    is on, is only ours."""
 
     def print(self, *parts: Any, **options: Any) -> None:
         super().print(*(escaped(x, "\n") if isinstance(x, str) else x for x in parts), **options)
@@ -21,5 +21,5 @@ class Console(RichConsole):
 
 
 def progress() -> Console:
-    """Standard error, a line as it is; nothing where that is silenced."""
+    """A console on standard error that leaves lines as they are, and prints nothing while that is silenced."""
     return Console(stderr=True, highlight=False, soft_wrap=True, markup=False, quiet=silent())

@@ -88,7 +88,7 @@ class Convert:
         return self._go(self.out, self._asked(self.run), began)
 
     def _asked(self, run: Path) -> ConvertConfig:
-        """What is asked for. ConfigError, before a weight is read, for what cannot be."""
+        """The conversion that the options ask for. ConfigError, before a weight is read, if it is not possible."""
         described = describe(run)
         trained, model = described.of_run().train, described.model
         minutes = MINUTES if self.minutes is None and self.tokens is None else self.minutes or 0.0

@@ -39,7 +39,7 @@ from perspectron.util.numbers import duration
 
 CLOSING = 3.0  # seconds from the last checkpoint to the end: compressors, the page's pictures of a memory
 WHOLE_SHARE, WHOLE_SECONDS = 0.1, 5.0
-"""The part of a training's time, or seconds if they are more, that all held-out text may take."""
+"""Share of a training's time, or seconds if they are more, that reading all held-out text may take."""
 
 
 def fit(
@@ -55,14 +55,14 @@ def fit(
     layout: Layout = Layout(),  # noqa: B008
 ) -> int:
     """Prepare the data, train, and say where the results are; the command's exit code. A run that cannot start leaves
-    nothing behind. ended: for a run that gets more steps, its checkpoints as `extend` tells them. settle: fills in
-    what of the config depends on the text. ends: time of the monotonic clock to keep to. layout: how several processes
-    share it. StorageError: another process trains in the folder."""
+    nothing behind. ended: checkpoints of a run that gets more steps, as `extend` returns them. settle: fills in the
+    parts of the config that depend on the text. ends: time of the monotonic clock to keep to. layout: how several
+    processes share the training. StorageError: another process trains in the folder."""
     console, started = progress(), time.monotonic()
     if config.recipe is not None:
         alone = "plain for several processes; leave torchrun out for the stages"
         require(not launched(), "recipe", "staged", alone)
-        recipe().plan(run, config)  # what it cannot do, it says before the text is read
+        recipe().plan(run, config)  # errors come before the text is read
     alone = "0 for several processes, which would not drop what one does"
     require(config.model.dropout == 0 or not launched(), "dropout", config.model.dropout, alone)
     device = pick_device(config.train.device)
@@ -75,7 +75,7 @@ def fit(
                 tokenizer, shards, summary = prepare(run, config, tell=work.read)
             if tokenizer.vocab_size < config.model.vocab_size and not config.train.init:
                 config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
-            training_batches(config, shards)  # too little text is said before anything is measured
+            training_batches(config, shards)  # too little text is an error before anything is measured
             with Work("timing this machine"):
                 config = settle(config, shards)
             if ended is None:
@@ -106,7 +106,7 @@ def fit(
 
 
 def _prompts_alone(split: Split, seq_len: int) -> list[str]:
-    """A line to say where a tenth or more of the windows are left out; else none."""
+    """A line to print if a tenth or more of the windows hold prompts alone and are left out; else none."""
     windows = (split.tokens - 1) // seq_len
     share = 1 - len(split.windows_learned(seq_len)) / max(windows, 1)
     if windows == 0 or share < 0.1:
@@ -198,8 +198,8 @@ def _result(trainer: Trainer) -> str:
 
 
 def _whole(trainer: Trainer, each: float) -> float:
-    """Seconds to read all held-out text twice, of which a token costs about half of one that is trained on. each: of an
-    update."""
+    """Seconds to read all held-out text twice, where reading a token costs about half of training on it. each: seconds
+    of an update."""
     train = trainer.config.train
     return each * trainer.heldout_split.tokens / (train.batch_size * train.seq_len * train.accumulate)
 
@@ -276,8 +276,8 @@ def _fit(
     ends: float | None = None,
     log: Kind = "",
 ) -> int | None:
-    """Train to the end with a bar, or with JSON lines, each of which also says what is `beside`. ends: time to keep
-    to."""
+    """Train to the end with a bar, or with JSON lines, each of which also has the fields of `beside`. ends: time to
+    keep to."""
     if trainer.damaged is not None:
         console.print(f"warning: {trainer.damaged}; resuming from step {trainer.progress.step}")
     closing = CLOSING
@@ -353,7 +353,7 @@ def _plan(trainer: Trainer, estimate: Estimate, seconds: float) -> list[str]:
 
 
 class Speed:
-    """The lines that a training prints as it goes, with its speed and the time left, of the last updates."""
+    """Lines that a training prints as it goes, with speed and time left estimated from the last updates."""
 
     EVERY = 10.0  # seconds between lines where there is no terminal
 

@@ -44,9 +44,9 @@ from perspectron.util.machine import pick_device
 from perspectron.util.registry import part
 
 UNDERLINED, DIM = "\033[4m{}\033[24m", "\033[2m{}\033[22m"
-PROMPT = "def read_lines(path):\n"  # of a measurement
+PROMPT = "def read_lines(path):\n"  # of --bench
 MEASURED = {"prompts", "max_tokens", "sampling", "device", "cache", "verify", "bench", "json"}
-"""Options that a measurement takes."""
+"""Options that are allowed with --bench."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Generate:
 
             def show(piece: Piece) -> None:
                 reading.stop()
-                while before:  # on a terminal, the prompt
+                while before:  # on a terminal the prompt comes first
                     print(
                         (DIM if "NO_COLOR" not in os.environ else "{}").format(spoken(before.pop())), end=""
                     )
@@ -202,7 +202,7 @@ class Generate:
             usage.save()
 
     def _warm(self, opened: Opened) -> Usage | None:
-        """Begin with the experts that were used most."""
+        """With --warm, first load the experts that were used most: the counts of their use."""
         if not self.warm:
             return None
         model = opened.model

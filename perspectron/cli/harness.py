@@ -59,9 +59,9 @@ def open_answers(
     cache: str | None = None,
     max_batch_size: int | None = None,
 ) -> Answers:
-    """run: folder of a run, of one of its checkpoints, or of an artifact. dtype: float32, bfloat16 or auto, which is
-    that of training, as in `perspectron eval` (an artifact: float32). cache: memory for the experts of an artifact, as
-    512M. ConfigError for any of them, and what the run raises when it is opened."""
+    """Open a run for the harness. run: folder of a run, of one of its checkpoints, or of an artifact. dtype: float32,
+    bfloat16 or auto, which is that of training, as in `perspectron eval` (an artifact: float32). cache: memory for the
+    experts of an artifact, as 512M. ConfigError for any of them, and the errors of opening a run."""
     size = str(batch_size)
     require(size.isdecimal() or size == "auto", "batch_size", batch_size, "a number or auto")
     one_of(dtype, ("auto", *DTYPES), "dtype")

@@ -63,7 +63,7 @@ class Import:
 
 
 def _caching(config: "ModelConfig", cache: str) -> "ModelConfig":
-    """The config, whose attention keeps its keys and values so. ConfigError: there is no attention to do so."""
+    """The config with attention that keeps keys and values as `cache` says. ConfigError: there is no attention."""
     if cache != "full":
         attends = any(hasattr(mixer, "cache") for block in config.blocks for mixer in block.mixers)
         require(attends, "cache", cache, f"left out: {config.name} has no attention, so no keys and values")

@@ -1,7 +1,7 @@
 """A talk kept on disk, so that it goes on after any end of the program.
 
-FILE is the memory after the last answer, with the messages, written whole or not at all. FILE.asked is the message that
-is being answered; the same answer is drawn again, as what it begins from is kept.
+FILE is the memory after the last answer, with the messages, written whole or not at all. FILE.asked is the message
+being answered; after a kill the same answer is drawn again, since the state before it is kept.
 """
 
 import contextlib
@@ -17,19 +17,19 @@ from perspectron.util.files import locked, read_json, remove, write_json
 from perspectron.util.schema import checked
 
 FILE = "chat.state"
-"""Its name in the folder of a run, where a terminal's talk is kept."""
+"""Name of the file in a run's folder that keeps a terminal's talk."""
 
 
 class _Asked(Struct, forbid_unknown_fields=True):
-    """A message, and how many tokens were drawn before it, those that stand there no more included: each answer makes
-    them more."""
+    """A message being answered. drawn: tokens drawn before it, removed ones included; each answer raises that number,
+    so that an answered message is recognised."""
 
     message: str
     drawn: int
 
 
 class Kept:
-    """A talk's files."""
+    """The files in which a talk is kept."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,13 +37,13 @@ class Kept:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """A context in which no other program keeps a talk there. StorageError: one does, or nothing can be."""
+        """Context in which no other program keeps a talk in this file. StorageError: one does, or none can be kept."""
         with locked(self.path.absolute().parent, f".{self.path.name}.lock"):
             yield
 
     def read(self, begun: Session) -> tuple[Session | None, str | None]:
-        """The memory, and the message that has no answer yet. begun: a text of the model. StateError: of another model,
-        or damaged."""
+        """(the kept session, the message that has no answer yet), each None if there is none. begun: a session of the
+        model. StateError: a file is damaged, or of another model."""
         session = begun.loaded(self.path) if self.path.exists() else None
         if not self._asking.exists():
             return session, None
@@ -54,17 +54,17 @@ class Kept:
         return session, asked.message if asked.drawn == _drawn(session, gone) else None
 
     def ask(self, session: Session, gone: int, message: str) -> None:
-        """Keep a message that is read after this memory. gone: as a point of a talk has it. StorageError if it cannot
-        be."""
+        """Keep a message that is to be read after this session. gone: as in `Said`. StorageError if it cannot be
+        written."""
         write_json(self._asking, {"message": message, "drawn": _drawn(session, gone)})
 
     def answered(self, save: Callable[[Path], None]) -> None:
-        """Keep the talk after an answer. StorageError if it cannot be; what was kept before is there then."""
+        """Keep the talk after an answer. StorageError if it cannot be written; what was kept before then stays."""
         save(self.path)
         remove(self._asking)
 
     def forget(self, whole: bool = True) -> None:
-        """Keep nothing any more, or no message without an answer."""
+        """Delete the kept talk and its unanswered message; only the message unless `whole`."""
         remove(self._asking)
         if whole:
             remove(self.path)

@@ -71,7 +71,7 @@ GROUPS: dict[str, dict[str, str]] = {
 arguments, and its instance called for the exit code; a function takes the arguments as they are."""
 CORE = {name: f"perspectron.cli.{place}" for group in GROUPS.values() for name, place in group.items()}
 ABOUT = {"state": "Files of memories: their past, what parts two of them, on another beginning, two as one."}
-"""What the commands of a group do whose name they share."""
+"""What the commands of a group do, by the name that they share."""
 RENAMED = {"perspectives": "views"}
 """Commands of designs that had another name while they stood beside the others."""
 
@@ -94,8 +94,8 @@ class OutputError(PerspectronError):
 
 
 class _Raw(io.FileIO):
-    """Standard output or error, to which nothing is written any more once that failed; of standard error, where
-    nobody is left to tell, in silence."""
+    """Standard output or error; once a write has failed, nothing more is written. Failures of standard error are
+    silent, since nobody is left to tell."""
 
     broken = False
 
@@ -105,7 +105,7 @@ class _Raw(io.FileIO):
             return len(data)
         try:
             while done < len(data) and (part := super().write(data[done:])) is not None:
-                done += part  # on a full disk a part, and an error only after it
+                done += part  # a full disk takes a part, and raises an error only then
             return done or None
         except OSError as error:
             self.broken = True
@@ -117,12 +117,12 @@ class _Raw(io.FileIO):
 
 
 def _open_streams() -> None:
-    """Give standard streams that are closed a place of their own, before a file of ours takes it, and escape what the
-    encoding of the others lacks."""
+    """Open the null device for standard streams that are closed, before a file of ours takes their place, and escape
+    what the encoding of the others lacks."""
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # of output it is one that cannot be written, so that this is told
+        except OSError:  # stdout is opened for reading, so that writing to it fails and is reported
             os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -138,8 +138,8 @@ def _open_streams() -> None:
 
 
 def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], object] = lambda: None) -> int:
-    """Run one command and return the exit code: 0, 2 for a user's error, 3 when numbers ran away, 128 + n when signal n
-    stopped it. `prepare` is called when the command is imported and parsed, before it runs."""
+    """Run one command and return the exit code: 0, 2 for a user's error, 3 if numbers are no longer finite, 128 + n if
+    signal n stopped it. `prepare` is called after the command is imported and parsed, before it runs."""
     try:
         try:
             return _run(list(sys.argv[1:] if arguments is None else arguments), prepare)
@@ -233,7 +233,7 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
 
 
 def _require_bounded(options: Any) -> None:
-    """ConfigError for an option that is no finite number, but for a default, or a whole one above its bound."""
+    """ConfigError for an option that is not finite, unless that is its default, or an integer above its bound."""
     from perspectron.util.config import require
 
     for item in fields(options):
@@ -249,7 +249,7 @@ def _require_bounded(options: Any) -> None:
 
 
 def _one_source(arguments: list[str]) -> list[str]:
-    """The arguments with every --data in one, where there are several: sources with weights."""
+    """The arguments with several --data joined into one, as sources with weights; a single one stays."""
     sources, rest, words = list[str](), list[str](), iter(arguments)
     for word in words:
         if word == "--data":
@@ -266,7 +266,7 @@ def _one_source(arguments: list[str]) -> list[str]:
 
 
 def within(name: str) -> Table:
-    """The commands that begin with a name, of a group or of a design; none for what is not the name of one."""
+    """The commands of a group or a design, by the rest of their names; none if `name` is neither."""
     if name in ABOUT:
         return {full.split()[1]: place for full, place in CORE.items() if full.startswith(f"{name} ")}
     design = None if name in CORE else designs().get(name)

@@ -96,7 +96,7 @@ def assignments(given: Sequence[Sequence[str]]) -> dict[str, Any]:
 
 
 def describe(model: str, given: Sequence[Sequence[str]]) -> "Folder":
-    """Description of a preset with sizes replaced, or of a folder, in which none can be."""
+    """Description of a preset with the given sizes replaced, or of a folder, where none can be."""
     from perspectron import opening, presets
 
     if "/" in model and not Path(model).is_dir():
@@ -210,7 +210,7 @@ def say(line: str) -> None:
 
 
 def spoken(text: str) -> str:
-    """The words of a model, for standard output: on a terminal without what that would obey."""
+    """A model's text for standard output; on a terminal, control characters are escaped."""
     return _COMMAND.sub(lambda sign: escaped(sign[0]), text) if sys.stdout.isatty() else text
 
 

@@ -23,9 +23,9 @@ NUMBERS: dict[type, tuple[Callable[[str], Any], str]] = {
 
 
 def parse(command: type, name: str, arguments: Sequence[str], default: Any = None) -> Any:
-    """The command of a class, as the arguments have it. default: one whose values options left out have.
+    """Parse arguments into a command of a class. default: an instance with the values of options left out.
 
-    ConfigError: arguments that it does not have, in a line. SystemExit, after printing it: help was asked for.
+    ConfigError, in one line: arguments that the command lacks. SystemExit, after printing it: help was asked for.
     """
     if any(word in HELP for word in arguments):
         print(usage.page(command, name, whole=arguments[-1] == "all", default=default))
@@ -76,7 +76,7 @@ def _field(flag: str) -> str:
 
 
 def _registry() -> ConstructorRegistry:
-    """Rules of tyro, but for an option that may be left out, as nobody types None, and for what is said of a number."""
+    """tyro's rules, except for options that may be left out, as nobody types None, and for errors about numbers."""
     registry = ConstructorRegistry()
 
     @registry.primitive_rule

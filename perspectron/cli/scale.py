@@ -109,7 +109,7 @@ class Scale:
         return code
 
     def _study(self, out: Path) -> Study:
-        """That of the options, or of the folder. ConfigError where another began in the folder."""
+        """The study of the options, or of the folder to resume. ConfigError: another study began in the folder."""
         kept = out / STUDY
         if self.resume is not None:
             alone = self == Scale(resume=self.resume, minutes=self.minutes, jobs=self.jobs)
@@ -176,7 +176,7 @@ class Scale:
 
 @contextmanager
 def _until(minutes: float | None) -> Iterator[threading.Event]:
-    """Context in which the process gets SIGTERM after so many minutes; the event says that it was this one."""
+    """Context in which the process gets SIGTERM after this many minutes; the event is set if it was sent for that."""
     late = threading.Event()
     if minutes is None:
         yield late
@@ -200,7 +200,7 @@ def _until(minutes: float | None) -> Iterator[threading.Event]:
 
 
 def _estimate(study: Study, plans: dict[Point, Plan], jobs: int) -> str:
-    """How long the trainings take, by a few updates of each model."""
+    """How long the trainings take, in words, estimated from a few updates of each model."""
     seconds = 0.0
     for what in plans.values():
         s = what.settings

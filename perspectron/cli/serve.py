@@ -103,7 +103,7 @@ class Serve:
         from perspectron.opening import describe
         from perspectron.serve.web.app import create
 
-        AppStatus.disable_automatic_graceful_drain()  # what is under way when the server stops comes to its end
+        AppStatus.disable_automatic_graceful_drain()  # requests under way when the server stops are finished
         with ExitStack() as stack:
             listening = stack.enter_context(self._listen())
             own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="perspectron-")))
@@ -112,7 +112,7 @@ class Serve:
             if folder is None:
                 objects = objects_of(str(self.store))
                 objects.check()
-            # All first: to open an artifact may change the number of threads, which stores tell apart.
+            # Open all first: an artifact may change the number of threads, which the keys of stores depend on.
             streamed = {run for run in self.runs if describe(run).experts is not None}
             bound = "left out without a model that has experts on disk"
             require(self.cache is None or bool(streamed), "cache", self.cache, bound)
@@ -168,7 +168,7 @@ class Serve:
         return self.api_key if self.api_key is not None else os.environ.get(KEY) or None
 
     def _listen(self) -> socket.socket:
-        """ConfigError: the address is taken, or not of this machine."""
+        """The socket to listen on. ConfigError: the address is taken, or not of this machine."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             return socket.create_server((self.host, self.port), family=family)

@@ -208,7 +208,7 @@ class Rebase:
     model: Path | None = None
     """Folder of another model that is to read it."""
     after: int = 0
-    """So many of its first tokens are left out."""
+    """Number of its first tokens to leave out."""
     run: Run = None
     device: Device = "auto"
 
@@ -218,7 +218,7 @@ class Rebase:
         opened_ = _model(self.run, self.file, self.device)
         session = _begun(opened_).loaded(self.file)
         begun = _begun(opened_ if self.model is None else _model(self.model, self.file, self.device))
-        there = os.path.isfile(self.onto)  # a long text is no name
+        there = os.path.isfile(self.onto)  # False for a text too long for a name
         known = there or not self.onto.endswith(".state")
         require(known, "onto", self.onto, "a file that is there, or a text")
         if there:
@@ -268,7 +268,7 @@ class Merge:
 
 
 def _model(run: Path | None, file: Path, device: str) -> Opened:
-    """The model of a memory. ConfigError: it is not said which, and the file lies in no folder of one."""
+    """The model of a memory. ConfigError: --run is not given, and the file lies in no folder of a model."""
     if run is None:
         try:
             opening.describe(file.absolute().parent)
@@ -284,7 +284,7 @@ def _begun(found: Opened) -> Session:
 
 
 def _worked(what: str, steps: Generator[int, None, T]) -> T:
-    """The result of what pauses; what is left is told on the way."""
+    """The result of a generator, run to its end while progress is shown."""
     with Work(what):
         return exhausted(steps)
 

@@ -15,18 +15,18 @@ from perspectron.util.files import sha256
 
 NEVER = 1e9  # seconds: rank 0's clock decides
 
-_here: list[tuple[Team, Layout]] = []  # that this process belongs to
+_here: list[tuple[Team, Layout]] = []  # the team that this process belongs to
 
 
 def together(command: Callable[[], int], layout: Layout) -> int:
-    """The exit code of a command that trains, run by rank 0 of those that were started; the others only train."""
+    """Run a command that trains in rank 0, while the other processes that were started only train: the exit code."""
     with Team() as team:
         _here.append((team, layout))
         try:
             if team.rank > 0:
                 return _follow(team, layout)
             code = command()
-            team.tell({})  # where there was nothing to train
+            team.tell({})  # lets the others end if there was nothing to train
             return code
         finally:
             _here.pop()
@@ -35,7 +35,7 @@ def together(command: Callable[[], int], layout: Layout) -> int:
 def trainer(
     run: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shards, *, paced: bool, **options: Any
 ) -> ParallelTrainer:
-    """Rank 0's trainer, after telling the others to make theirs. paced: it is to end at a time."""
+    """Rank 0's trainer, after telling the others to make theirs. paced: the training ends at a given time."""
     team, layout = _here[-1]
     order = {
         "run": str(run.resolve()),

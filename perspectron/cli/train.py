@@ -116,7 +116,7 @@ class Train:
     """Log to TensorBoard (RUN/tensorboard), Weights & Biases or Trackio as well."""
     layout: Layout = field(default_factory=Layout)
     given: tyro.conf.Suppress[tuple[str, ...]] = ()
-    """Fields that were typed or stand in the TOML file; of a training, what is not among them is chosen."""
+    """Fields that were typed or stand in the TOML file; settings of a training that are not among them are chosen."""
     began: tyro.conf.Suppress[float] = 0.0
     """Time at which the command was typed, by the monotonic clock: before torch was imported."""
     design: tyro.conf.Suppress[str] = presets.DESIGN
@@ -274,9 +274,9 @@ class Train:
         return next(RUNS / free for free in names if not (RUNS / free).exists())
 
     def _resumed(self, run: Path) -> tuple[RunConfig, list[Path] | None]:
-        """The run's config, and None; where more steps are asked for, both as `extend` tells them.
+        """(the run's config, None), or what `extend` returns if more steps are asked for.
 
-        ConfigError that names a flag which asks for something else."""
+        ConfigError, naming the flag: one that asks for something else."""
         saved = resumed(run)
         typed = replace(self, resume=None, allow_changed=False, json=False, log="", given=(), began=0.0)
         typed = replace(typed, layout=Layout())
@@ -291,9 +291,9 @@ class Train:
 
 
 def defaults(arguments: list[str]) -> Train:
-    """The command whose values flags left out have: those of a TOML file or of a run to resume, which the arguments
-    name, else its own."""
-    split = (a.split("=", 1) if a.startswith("--") else [a] for a in arguments)  # not the name of a folder
+    """The command whose values are the defaults of flags left out: those of a TOML file or of a run to resume, which
+    the arguments name, else its own."""
+    split = (a.split("=", 1) if a.startswith("--") else [a] for a in arguments)  # not names of folders
     values = dict(itertools.pairwise(itertools.chain.from_iterable(split)))
     if "--resume" in values:
         return of_run(resumed(Path(values["--resume"])))
@@ -311,7 +311,7 @@ def resumed(run: Path) -> RunConfig:
 
 
 def of_run(config: RunConfig) -> Train:
-    """The command as far as a run's config tells it; the model is not said."""
+    """The command that a run's config describes, except for the model."""
     recipe: Literal["plain", "staged"] = "staged" if config.recipe else "plain"
     return Train(train=config.train, recipe=recipe, staged=config.recipe or StagedConfig())
 

@@ -18,8 +18,8 @@ from perspectron.util.machine import memory_kept
 
 
 def tune(out: Path, train: TrainConfig, kinds: str, given: frozenset[str], *, as_json: bool) -> int:
-    """Train a memory and write its file; the command's exit code. given: options that were typed; others have the
-    values that were found once. ConfigError: a model without a matrix memory, a file that is there."""
+    """Train a memory and write its file; the command's exit code. given: options that were typed; the others have
+    default values that were found to be good. ConfigError: a model without a matrix memory, a file that is there."""
     chosen = memory.kinds_of(kinds)
     require(not out.exists(), "out", str(out), "a new file")
     opened = open_model(Path(train.init))
@@ -32,13 +32,13 @@ def tune(out: Path, train: TrainConfig, kinds: str, given: frozenset[str], *, as
         beta2=train.optim.beta2 if "beta2" in given else memory.BETA2,
     )
     config = RunConfig(run.model, replace(train, steps=steps, optim=optim))
-    memory.Memory(opened.model, chosen)  # what it has not is said before the text is read
+    memory.Memory(opened.model, chosen)  # kinds that the model lacks are errors before the text is read
     console = progress()
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tune-", dir=out.parent) as scratch, memory_kept():
         with Work("reading and encoding the text") as work:
             tokenizer, shards, summary = prepare(Path(scratch), config, tell=work.read)
-        training_batches(config, shards)  # too little text is said first
+        training_batches(config, shards)  # too little text is an error before anything else
         console.print(summary)
         with Work("training the memory", quiet=0.5) as work:
 

@@ -1,4 +1,4 @@
-"""What somebody types on a terminal: messages, and keys while there is an answer."""
+"""Input that is typed on a terminal: messages, and keys pressed while an answer is printed."""
 
 import contextlib
 import os
@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Iterator
 
 FENCE = '"""'
-AFTER = 0.02  # seconds in which the rest of what is pasted comes
+AFTER = 0.02  # seconds to wait for the rest of what is pasted
 END = "\x04"
 
 
 class Messages:
-    """The messages on standard input, lines or what stands between two fences, until its end. Of lines that are pasted
-    into a terminal at once each that is not blank is a message, until one of them fails or is interrupted (`drop`)."""
+    """The messages on standard input, until its end: lines, or what stands between two fences. If several lines are
+    pasted into a terminal at once, each that is not blank is a message, until one fails or is interrupted (`drop`)."""
 
     def __init__(self, terminal: bool) -> None:
         self.terminal, self.pasted, self.rest, self.ended = terminal, deque[str](), "", False
@@ -41,7 +41,7 @@ class Messages:
                 yield text
 
     def drop(self) -> int:
-        """Forget what was pasted and has not been a message yet: how many lines."""
+        """Discard pasted lines that have not become messages yet: how many."""
         count, self.rest = len(self.pasted), ""
         self.pasted.clear()
         return count
@@ -69,7 +69,7 @@ class Messages:
         return text
 
     def _typed(self, prompt: str) -> str:
-        """A line that is typed behind what was pasted of it already."""
+        """A line that is typed after the beginning that was pasted, if any."""
         rest = self.rest
         if self.edits is None:
             return rest + input(prompt + rest)
@@ -81,7 +81,7 @@ class Messages:
 
 
 def _waiting() -> str:
-    """What was pasted behind a line that was read."""
+    """What was pasted after the line just read."""
     data = b""
     with _terminal() as number:
         while number is not None and select.select([number], [], [], AFTER)[0]:
@@ -93,7 +93,7 @@ def _waiting() -> str:
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Keys typed meanwhile on a terminal are neither shown, which would be in the answer, nor in the next message."""
+    """Context in which keys typed on a terminal are neither shown in the answer nor taken for the next message."""
     with _terminal() as number:
         try:
             yield
@@ -106,7 +106,7 @@ def unheard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _terminal() -> Iterator[int | None]:
-    """The terminal of standard input, without echo, every key at once; None: there is none."""
+    """Context with the file number of a terminal at standard input, unbuffered and without echo; None without one."""
     try:
         import termios
 

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 WIDEST, LEFT = 100, 22
-"""Columns of a page, and of the names on its left."""
+"""Maximum columns of a page, and columns of the names on its left."""
 VALUES = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
-"""What stands for a value of a type."""
+"""Placeholders for values in the usage, by type."""
 EXAMPLE = re.compile(r"(?:^|(?<=: ))perspectron [a-z].*")
 """A command line in a docstring, up to the end of its line."""
 DEFAULT = re.compile(r"\(default: [^)]*\)$")
 
 
 class Option(NamedTuple):
-    """What may be typed after a command. name: its flag, or what stands for it in the usage. group: the class of the
-    options that it is among; the command itself for its own."""
+    """An argument or option of a command. name: its flag, or its placeholder in the usage. value: placeholder of its
+    value. text: its help. group: the class of options that it belongs to; the command itself for its own."""
 
     name: str
     value: str
@@ -40,8 +40,8 @@ class Option(NamedTuple):
 
 
 def options(command: type, default: Any = None) -> Iterator[Option]:
-    """The options of a class and of the classes of its fields, in their order. default: an instance, whose values
-    options left out have."""
+    """The options of a class and of the classes of its fields, in their order. default: an instance with the values of
+    options left out."""
     hints, texts = get_type_hints(command, include_extras=True), _texts(command)
     for item in dataclasses.fields(command):
         kind, marks = _parted(hints[item.name])
@@ -65,7 +65,7 @@ def options(command: type, default: Any = None) -> Iterator[Option]:
 
 
 def _parted(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A type without None, and what annotates it."""
+    """A type without None, and its annotations."""
     marks: tuple[Any, ...] = ()
     if get_origin(hint) is Annotated:
         hint, *rest = get_args(hint)
@@ -76,7 +76,7 @@ def _parted(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _value(kind: Any) -> str:
-    """What stands for a value of a type; nothing for a flag."""
+    """Placeholder for a value of a type; empty for a flag."""
     if get_origin(kind) is Literal:
         return "|".join(str(one) for one in get_args(kind) if one != "")
     if get_origin(kind) is tuple:
@@ -91,7 +91,7 @@ def _typed(value: Any) -> str:
 
 
 def _texts(command: type) -> dict[str, str]:
-    """What a class says of its fields: below each, or as "NAME: …" in its own docstring."""
+    """Help of a class's fields: the text below each, or "NAME: …" in the docstring of the class."""
     doc = " ".join((command.__doc__ or "").split())
     found = {name: text.strip() for name, text in re.findall(r"\b(\w+): (.+?)(?= \w+: |$)", doc)}
     body = list[ast.stmt]()
@@ -135,15 +135,15 @@ def _usage(arguments: Sequence[Option]) -> Iterator[str]:
 
 
 def _title(group: type) -> str:
-    """What a class of options is: its docstring up to what it says of its fields."""
+    """Title of a class of options: its docstring up to the help of its fields."""
     paragraph = " ".join((group.__doc__ or "").split("\n\n")[0].split())
     names = "|".join(item.name for item in dataclasses.fields(group))
     return re.split(rf"\b(?:{names}): ", paragraph, maxsplit=1)[0] or group.__name__
 
 
 def _about(doc: str, whole: bool) -> Iterator[str]:
-    """What a command does, and its examples, each on a line of its own so that it can be copied; with `whole` all of
-    its docstring."""
+    """Description of a command and its examples, each on a line of its own so that it can be copied; with `whole` all
+    of its docstring."""
     about, *others = doc.strip().split("\n\n")
     brief = [part for part in others if EXAMPLE.search(part) and len(" ".join(part.split())) < 130][:3]
     for paragraph in [about, *(others if whole else brief)]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from perspectron.eval.exactness import Row
 
 OF_A_RUN = ("cache", "here")
-"""Options of a run; but for the run and `json` all others are of a server."""
+"""Options for a run; all others, except the run and `json`, are for a server."""
 NARROWER = {"avx512": ("avx2", "scalar"), "avx2": ("scalar",)}
 """Instruction sets to try beside the one in use."""
 TORCH = {
@@ -161,7 +161,7 @@ class Verify:
             for together in (False, True):
                 digest = verify.digest(streamed.model, streamed.tokenizer, together=together)
                 ways.append(verify.Way(together, f"experts in {self.cache}", digest, True))
-        alone = {way.together: way.digest for way in reversed(ways)}  # it comes first of its kind
+        alone = {way.together: way.digest for way in reversed(ways)}  # that of the text alone comes first
         broken = [way for way in ways if way.promised and way.digest != alone[way.together]]
         fields = {"run": str(self.run), "bits": verify.bits(), "ways": [asdict(way) for way in ways]}
         lines = [line for together in (False, True) for line in _lines(ways, together)]
@@ -173,7 +173,7 @@ class Verify:
 
 
 def _described(server: "Server") -> dict[str, Any]:
-    """What is known of a server, for people who read the result later."""
+    """Facts about a server, for people who read the result later."""
     fresh = "cache_prompt = false" if server.fresh_by == "cache_prompt" else "first reading"
     return {
         "url": server.url,
@@ -223,7 +223,7 @@ def _differences(rows: "list[Row]") -> list[str]:
 
 
 def _lines(ways: "list[Way]", together: bool) -> list[str]:
-    """A line for each digest, and who has it."""
+    """A line for each digest, with the ways that gave it."""
     known: dict[str, list[str]] = {}
     for way in ways:
         if way.together == together:

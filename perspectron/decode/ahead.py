@@ -1,4 +1,4 @@
-"""Several tokens of a text, read in one run of a recorded step; the state keeps as many as turn out to be its own.
+"""Speculative decoding: reads several tokens of a text in one run of a recorded step; the state keeps those accepted.
 
 Shapes: N tokens of all rows, D model width, V vocabulary.
 """
@@ -15,18 +15,18 @@ from perspectron.native.ahead import Program, Template
 from perspectron.native.tape import Tape, Unrecordable, places_of
 
 MOST_PROGRAMS = 48
-"""Programs of a recording that are kept, by the tokens that each row reads."""
+"""Kinds of programs kept for a recording, by the number of tokens that each row reads."""
 
 
 class Ahead:
-    """The programs of a recorded step of one row."""
+    """Pool of programs that run a recorded step of one row on several tokens."""
 
     def __init__(self, written: Tape, bases: Sequence[Tensor], ends: Sequence[int]) -> None:
         self._template = Template(written, bases, ends)
         self._free = dict[tuple[int, ...], list[Program]]()
 
     def take(self, lengths: Sequence[int]) -> Program:
-        """A program that no reading has. Unrecordable: there is none."""
+        """Take a free program for rows of these lengths, or make one. Unrecordable: the step has no such program."""
         key = tuple(lengths)
         free = self._free.pop(key, [])
         program = free.pop() if free else self._template.program(key)
@@ -36,14 +36,14 @@ class Ahead:
         return program
 
     def give(self, program: Program) -> None:
-        """Take a program back."""
+        """Return a program to the pool, unless its kind was dropped meanwhile."""
         if program.lengths in self._free:
             self._free[program.lengths].append(program)
 
 
 class Reading:
-    """Tokens that rows of a state have read ahead. Until `keep` the state is as before. rows: of the state; what each
-    has read are the next of the tokens, in their order. kept: called where a row's state has changed."""
+    """Tokens that some rows of a state have read ahead; the state is unchanged until `keep`. tokens: for each of
+    `rows`, its next ones in order. leaves: tensors of the state. kept: called after the state of a row has changed."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class Reading:
         start = time.perf_counter()
         program = of.take([len(own) for own in tokens])
         self.making = time.perf_counter() - start
-        """Seconds in which its program was made."""
+        """Seconds spent on obtaining the program, which may have been made for this reading."""
         self._of, self._program, self._left = of, program, set(rows)
         self.lengths = {row: len(own) for row, own in zip(rows, tokens, strict=True)}
-        """Tokens that each row has read."""
+        """Number of tokens read ahead, by row."""
         self._at = {row: n for n, row in enumerate(rows)}
         self._leaves, self._caches, self._kept = leaves, caches, kept
         ids_N = torch.tensor([id for own in tokens for id in own])
@@ -79,13 +79,13 @@ class Reading:
         program.run(places)
 
     def after(self, row: int, number: int) -> tuple[Tensor, Tensor]:
-        """What the head reads [1,D] after a token of a row, from 0 on, and the logits [1,V]."""
+        """The head's input [1,D] and the logits [1,V] after token `number` of a row, counted from 0."""
         at = self._program.starts[self._at[row]] + number
         return self.hidden_ND[at : at + 1], self.logits_NV[at : at + 1]
 
     def keep(self, row: int, tokens: int) -> None:
-        """Let a row go on after so many of its tokens; 0 leaves it as it was. It may read fewer or more than were kept
-        before, as long as it has not gone on."""
+        """Move a row's state past the first `tokens` tokens that it read ahead; 0 changes nothing. A later call may
+        keep fewer or more, as long as the row has not read on since."""
         if tokens == 0:
             return
         self._program.keep(self._at[row], tokens, self._parts[row])
@@ -98,14 +98,14 @@ class Reading:
         self._kept()
 
     def leave(self, row: int) -> None:
-        """Let a row go; with the last one the program is free."""
+        """Release a row; releasing the last one returns the program to the pool."""
         self._left.discard(row)
         if not self._left:
             self._of.give(self._program)
 
 
 def _table(caches: Sequence[Cache], row: int, tokens: int) -> tape.Table:
-    """What stands in pieces of a row, once for each of its tokens."""
+    """Table of the cache pieces of a row (`tape.Table`), repeated for each of its tokens."""
     pieces = [cache.shared[row] if cache.shared else () for cache in caches]
     return tape.table_of(
         [[[piece.place for piece in own]] * tokens for own in pieces],
@@ -114,7 +114,7 @@ def _table(caches: Sequence[Cache], row: int, tokens: int) -> tape.Table:
 
 
 def ahead_of(written: Tape, bases: Sequence[Tensor], ends: Sequence[int]) -> Ahead | Unrecordable:
-    """The programs of a tape that is done and not packed, or why there are none."""
+    """The pool of programs for a finished tape that is not packed yet, or the reason why there can be none."""
     try:
         return Ahead(written, bases, ends)
     except Unrecordable as reason:

@@ -1,4 +1,4 @@
-"""Whether a model's prompts have the same bits wherever they are cut: what its layers promise, and a look at it."""
+"""Checks that prompts give the same bits wherever they are cut: by what the layers promise, then by a measurement."""
 
 import logging
 from itertools import pairwise
@@ -20,9 +20,9 @@ log = logging.getLogger("perspectron")
 
 @torch.inference_mode()
 def measured(model: LanguageModel, chunk: int) -> bool:
-    """True if a model's layers promise that a prompt, read in calls of `chunk` tokens, has the same bits wherever it is
-    cut besides, and a random text of LENGTH tokens has them at CUTS: which kernels a library takes for a product of so
-    many rows is its own affair. Said in the log where there is no promise, or it is not kept."""
+    """True if the layers promise that a prompt, read in calls of `chunk` tokens, gives the same bits if it is also cut
+    elsewhere, and a random text of at most LENGTH tokens confirms this at CUTS: a library may choose its kernels by the
+    number of rows of a product. Logs a warning if nothing is promised or the promise is broken."""
     if not whole(model) or BLOCK % chunk:
         log.warning(
             "%s: prefixes are shared in steps of %d tokens; %s", model.config.name, chunk, _why(model, chunk)
@@ -39,7 +39,7 @@ def measured(model: LanguageModel, chunk: int) -> bool:
 
 
 def _why(model: LanguageModel, chunk: int) -> str:
-    """Why nothing is promised."""
+    """The reason why equal bits are not promised, in words."""
     if BLOCK % chunk:
         return f"blocks of {BLOCK} are no multiple of them"
     parts = [part for block in cast("list[Block]", model.blocks) for part in (*block.mixers, *block.networks)]
@@ -49,7 +49,7 @@ def _why(model: LanguageModel, chunk: int) -> str:
 
 
 def _read(model: LanguageModel, ids: list[int], chunk: int, cuts: tuple[int, ...]) -> list[Tensor]:
-    """What the head reads after each token, and the state."""
+    """The head's input after each token, and the tensors of the state, from calls that also end at `cuts`."""
     state, read = model.init_state(1), list[Tensor]()
     for start, stop in pairwise(
         sorted({*range(0, len(ids), chunk), *(at for at in cuts if at < len(ids)), len(ids)})

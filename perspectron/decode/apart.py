@@ -1,4 +1,4 @@
-"""How far two texts of a model are apart: where they part, what each expects, and how their states differ."""
+"""Compares two texts of a model: where they diverge, what each predicts next, and how far their states differ."""
 
 import math
 from collections.abc import Generator, Iterator, Sequence
@@ -18,17 +18,17 @@ from perspectron.util.config import require
 from perspectron.util.errors import NonFiniteError, StateError
 
 PIECE = 64
-"""Tokens of a probe whose logits are there at once."""
+"""Tokens of a probe whose logits are computed at once."""
 MOST = 1 << 16
-"""Tokens of a probe or a question."""
+"""Maximum number of tokens of a probe or a question."""
 
 
 @dataclass(frozen=True)
 class Apart:
-    """shared: tokens that both texts begin with; None where one's beginning is not known. tokens: of each. layers: for
-    each layer ‖a − b‖ over the larger of ‖a‖ and ‖b‖ of its state, of a cache over the tokens that both have. next:
-    what comes next after each, the most likely tokens first, with their probabilities. kl: for each token of the probe
-    KL(a ‖ b) in nats of what is expected in its place, given the text, the probe up to it and nothing else."""
+    """The difference of texts a and b. shared: number of tokens that both begin with; None if a beginning is not known.
+    tokens: number of tokens of each. layers: for each layer ‖a − b‖ of its states over the larger of ‖a‖ and ‖b‖, of a
+    cache over the tokens that both have. next: the most likely next tokens of each, with their probabilities. kl: for
+    each probe token, KL(a ‖ b) in nats of the predictions in its place from the text and the probe before it alone."""
 
     shared: int | None
     tokens: tuple[int, int]
@@ -38,20 +38,20 @@ class Apart:
 
     @property
     def mean(self) -> float:
-        """Of `kl`; NaN without a probe."""
+        """Mean of `kl` in nats; NaN without a probe."""
         return math.nan if not self.kl else sum(self.kl) / len(self.kl)
 
 
 def diff(a: Session, b: Session, on: Sequence[int] | str = (), *, count: int = 5) -> Apart:
-    """Compare two texts. on: a probe that is read after each. count: of the tokens that may come next. Both stay as
-    they are. StateError: they are of different models. ConfigError, NonFiniteError: as `Session.likely`."""
+    """Compare two texts, leaving both as they are. on: a probe, read after each. count: number of likely next tokens.
+    StateError: the texts are of different models. ConfigError, NonFiniteError: as `Session.likely`."""
     return exhausted(diffing(a, b, on, count=count))
 
 
 def diffing(
     a: Session, b: Session, on: Sequence[int] | str = (), *, count: int = 5
 ) -> Generator[int, None, Apart]:
-    """`diff`, with pauses."""
+    """`diff` as a generator, which pauses as `Session.reading` does."""
     if a.model is not b.model:
         raise StateError("the texts are of different models; compare texts of one")
     ids = ids_of(a, on)
@@ -74,7 +74,7 @@ def diffing(
 
 
 def ids_of(session: Session, text: Sequence[int] | str, field: str = "on") -> list[int]:
-    """The ids of a text. ConfigError, which names the field: too many, or outside the vocabulary."""
+    """The ids of a text. ConfigError, naming the field: more than MOST ids, or one outside the vocabulary."""
     ids = reading.ids_of(text, session.tokenizer, field)
     require(len(ids) <= MOST, f"{field}: tokens", len(ids), f"≤ {MOST}")
     V = session.tokenizer.vocab_size
@@ -84,19 +84,19 @@ def ids_of(session: Session, text: Sequence[int] | str, field: str = "on") -> li
 
 
 def diverging(a: Session, b: Session, ids: Sequence[int]) -> Generator[int, None, list[float]]:
-    """KL(a ‖ b) in nats for each of these ids, of what both, which are used up, expect in its place."""
+    """KL(a ‖ b) in nats of the predictions of both texts in the place of each id; both sessions are used up."""
     found = list[float]()
     for start in range(0, len(ids), PIECE):
         some = ids[start : start + PIECE]
         p_TV, q_TV = (yield from a.predicting(some)), (yield from b.predicting(some))
-        rows = min(len(p_TV), len(q_TV))  # nothing may stand before the first
+        rows = min(len(p_TV), len(q_TV))  # no prediction for the first id of an empty text
         if rows:
             found += kl(p_TV[-rows:], q_TV[-rows:])
     return found
 
 
 def kl(p_TV: Tensor, q_TV: Tensor) -> list[float]:
-    """KL(p ‖ q) of logits in nats, row by row. NonFiniteError: logits that are not."""
+    """KL(p ‖ q) in nats of two rows of logits, for each row. NonFiniteError: logits that are not finite."""
     _require_finite(p_TV)
     _require_finite(q_TV)
     p_TV, q_TV = p_TV.double().log_softmax(1), q_TV.double().log_softmax(1)
@@ -109,8 +109,8 @@ def _require_finite(logits: Tensor) -> None:
 
 
 def distances(a: LMState, b: LMState) -> Iterator[float]:
-    """For each layer ‖a − b‖ over the larger of ‖a‖ and ‖b‖; 0 where both are zero, or the layer has no state.
-    NonFiniteError: a state is not finite."""
+    """Distance of two states in each layer: ‖a − b‖ over the larger of ‖a‖ and ‖b‖; 0 where both are zero, or the layer
+    has no state. NonFiniteError: a state is not finite."""
     for layer, (one, other) in enumerate(zip(a.layers, b.layers, strict=True)):
         apart = norm_a = norm_b = 0.0
         for x, y in zip(_tensors(one), _tensors(other), strict=True):
@@ -124,10 +124,10 @@ def distances(a: LMState, b: LMState) -> Iterator[float]:
 
 
 def _tensors(layer: object) -> Iterator[Tensor]:
-    """The numbers of a layer's state in float64; those of caches and windows as far as both may have them."""
+    """The floating-point tensors of a layer's state in float64; of a cache, the slots of its tokens."""
     for part in pytree.tree_leaves(layer, is_leaf=lambda part: isinstance(part, Cache | Tuned)):
         if isinstance(part, Tuned):
-            yield from _tensors(part.mixer)  # what was trained is no part of what was read
+            yield from _tensors(part.mixer)  # trained parts do not come from the text
             continue
         for x in part.span(0, part.spanned()) if isinstance(part, Cache) else (part,):
             if isinstance(x, Tensor) and x.is_floating_point():

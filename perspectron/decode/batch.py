@@ -1,4 +1,4 @@
-"""The batch of rows that are drawn from, and its steps.
+"""The batch of rows that draw tokens, and its decoding steps.
 
 Shapes: B batch, D model width, V vocabulary.
 """
@@ -25,13 +25,13 @@ from perspectron.model.state import LMState
 
 log = logging.getLogger("perspectron")
 WIDTH = 8
-"""Rows of a batch come in multiples of it: products of 1 to 7 rows, and ends of vectors, take other kernels, whose sums
-have another order; with 8, 16, … a row's sums are always the same."""
+"""Batches are padded to a multiple of this many rows: products of 1 to 7 rows, and ends of vectors, take other kernels,
+which add in another order; with 8, 16, … rows the sums of a row are always the same."""
 
 
 class Read(NamedTuple):
-    """The head's input after the last token of so many rows, and perhaps of rows of no text after them [B,D]; and its
-    output, where that is at hand."""
+    """The result of reading a token: the head's input [B,D] of `rows` rows, perhaps followed by padding rows, and the
+    logits [B,V] if the step computed them."""
 
     hidden_BD: Tensor
     rows: int
@@ -40,7 +40,7 @@ class Read(NamedTuple):
 
 @dataclass(eq=False)
 class Ahead:
-    """Tokens that a row has read ahead, of which so many were drawn, too. at: its place in the state."""
+    """Tokens that a row has read ahead. at: its index in the state. taken: how many of them are in the text by now."""
 
     reading: Reading
     at: int
@@ -48,14 +48,14 @@ class Ahead:
     taken: int = 0
 
     def next(self, id: int) -> bool:
-        """True if a token is the next one."""
+        """True if `id` is the next token that was read ahead."""
         return self.taken < len(self.tokens) and self.tokens[self.taken] == id
 
 
 @dataclass
 class Batch:
-    """Rows that are drawn from. together: their states stand in one `LMState`, in their order, and after them rows of
-    no text up to a multiple of WIDTH; else each has one. drafter: of drafts, which are read ahead."""
+    """Rows that draw tokens. together: their states form one `LMState`, in their order, padded with empty rows to a
+    multiple of WIDTH; else each row keeps its own. drafter: source of drafts, which are read ahead."""
 
     model: LanguageModel
     together: bool
@@ -73,7 +73,7 @@ class Batch:
         self._longest = 0 if self.drafter is None else self.drafter.fits(self.model)
 
     def join(self, rows: list[Row]) -> None:
-        """Let rows in, with their states."""
+        """Add rows with their states."""
         self.steps = steps_of(self.model)
         if self.together:
             self.settle(self.rows, drop=True)
@@ -93,8 +93,8 @@ class Batch:
         self.rows += rows
 
     def _weigh(self, drafter: Drafter, rows: list[Row]) -> None:
-        """Compare the parts of a state that are copied with each token of a draft, all but growing caches, with the
-        weights."""
+        """Set `Pace.copied`: the bytes of a state that are copied with each token of a draft, which are all but growing
+        caches, over those of the weights."""
         state = next((row.state for row in rows if row.state is not None), None)
         if state is None or drafter.pace.copied:
             return
@@ -102,7 +102,7 @@ class Batch:
         drafter.pace.copied = with_caches(state, Cache.emptied).nbytes / max(1, weights)
 
     def leave(self, rows: list[Row]) -> None:
-        """Let rows out, each with its state."""
+        """Remove rows; each takes its state with it."""
         if not rows:
             return
         self.settle(self.rows if self.together else rows, drop=True)
@@ -119,8 +119,8 @@ class Batch:
         self.state = self._filled([self.state.select(stay)], len(stay)) if stay else None
 
     def advance(self, *, keep: bool, ahead: bool = False) -> list[Read]:
-        """Read the last token of each row, together or one by one. keep: the states before it, too. ahead: drafts may
-        be read with it, and what was drafted rightly is at hand."""
+        """Read the last token of each row, together or one by one. keep: also keep the states before it. ahead: drafts
+        may be read along with it; tokens that were rightly drafted before are not read again."""
         may = ahead and not keep and self.drafter is not None and isinstance(self.steps, Steps)
         if not may:
             self.settle(self.rows, drop=True)
@@ -140,7 +140,7 @@ class Batch:
         return read
 
     def _stepped(self, rows: Sequence[Row], *, keep: bool) -> list[Read]:
-        """Read the last token of rows, the whole batch or one that stands alone."""
+        """Read the last token of rows, the whole batch or a single row, in an ordinary step."""
         model, device, read = self.model, self.model.device, list[Read]()
         if self.state is not None:
             empty = [[0]] * (-len(self.rows) % WIDTH)  # any token
@@ -158,8 +158,8 @@ class Batch:
         return read
 
     def _drafted(self, rows: Sequence[Row]) -> list[Read] | None:
-        """Read the last token of rows, the whole batch or one that stands alone, with drafts where there are some; what
-        was read ahead is not read again. None where all rows want a step, or it must be one."""
+        """Read the last token of rows, the whole batch or a single row, with their drafts; what was read ahead is not
+        read again. None if an ordinary step is needed: drafts do not pay, there are none, or they cannot be read."""
         drafter = self.drafter
         if drafter is None or not (drafter.pace.pays or self._ahead):
             return None
@@ -214,7 +214,7 @@ class Batch:
         return read
 
     def _draft(self, row: Row, rows: int) -> list[int]:
-        """A draft for one of so many rows that want one."""
+        """The draft for a row. rows: how many rows want one at the same time."""
         draft = self._drafts[row]
         assert self.drafter is not None
         most = min(self.drafter.pace.most(draft.hopes, rows, self._longest), row.left - 1)
@@ -227,8 +227,8 @@ class Batch:
         return []
 
     def settle(self, rows: Sequence[Row], *, drop: bool = False) -> None:
-        """Let the states of rows be those after what was drawn of what they have read ahead. drop: the rest is not
-        wanted any more."""
+        """Move the states of rows past those of the tokens read ahead that were then drawn. drop: discard the rest of
+        these tokens."""
         for row in rows:
             ahead = self._ahead.get(row)
             if ahead is None:
@@ -256,7 +256,7 @@ class Batch:
         return self.before.take(at)
 
     def put(self, at: int, state: LMState) -> None:
-        """Let a row go on from another state."""
+        """Replace a row's state."""
         self.settle(self.rows, drop=True)
         if self.state is None:
             self.rows[at].state = state
@@ -264,15 +264,15 @@ class Batch:
             self.state = self.state.put(at, state)
 
     def position(self, at: int) -> int:
-        """The position of a row's last token in its document; 0 where the state does not count."""
+        """The position of a row's last token in its document; 0 if the state does not count tokens."""
         self.settle([self.rows[at]])
         state, row = (self.rows[at].state, 0) if self.state is None else (self.state, at)
         length_B = None if state is None else state.document_length_B
         return 0 if length_B is None else int(length_B[row]) - 1
 
     def _filled(self, states: list[LMState], count: int) -> LMState:
-        """One state of so many rows and those of no text. These begin anew each time, so that none comes to the end of
-        a table of positions before a text does."""
+        """Stack states of `count` rows, padded with empty rows to a multiple of WIDTH. Padding begins anew each time,
+        so that it never reaches the end of a table of positions before a text does."""
         if missing := -count % WIDTH:
             empty, like = self.model.init_state(missing), states[0].layers
             layers = [_empty(*pair, missing) for pair in zip(empty.layers, like, strict=True)]
@@ -281,7 +281,7 @@ class Batch:
 
 
 def _empty(layer: Any, like: Any, rows: int) -> Any:
-    """A layer's empty state of so many rows; zeros where texts have another kind, such as one with adapters."""
+    """A layer's empty state for `rows` rows; zeros where texts have another kind, such as one with adapters."""
     if type(layer) is type(like):
         return layer
     return pytree.tree_map_only(Tensor, lambda leaf: leaf.new_zeros(rows, *leaf.shape[1:]), like)

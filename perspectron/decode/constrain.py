@@ -24,12 +24,12 @@ from perspectron.util.errors import ConfigError, NonFiniteError
 
 INSTALL = "pip install 'perspectron[constrain]'"
 MOST_BYTES = 64 << 10
-"""Bytes of a schema."""
+"""Maximum size of a schema, in bytes."""
 SECONDS, MEMORY = 2, 1 << 30
-"""Processor time and bytes of address space in which a schema is compiled; there are some for which the library takes
-hours, or all memory, whatever its limits."""
+"""Seconds of processor time and bytes of address space that compiling a schema may take; some schemas would take the
+library hours, or all memory, whatever its own limits."""
 LIMITS: dict[str, Any] = {"max_lexer_states": 20_000, "verbose_errors": False}
-"""The library's own limits, of which each bounds the time or the memory of a text's grammar: 40 MB of states a row."""
+"""The library's own limits on the time and memory of a text's grammar: at most 40 MB of states a row."""
 BLANKS = r" |\n( {0,24}|\t{0,8})"
 """Blanks between two parts of a JSON text: a space, or a new line. Without a bound unsure models draw them for ever."""
 UNSPELLED = "the tokenizer cannot spell what the grammar asks for"
@@ -48,12 +48,12 @@ _NOTES = (
     *("$schema", "$id", "$anchor", "$comment"),
 )
 KEYWORDS = frozenset((*_ONE, *_LISTED, *_NAMED, *_BOUNDS, *_NOTES))
-"""Keywords of a schema; the last, which say nothing about which texts fit, may stand there."""
+"""Keywords that a schema may have; those of _NOTES are accepted but do not constrain texts."""
 
 
 class Matcher(Hook):
-    """One row's place in a grammar. ends: tokens that may come where the text may end. error: why it cannot go on;
-    empty while it can."""
+    """State of the grammar for one row. ends: tokens that are allowed wherever the text may end. error: why the grammar
+    cannot go on; empty while it can."""
 
     reads_ahead = True
 
@@ -74,7 +74,7 @@ class Matcher(Hook):
         return logits_NV.masked_fill(~self.allowed(), -torch.inf)
 
     def took(self, id: int) -> bool:
-        """True where the text fits and nothing may follow."""
+        """Advance by a token. True if the text is now complete and nothing may follow."""
         if id in self.ends:
             return False
         if not self._inner.consume_token(id):
@@ -100,9 +100,9 @@ class Matcher(Hook):
 
 @dataclass(frozen=True, eq=False)
 class Constraint(Hook):
-    """A grammar for one tokenizer: what is drawn fits it, and ends ("stop") where it is complete. It does not change:
-    each row has a matcher of its own, and the first is compiled already. ConfigError: nothing fits the grammar, or it
-    is too complex."""
+    """A grammar for one tokenizer: texts are drawn to fit it, and end ("stop") once complete. It is immutable: each row
+    gets a matcher of its own, the first of which is compiled already. ConfigError: no text fits the grammar, or it is
+    too complex."""
 
     tokenizer: Vocabulary
     grammar: str
@@ -118,8 +118,8 @@ class Constraint(Hook):
         self._ready.append(begun)
 
     def begin(self, row: Row) -> Matcher:
-        """A matcher of a text that begins here. None is a copy: copies share what they have met, and so its limits.
-        ConfigError: a row of another tokenizer, or that may not end where the grammar does."""
+        """A new matcher for a row, never a copy of another: copies would share the grammar's states, and so their
+        limits. ConfigError: the row has another tokenizer, or `min_tokens`, though the grammar ends texts."""
         same = self.tokenizer is row.vocabulary
         require(same, "constraint", "of another tokenizer", "of the one that the rows have")
         require(row.early == 0, "min_tokens", row.early, "0 with a constraint, which ends texts itself")
@@ -139,11 +139,11 @@ class Constraint(Hook):
 
 
 def json_schema(schema: dict[str, Any], tokenizer: Vocabulary) -> Constraint:
-    """JSON texts that a schema (draft 2020-12, as far as KEYWORDS go) takes; properties come in its order.
+    """Limit texts to JSON that a schema (draft 2020-12, as far as KEYWORDS go) accepts; properties come in its order.
 
-    ConfigError, naming what is wrong: a keyword that is unknown or that the library cannot hold a text to, a schema
-    that is no schema, that nothing fits, or that is too large or too complex. No schema takes longer than about a
-    second. Nothing but the schema is read: a `$ref` elsewhere is refused.
+    ConfigError, naming what is wrong: a keyword that is unknown or that the library cannot enforce, or a schema that is
+    invalid, fits no text, or is too large or too complex. Compiling may take SECONDS at most. Nothing but the schema is
+    read: a `$ref` to elsewhere is refused.
     """
     try:
         import llguidance
@@ -178,7 +178,7 @@ LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0).compute_bitmask()
 
 @lru_cache(maxsize=256)
 def _try(grammar: str) -> None:
-    """Compile a grammar in a process of its own, within SECONDS and MEMORY. ConfigError: it does not end there."""
+    """Compile a grammar in a process of its own. ConfigError: it does not succeed within SECONDS and MEMORY."""
     import llguidance
 
     place = str(Path(llguidance.__file__).parents[1])
@@ -194,7 +194,7 @@ def _try(grammar: str) -> None:
 
 @lru_cache(maxsize=4)
 def _tokens(tokenizer: Vocabulary) -> Any:
-    """The library's view of a tokenizer, made once: of a large one that takes a second."""
+    """The tokenizer in the library's form, cached: a large one takes a second to convert."""
     import llguidance
 
     return llguidance.LLTokenizer(
@@ -213,7 +213,7 @@ def _end(tokenizer: Vocabulary) -> int:
 
 
 class _Spelled:
-    """A tokenizer as the library asks for it: tokens of no bytes are special, and only the end of a text is allowed."""
+    """A tokenizer with the library's interface: tokens without bytes are special, and only a text's end is allowed."""
 
     bos_token_id = None
 
@@ -230,8 +230,8 @@ class _Spelled:
         return self._known(data)
 
     def _spell(self, data: bytes) -> list[int]:
-        """The tokens of a text that must come: the tokenizer's, or, where it would begin with a space that is none of
-        it, the longest ones first. An error becomes one of the matcher's."""
+        """The tokens of text that the grammar forces: the tokenizer's encoding, or, if that spells other bytes, such as
+        a leading space, the longest tokens from the left. The library turns an error here into one of the matcher."""
         ids = self._encode(data.decode("utf-8", "replace"))
         if b"".join(self.tokens[id] for id in ids) == data:
             return ids
@@ -247,7 +247,7 @@ class _Spelled:
 
 
 def _check(schema: Any, where: str) -> None:
-    """ConfigError, naming its place, for a keyword that is not known: the library would take it for a note."""
+    """ConfigError, naming its place, for an unknown keyword, which the library would ignore as an annotation."""
     if not isinstance(schema, dict):
         return
     for key, value in schema.items():
@@ -263,7 +263,7 @@ def _check(schema: Any, where: str) -> None:
 
 
 def _check_bound(schema: dict[str, Any], key: str, where: str) -> None:
-    """ConfigError for a whole exclusive bound less than 1 from the other one: the library lets it be drawn itself."""
+    """ConfigError for an exclusive integer bound less than 1 from the other one: the library would allow its value."""
     bound, end = schema[key], "aximum" if key.endswith("inimum") else "inimum"
     others = [schema.get(f"m{end}"), schema.get(f"exclusiveM{end}")]
     near = [
@@ -276,7 +276,7 @@ def _check_bound(schema: dict[str, Any], key: str, where: str) -> None:
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas that a schema is made of, and their places in it."""
+    """The schemas nested directly in a schema, each with its place in it."""
     for key, value in schema.items():
         if key in _LISTED and isinstance(value, list):
             yield from ((f"{key}[{at}]", part) for at, part in enumerate(value))

@@ -12,11 +12,11 @@ from perspectron.util.config import require
 from perspectron.util.errors import StateError
 
 OWN = ("conversation", "session", "log")
-"""What a file has of its text, under these names."""
+"""Names of a file's own entries, which a user's entries may not have."""
 
 
 def beside(extra: dict[str, Any] | None) -> dict[str, Any]:
-    """What a user keeps in a file. ConfigError: under a name of OWN."""
+    """The user's entries for a file, empty if there are none. ConfigError: one has a name of OWN."""
     extra = extra or {}
     for name in OWN:
         require(
@@ -52,7 +52,7 @@ class Conversation:
 
     @property
     def begins(self) -> bool:
-        """It is one row that begins with a trained memory and has read nothing."""
+        """True if this is a single row with a trained memory that has not read or drawn anything yet."""
         return self.rows == 1 and bool(kinds_of(self.state)) and not (self.recent[0] or self.drawn[0])
 
     @classmethod
@@ -93,8 +93,8 @@ class Conversation:
 
     @classmethod
     def of(cls, path: Path | str, state: LMState, extra: dict[str, Any], vocab: int) -> "Conversation":
-        """The conversation of a state and what was saved with it. StateError: the file at `path` has none, or tokens
-        outside the vocabulary, or counts that no text has."""
+        """Make a conversation from a state and its file's entries. StateError: the file at `path` has no conversation,
+        tokens outside the vocabulary, or a count of drawn tokens out of bounds."""
         fields: Any = extra.get("conversation")
         if not _are_conversation_fields(fields, state.batch_size):
             raise StateError(f"{path}: not a conversation, lacks its pending, recent and drawn tokens")

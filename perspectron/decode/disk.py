@@ -1,8 +1,8 @@
 """Prefixes on disk: files of states, and their index, a database that several processes may share.
 
-What a state has per token lies in pages, files of their own that are named by what they hold and by the page before:
-states that begin alike share them. `KEY.state` holds the rest of a state and the name of its last page, which the index
-has, too.
+The per-token parts of a state lie in pages: separate files, named by a digest of their content and of the page before,
+so that states with a common beginning share them. `KEY.state` holds the rest of a state and the name of its last page,
+which the index has, too.
 
 Shapes: D model width.
 """
@@ -29,12 +29,12 @@ from perspectron.util.files import locked, remove, sweep, temporary_beside
 from perspectron.util.schema import checked
 
 INDEX = "index.sqlite"
-AT_ONCE = 500  # cells of one query
+AT_ONCE = 500  # most cells in one query
 PATIENCE = 30.0  # seconds to wait for another process that writes
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # of what a head reads
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # of the head's input
 VERSION = 3  # of the tables
 PAGE = 128
-"""Slots of a page, at most."""
+"""Maximum number of cache slots in a page."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
   key TEXT PRIMARY KEY, parent TEXT NOT NULL, bytes INTEGER NOT NULL, seconds REAL NOT NULL,
@@ -54,8 +54,8 @@ CREATE TABLE IF NOT EXISTS clock (time REAL NOT NULL);
 
 @dataclass(frozen=True)
 class Prefix:
-    """A stored state, as a copy of one row. tokens: how many were read. last_1D: what the head reads after them.
-    seconds: what reading them took."""
+    """A copy of a stored state of one row. tokens: number of tokens read. last_1D: the head's input after the last one.
+    seconds: time that reading them took."""
 
     tokens: int
     state: LMState
@@ -64,7 +64,7 @@ class Prefix:
 
 
 class _Extra(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file holds beside the state. last: `Prefix.last_1D` in float64, and its dtype."""
+    """Metadata in a prefix's file, beside the state. last: `Prefix.last_1D` in float64. dtype: its own dtype."""
 
     key: str
     tokens: int
@@ -75,8 +75,8 @@ class _Extra(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass
 class Counters:
-    """hits, misses: of `find`. tokens_saved: not read again. evicted: entries that made room. damaged: files that were
-    not what they should be, and were dropped. failed: writes and reads that the disk or the index refused."""
+    """Counters of a store. hits, misses: of `find`. tokens_saved: tokens not read again. evicted: entries removed to
+    make room. damaged: files dropped for wrong content. failed: reads and writes that the disk or the index refused."""
 
     hits: int = 0
     misses: int = 0
@@ -87,9 +87,9 @@ class Counters:
 
 
 class Disk:
-    """Files of states and their index. An entry is a file first and a row after it, both within one transaction of
-    which there is one at a time among all processes: a file without a row is what a killed one left, and is deleted by
-    whoever opens the folder next."""
+    """Files of states and their index. An entry's file is written first and its row in the index second, within one
+    transaction; only one process at a time has such a transaction. A file without a row was left by a killed process,
+    and is deleted by whoever opens the folder next."""
 
     def __init__(self, folder: Path, budget: int, model: Stateful, counters: Counters) -> None:
         require(budget >= 1, "disk_bytes", budget, "≥ 1")
@@ -111,7 +111,7 @@ class Disk:
             return self._open()
         except sqlite3.OperationalError:
             raise
-        except sqlite3.DatabaseError:  # not an index, or a damaged one: what it led to is computed again
+        except sqlite3.DatabaseError:  # not an index, or a damaged one: its entries are computed again
             self.counters.damaged += 1
             for ending in ("", "-wal", "-shm"):
                 remove(self.folder / (INDEX + ending))
@@ -148,8 +148,8 @@ class Disk:
             self._index.close()
 
     def get(self, text: Text, at: int) -> Prefix | None:
-        """The state after so many tokens of a text. What is on disk is believed only where its digests, its key and its
-        shapes are right."""
+        """The state after the first `at` tokens of a text; None if there is none. Files are used only if their digests,
+        their key and their shapes are right."""
         key = text.key(at).hex()
         with self._transaction() as index:
             if index is None:
@@ -172,12 +172,12 @@ class Disk:
         return prefix
 
     def lengths(self, text: Text) -> dict[bytes, list[int]]:
-        """By cell of a text, the tokens of it after which states are kept, of whichever text."""
+        """By the key of each cell of a text: the offsets in tokens within it at which states of any text are stored."""
         with self._transaction() as index:
             return {} if index is None else _lengths(index, text.cells)
 
     def put(self, text: Text, prefix: Prefix) -> None:
-        """Write an entry, of a place in a text, and make room for it."""
+        """Store a prefix of a text as an entry, and evict others to make room for it."""
         key, (cell, length) = text.key(prefix.tokens).hex(), text.place(prefix.tokens)
         with self._transaction(write=True) as index:
             if index is None or index.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone():
@@ -218,7 +218,7 @@ class Disk:
 
     @staticmethod
     def _chain(index: sqlite3.Connection, name: str) -> list[tuple[str, int]]:
-        """The pages up to one: their names, and the slot at which each ends."""
+        """The chain of pages that ends with one, in order: their names, and the slot at which each ends."""
         found = list[tuple[str, int]]()
         while name and (
             row := index.execute("SELECT stop, before FROM pages WHERE name = ?", (name,)).fetchone()
@@ -228,14 +228,14 @@ class Disk:
         return found[::-1]
 
     def _write(self, index: sqlite3.Connection, key: str, last: str, prefix: Prefix) -> tuple[int, str, int]:
-        """Write an entry's file and its pages, those that are not there yet: (bytes of the file, the last page, bytes
-        of these pages). last: page of a state that this one may go on from. Without waiting for the disk: a loss of
-        power may damage them, which their digests show."""
+        """Write an entry's file and those of its pages that do not exist yet: (bytes of the file, name of the last
+        page, bytes of the new pages). last: last page of a state that this one may continue. The files are not synced:
+        a loss of power may damage them, which their digests show."""
         path = self._path(key)
         contents = packed(path, prefix.state, self.model, extra_of(key, prefix))
         known = [(name, stop) for name, stop in self._chain(index, last) if stop <= contents.slots]
         page, start, added, made = "", 0, 0, list[Path]()
-        # Another document may have begun meanwhile, so that its pages are others.
+        # Another document may have begun since that state, so that the pages differ.
         for (name, stop), own in zip(known, page_names(contents, [stop for _, stop in known]), strict=True):
             if name != own:
                 break
@@ -266,7 +266,7 @@ class Disk:
 
     @staticmethod
     def _put(path: Path, contents: Contents, start: int) -> int:
-        """Write a file from a slot on: its bytes."""
+        """Write a file of the slots from `start` on: its size in bytes."""
         temporary = temporary_beside(path)
         try:
             write(temporary, contents, path, start)
@@ -281,7 +281,7 @@ class Disk:
         index.execute("UPDATE pages SET uses = uses + 1 WHERE name = ?", (page,))
 
     def _read(self, key: str, pages: list[Path]) -> tuple[Prefix | None, Path | None]:
-        """What an entry's files hold; the page that is damaged, if one is."""
+        """Read an entry's files: (the prefix, None if that fails; the path of a missing or damaged page, if any)."""
         path = self._path(key)
         try:
             return prefix_of(path, key, pages, self.model), None
@@ -296,7 +296,7 @@ class Disk:
             return None, None
 
     def _nearest(self, index: sqlite3.Connection, text: Text, tokens: int) -> tuple[str, float, str]:
-        """The longest entry before a place of a text, its seconds and its last page."""
+        """The longest stored prefix of a text before `tokens`: its key, seconds and last page; empty without one."""
         for last in range((tokens - 1) // text.chunk + 1, 0, -AT_ONCE):
             first = max(0, last - AT_ONCE)
             there = _lengths(index, text.cells[first:last])
@@ -309,8 +309,8 @@ class Disk:
         return "", 0.0, ""
 
     def _forget(self, index: sqlite3.Connection, key: str) -> None:
-        """Delete an entry, and the pages that no other needs; those that would have been computed from it are now
-        computed from what it was."""
+        """Delete an entry and the pages that no other needs. Entries whose parent it was get its parent, from which
+        they would now be computed, and are valued anew."""
         row = index.execute("SELECT parent, page FROM entries WHERE key = ?", (key,)).fetchone()
         if row is None:
             return
@@ -347,7 +347,7 @@ class Disk:
 
     @contextlib.contextmanager
     def _transaction(self, *, write: bool = False) -> Iterator[sqlite3.Connection | None]:
-        """A transaction; None where the index refuses one. What fails within is undone, and counted."""
+        """A transaction; None if the index refuses one. A failure rolls it back; errors of the index are counted."""
         with self._lock:
             try:
                 self._index.execute("BEGIN IMMEDIATE" if write else "BEGIN")
@@ -377,7 +377,7 @@ def _lengths(index: sqlite3.Connection, cells: Sequence[bytes]) -> dict[bytes, l
 
 
 def extra_of(key: str, prefix: Prefix) -> dict[str, Any]:
-    """What a file of a prefix holds beside the state."""
+    """The metadata of a prefix's file, as JSON."""
     last_1D = prefix.last_1D
     extra = _Extra(key, prefix.tokens, prefix.seconds, last_1D.double()[0].tolist(), str(last_1D.dtype))
     made: dict[str, Any] = msgspec.to_builtins(extra)
@@ -385,7 +385,7 @@ def extra_of(key: str, prefix: Prefix) -> dict[str, Any]:
 
 
 def prefix_of(path: Path, key: str, pages: Sequence[Path], model: Stateful) -> Prefix:
-    """The prefix that a file holds. StateError: damaged, or not one row of this key; PageError: one of its pages is."""
+    """Read a prefix's file. StateError: damaged, or not one row of this key. PageError: a page is damaged, or gone."""
     state, values = read_state(path, model, pages)
     extra = checked(values, _Extra, StateError, path)
     dtype = next((dtype for dtype in DTYPES if str(dtype) == extra.dtype), None)
@@ -396,5 +396,5 @@ def prefix_of(path: Path, key: str, pages: Sequence[Path], model: Stateful) -> P
 
 
 def saved(seconds: float, before: float) -> float:
-    """Seconds that an entry saves; the clock is coarse, and no state is worth nothing."""
+    """Seconds that an entry saves over the shorter one before it; always positive, since the clock is coarse."""
     return max(seconds - before, 1e-9)

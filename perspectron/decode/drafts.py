@@ -1,7 +1,7 @@
-"""Drafts: tokens that a text may go on with, which a model reads ahead in one run; how many are worth it.
+"""Drafts for speculative decoding: guesses of a text's next tokens, read ahead in one run, and how many are worth it.
 
-A draft changes no bit of a text. What is drawn is drawn from the logits that a step would have given, with the noise
-that it would have had; a draft that is not what was drawn costs time, nothing else.
+A draft changes no bit of a text: each token is drawn from the logits that an ordinary step would have given, with the
+noise that it would have had. A draft that differs from what is drawn costs time, nothing else.
 """
 
 from abc import ABC, abstractmethod
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LONGEST = 15
-"""Tokens of a draft, unless another number is asked for."""
+"""Maximum number of tokens of a draft, unless another is asked for."""
 NGRAMS = 2, 4
-"""Numbers of last tokens of a text that are looked for in it."""
+"""Lengths of the n-grams at the end of a text that are looked for earlier in it."""
 LENGTHS = 15, 7, 3, 1
-"""Tokens that drafts of several rows have, so that their runs have few shapes."""
+"""Lengths to which drafts of several rows are cut, so that their runs have few shapes."""
 FEW = 16
-"""A draft model reads fewer tokens step by step."""
+"""A draft model reads fewer tokens than this step by step."""
 MEMORY = 0.15
-"""Share of the latest token in what is known of how often drafts are right."""
+"""Weight of the latest token in the moving average of how often drafts are right."""
 FORGET = 0.005
-"""Share of each step by which what was learnt grows old."""
+"""Share of the way back to its initial value that a learnt average moves in a step."""
 SHORTEST = 4e-4
-"""Seconds of a step from which on drafts are looked for, which takes some 10 µs a token."""
+"""Minimum seconds of a step for drafts to be looked for, which takes some 10 µs a token."""
 KEPT = 4
-"""Texts that ended last, whose drafts go on where the text does."""
+"""Number of recently ended texts whose draft state is kept for a text that continues one."""
 FIRST = 3
-"""Steps of a batch before drafts are read."""
+"""Steps that are timed before drafts are read."""
 SPEND = 0.015
-"""Share of the time of steps that drafts which turn out wrong may cost."""
+"""Share of the time of steps that wrong drafts may cost."""
 CREDIT = 0.75, 30.0
-"""Steps' time that they may cost at first, and that is kept of what right ones have saved, at most."""
+"""Time that wrong drafts may cost, in steps: at first, and the most that right ones can earn."""
 SLOPE, LEAST = 0.2, 0.06
-"""A token more costs this share of a step, until it was measured; and so much besides."""
+"""Cost of a further token as a share of a step, until it is measured; and a fixed share added to it."""
 
 
 @dataclass
 class Counts:
-    """drafted: tokens that were read ahead. accepted: those that were then drawn. runs: in which they were read."""
+    """drafted: tokens that were read ahead. accepted: those that were then drawn. runs: runs that read drafts."""
 
     drafted: int = 0
     accepted: int = 0
@@ -59,18 +59,18 @@ class Counts:
 
 
 class Pace:
-    """How long drafts of the rows of a batch may be, by what steps and longer runs have taken and how often drafts were
-    right. Times change no bit of a text."""
+    """Decides how long drafts of a batch's rows may be, from the times of steps and longer runs and from how often
+    drafts were right. Times change no bit of a text."""
 
     def __init__(self) -> None:
         self._steps, self._step, self._more, self._credit = 0, 0.0, 0.0, 0.0
         self.copied = 0.0
-        """Bytes that are copied of the state with each token of a draft, over those of the weights."""
+        """Bytes of the state that each token of a draft copies, over those of the weights."""
 
     def stepped(self, seconds: float) -> None:
-        """A step without drafts took so long."""
+        """Record the time of a step without drafts."""
         self._steps += 1
-        if self._steps <= FIRST:  # they may make a recording
+        if self._steps <= FIRST:  # the first ones may make a recording
             self._step = seconds if self._steps == 1 else min(self._step, seconds)
             self._more, self._credit = self._guess * self._step, CREDIT[0] * self._step
         self._step = _mostly(self._step, min(seconds, 2 * self._step))
@@ -78,31 +78,31 @@ class Pace:
         self._earn(SPEND * self._step)
 
     def read(self, tokens: int, rows: int, seconds: float) -> None:
-        """A run of so many tokens of so many rows took so long."""
+        """Record the time of a run that read `tokens` tokens in `rows` rows."""
         more = max(0.0, seconds - self._step) / max(1, tokens - rows)
         self._more = _mostly(self._more, min(more, 2 * self._step))
         self._credit -= min(more, 2 * self._step) * (tokens - rows)
 
     def saved(self, rows: int) -> None:
-        """The token of one of so many rows was at hand."""
+        """Record that the next token of one of `rows` rows had been read ahead."""
         self._earn(self._step / rows)
 
     @property
     def pays(self) -> bool:
-        """False where a token more takes as long as a step, and where a step is so short that to look for drafts would
-        be felt."""
+        """True until steps are timed; then False if a further token takes as long as a step, or if steps are so short
+        that looking for drafts would be felt."""
         return self._steps < FIRST or (self._step >= SHORTEST and self._more < self._step)
 
     @property
     def _guess(self) -> float:
-        """What a token more costs, in steps."""
+        """Cost of a further token as a share of a step, before it is measured."""
         return SLOPE + 2 * self.copied
 
     def _earn(self, seconds: float) -> None:
         self._credit = min(CREDIT[1] * self._step, self._credit + seconds)
 
     def most(self, hopes: float, rows: int, longest: int) -> int:
-        """Tokens to draft, `longest` at most, for one of so many rows, whose drafts are right so often."""
+        """Number of tokens to draft, up to `longest`, for one of `rows` rows. hopes: how often its drafts are right."""
         if self._steps < FIRST:
             return 0
         more = self._more + LEAST * self._step
@@ -113,19 +113,19 @@ class Pace:
 
 
 def _mostly(known: float, seconds: float) -> float:
-    """What something takes, after it took so long: what else the machine does makes it longer, never shorter."""
+    """Update an estimated duration; it falls faster than it rises, as other load only makes times longer."""
     return known + (0.3 if seconds < known else 0.06) * (seconds - known)
 
 
 class Drafter(ABC):
-    """The source of drafts for many rows of one model. longest: tokens of one; None: LONGEST, or as many as a window
-    of the model has. counts, pace: of all rows so far."""
+    """Source of drafts for many rows of one model. longest: maximum tokens of a draft; None: LONGEST, or the model's
+    smallest window if that is less. counts, pace: over all rows so far."""
 
     def __init__(self, longest: int | None = None) -> None:
         self.longest, self.counts, self.pace = longest, Counts(), Pace()
 
     def fits(self, model: LanguageModel) -> int:
-        """Tokens of a draft for a model. ConfigError: more than a window of it has, or none."""
+        """Maximum tokens of a draft for a model. ConfigError: `longest` is below 1, or above a window of the model."""
         windows = [
             (window, f"blocks[{at}]")
             for at, block in enumerate(model.config.blocks)
@@ -146,15 +146,15 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, row: "Row") -> "Draft":
-        """What drafts for a row, which is about to draw its first token."""
+        """Begin the drafts of a row that is about to draw its first token."""
 
     def end(self, draft: "Draft") -> None:  # noqa: B027 (nothing, unless it keeps something)
-        """A row of `begin` draws no more."""
+        """End the drafts of a row, which draws no more tokens."""
 
 
 class Draft(ABC):
-    """Drafts for one row. hopes: how often a drafted token was right, of late. free: to propose takes no time, so that
-    it is seen how right drafts would be also while none is read. waits: what such a one begins with."""
+    """Drafts for one row. hopes: moving average of how often a drafted token was right. free: proposing takes no time,
+    so that drafts are judged even while none is read. waits: first token of such a draft that is not read."""
 
     hopes = 0.5
     free = False
@@ -166,7 +166,7 @@ class Draft(ABC):
 
     @property
     def text(self) -> list[int]:
-        """All tokens that are known of the row's text."""
+        """All known tokens of the row's text."""
         ids = self.row.ids
         if len(ids) > self._drawn:
             self._text += ids[self._drawn :]
@@ -175,19 +175,19 @@ class Draft(ABC):
 
     @abstractmethod
     def propose(self, most: int) -> list[int]:
-        """Tokens that may follow, `most` of them at most."""
+        """Guess up to `most` of the next tokens."""
 
     def learn(self, right: bool) -> None:
-        """A drafted token was right, or it was not."""
+        """Update `hopes` by whether a drafted token was right."""
         self.hopes += MEMORY * (right - self.hopes)
 
     def forget(self) -> None:
-        """Nothing was drafted: what was learnt grows old."""
+        """Move `hopes` a little towards its initial value, as nothing was drafted."""
         self.hopes += FORGET * (type(self).hopes - self.hopes)
 
 
 class _Kept(Generic[T]):
-    """What has read the beginning of texts, of the KEPT that ended last: whatever is known of one goes on with it."""
+    """What drafts learnt from the KEPT texts that ended last, for a text that continues one of them."""
 
     def __init__(self) -> None:
         self._kept = list[tuple[list[int], T]]()
@@ -197,13 +197,13 @@ class _Kept(Generic[T]):
             self._kept = [*self._kept[1 - KEPT :], (ids, known)]
 
     def take(self, ids: list[int]) -> T | None:
-        """What knows most of the beginning of a text; from now on it is the caller's."""
+        """Take out what was learnt from the longest kept text that `ids` begin with; None if there is none."""
         fits = [at for at, (own, _) in enumerate(self._kept) if ids[: len(own)] == own]
         return self._kept.pop(max(fits, key=lambda at: len(self._kept[at][0])))[1] if fits else None
 
 
 class NGrams(Drafter):
-    """Drafts of what followed the text's last tokens where they stood in it before, without a model."""
+    """Drafts by prompt lookup, without a model: the tokens that followed the text's last n-gram earlier in it."""
 
     def __init__(self, longest: int | None = None) -> None:
         super().__init__(longest)
@@ -218,15 +218,15 @@ class NGrams(Drafter):
 
 
 class _Places:
-    """Where n-grams stood in the first `known` tokens of a text."""
+    """Where n-grams occur in the first `known` tokens of a text."""
 
     def __init__(self) -> None:
         self.known, self.last = 1, list[tuple[int, ...]]()
-        # After each n-gram, shortest first, the place of the token that followed it last.
+        # For each length, shortest first: by n-gram, the place of the token that last followed it.
         self.after = [dict[tuple[int, ...], int]() for _ in NGRAMS]
 
     def learn(self, ids: list[int]) -> None:
-        """More of the text."""
+        """Add the n-grams that are new in the text."""
         end = len(ids)
         if self.last and end == self.known + 1:
             for after, key in zip(self.after, self.last, strict=True):
@@ -234,7 +234,7 @@ class _Places:
         else:
             for at in range(self.known, end):
                 for n, after in zip(NGRAMS, self.after, strict=True):
-                    after[tuple(ids[at - n : at])] = at  # of what is shorter than n, nothing
+                    after[tuple(ids[at - n : at])] = at  # a key never met if fewer than n tokens come before
         self.known, self.last = end, [tuple(ids[-n:]) for n in NGRAMS]
 
 
@@ -252,16 +252,16 @@ class _NGrams(Draft):
         for after, key in zip(reversed(places.after), reversed(places.last), strict=True):
             found = after.get(key)
             if found is not None:
-                period = end - found  # a draft that comes to the end of the text goes on with itself
+                period = end - found  # a draft that reaches the end of the text repeats itself
                 return [ids[found + i % period] for i in range(most)]
         return []
 
 
 class DraftModel(Drafter):
-    """Drafts of another model with the same tokens, drawn as the text itself is, with the same noise: the more alike
-    the two models are, the more often they draw the same. Its states are its own.
+    """Drafts by another model with the same vocabulary, drawn as the text itself is, with the same noise: the more
+    alike the two models are, the more often they draw the same token. It keeps states of its own.
 
-    ConfigError: a model of other tokens."""
+    ConfigError: the model has another vocabulary."""
 
     def __init__(
         self, model: LanguageModel, tokenizer: "Vocabulary", of: "Vocabulary", longest: int | None = None
@@ -286,7 +286,7 @@ class DraftModel(Drafter):
 
 
 class _Reader:
-    """A model that has read the first `read` tokens of a text. spare: a state to be written over."""
+    """A model that has read the first `read` tokens of a text. spare: a state whose memory may be overwritten."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model, self.state, self.read = model, model.init_state(1), 0

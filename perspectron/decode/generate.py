@@ -22,9 +22,9 @@ class Generation:
     """The result of `generate`, row by row.
 
     texts: the new text of each row. ids: every token drawn, including those of a stop string and the one that ends the
-    text. finished: "stop" at a stop string or where a hook has the text complete, "end" at a token that ends texts or a
-    stop id, "length" at `max_tokens`, "unsafe" where a hook stopped it. conversation: to continue from. verdicts: by
-    name of a hook that gave any, those of every token, and of one before which the row was stopped.
+    text. finished: "stop" at a stop string or when a hook says the text is complete, "end" at a token that ends texts
+    or a stop id, "length" at `max_tokens`, "unsafe" when a hook stopped it. conversation: to continue from. verdicts:
+    by the name of each hook that gave any, those on every token, also on one that stopped its row.
     """
 
     texts: list[str]
@@ -103,7 +103,7 @@ def generate(
 
 
 def _joined(pieces: Sequence[Sequence[Piece]], conversation: Conversation) -> Generation:
-    """The generation of the pieces of each row."""
+    """Assemble the result from the pieces of each row."""
     names = dict.fromkeys(name for row in pieces for piece in row for name in piece.verdicts)
     return Generation(
         texts=["".join(piece.text for piece in row) for row in pieces],

@@ -1,5 +1,5 @@
-"""Steps of a model on CUDA that run as a graph: one launch reads a token in each row, where the modules are hundreds of
-kernels, each launched by the host. The graph runs the modules' own kernels.
+"""Decoding steps as CUDA graphs: one launch reads a token in each row, where the modules are hundreds of kernels, each
+launched by the host. A graph runs the modules' own kernels.
 
 Shapes: B batch, D model width, V vocabulary.
 """
@@ -41,24 +41,24 @@ from perspectron.native.tape import Unrecordable, memory
 from perspectron.ops.dispatch import capturing
 
 PATIENCE = 8
-"""Steps of one shape that the modules take first: a capture takes as long as some dozens of them."""
+"""Steps of one shape that the modules take before a graph is captured, which takes as long as some dozens of them."""
 MOST_GRAPHS = 16
-"""Graphs of a model that are kept."""
+"""Maximum number of graphs kept for a model."""
 MOST_IDLE = 2 << 30
-"""Bytes of states that those may keep which are not the latest."""
+"""Maximum bytes of the states of kept graphs, the latest one's left out."""
 LEAST_SLOTS = 256
-"""Slots of a cache come in multiples of it, and of a quarter of what is used, so that few graphs do for all."""
+"""Caches get slots in multiples of this, and of an eighth to a quarter of those used, so that few graphs suffice."""
 MOST_COMPARED = 1 << 30
-"""Bytes of a state up to which it is compared itself with that of the modules, beside what they say."""
+"""Up to this many bytes, a state itself is compared with that of the modules, besides the outputs."""
 Body = Callable[..., tuple[Tensor, Tensor]]
 COPIES = ("to", "_to_copy", "copy_", "copy")
 log = logging.getLogger("perspectron")
 
 
 class Graphs:
-    """Graphs of one model's step, by the shapes of its state and the thread that asks. plain: there can be some. told:
-    why not of a model that should have had them, as was said. A text may change its thread; while the modules read more
-    of it, in a thread that has not stepped it, the one before must step no other."""
+    """Graphs of one model's step, by the shapes of its state and the calling thread. plain: True if the model can have
+    any. told: the reason, as last logged, why a model that could have them has none. A text may move to another thread;
+    while the modules read more of it in a thread that has not stepped it, its former thread must step no other text."""
 
     def __init__(self, model: LanguageModel, told: str | None = None) -> None:
         self._model, self.witness, self.told = weakref.ref(model), Witness(model), told
@@ -77,15 +77,15 @@ class Graphs:
         self._lock = threading.Lock()
 
     def look(self) -> None:
-        """Do nothing: graphs read all numbers where they are."""
+        """Do nothing: graphs read all weights in place."""
 
     def step(self, ids_B1: Tensor, state: LMState) -> tuple[Tensor, Tensor, LMState] | None:
-        """Read a token in each row after `state`, which is used up: (what the head reads [B,D], logits [B,V], the new
+        """Read a token in each row after `state`, which is used up: (the head's input [B,D], logits [B,V], the new
         state). None for a step that is left to the modules; the state is then as it was."""
         if ids_B1.device != self.device or ids_B1.ndim != 2 or ids_B1.shape[1] != 1:
             return None
         with self._lock:
-            if not self.witness.stands:  # a graph would read what is no weight any more
+            if not self.witness.stands:  # a graph would read memory that holds no weights any more
                 self._made.clear()
                 self._latest = None
                 return None
@@ -94,13 +94,13 @@ class Graphs:
             now = self._latest
             return None if now is None or len(ids_B1) != now.batch_size else now.step(ids_B1, state)
 
-    @torch.inference_mode(False)  # a compiler knows no tensors of inference mode
+    @torch.inference_mode(False)  # compilers do not support inference tensors
     @torch.no_grad()
     def _taken(self, state: LMState) -> "tuple[Step | None, LMState]":
-        """The graph for a state of these shapes, and the state with its memory, to go on from; or none."""
+        """The graph for a state of these shapes, and the state in its memory, to go on from; or None and the state."""
         for key, there in self._made.items():
             if there is not None and there.at(state):
-                self._made[key] = self._made.pop(key)  # the latest is the last
+                self._made[key] = self._made.pop(key)  # in order of use
                 return there, state
         model = self._model()
         assert model is not None
@@ -125,13 +125,13 @@ class Graphs:
         if made is None:
             return None, state
         if (taken := made.take(state)) is None:
-            del self._made[key], self._asked[key]  # its memory is left to those who have it
+            del self._made[key], self._asked[key]  # its memory is left to its users
             return None, state
         return (made, taken) if made.left > 0 else (None, state)
 
     def _captured(self, model: LanguageModel, state: LMState, kind: Any) -> "Step | None":
-        """A graph. One that is refused is so for states of this kind in all shapes, and for the same reason it is said
-        once of a model; not so for want of memory."""
+        """Capture a graph; None if that fails. A failure is final for states of this kind in all shapes, unless memory
+        was short or shapes may still settle. Logs the reason, as a warning once per model."""
         try:
             return self.made(model, state)
         except torch.OutOfMemoryError:
@@ -148,7 +148,7 @@ class Graphs:
         return None
 
     def _shrink(self) -> None:
-        """Let go of the oldest graphs, but never of the latest."""
+        """Drop the graphs that were used least recently, but never the latest."""
         *idle, _ = self._made
         held = sum(made.nbytes for made in map(self._made.__getitem__, idle) if made is not None)
         for key in idle:
@@ -159,11 +159,11 @@ class Graphs:
 
 
 class Step:
-    """The step of a batch whose state has these shapes. The state of the text that took it last stands in its memory;
-    when another takes it, that one gets memory elsewhere. left: tokens that it has room for."""
+    """A captured step of batches whose state has these shapes. The state of the text that took it last is in its
+    memory; when another text takes it, that state moves elsewhere. left: number of tokens that it has room for."""
 
     asks = True
-    """Whether what would ask the device for something is looked for."""
+    """True if operations for which the host waits on the device are looked for before capturing."""
 
     def __init__(self, model: LanguageModel, state: LMState) -> None:
         self.batch_size, self.left = state.batch_size, 0
@@ -193,14 +193,14 @@ class Step:
         self._check(model.config.vocab_size, lambda: run(body))
 
     def program(self, body: Body, given: tuple[Tensor, ...]) -> Body:
-        """What is captured of a step's body, which is called with `given`."""
+        """The function that is captured for a step's body, called with `given`."""
         return body
 
     def near(self, found: Tensor, wanted: Tensor) -> bool:
         return near(found, wanted)
 
     def _check(self, V: int, modules: Callable[[], None]) -> None:
-        """Unrecordable unless some steps, of several tokens, give what the modules give."""
+        """Raise Unrecordable unless some steps, with different tokens, give the same as the modules."""
 
         def said(step: Callable[[], None]) -> list[Tensor]:
             found = list[Tensor]()
@@ -216,17 +216,17 @@ class Step:
             raise Unrecordable("it does not give what the modules give")
 
     def at(self, state: LMState) -> bool:
-        """True if it goes on from this state, and can."""
+        """True if the next step continues this very state, and there is room for a token."""
         return self.left > 0 and self._handed() is state
 
     @property
     def idle(self) -> bool:
-        """True if nobody has the state that was handed out, or a part of it."""
+        """True if nothing refers to the tensors of the state that was handed out any more."""
         return all(leaf() is None for leaf in self._leaves)
 
     def take(self, state: LMState) -> LMState | None:
-        """Go on from a copy of this state: the same one, in the graph's memory; or None if others cannot give that
-        memory up."""
+        """Continue from a copy of this state in the graph's memory: the copy, or None if others cannot give that memory
+        up."""
         if not self._left(tensors(state)):
             return None
         parts, spec = pytree.tree_flatten(state, is_leaf=is_cache)
@@ -242,9 +242,9 @@ class Step:
         return handed
 
     def _left(self, coming: list[Tensor]) -> bool:
-        """Give the state that is handed out memory of its own, if somebody has it still; False where there is none for
-        it, another thread may be reading it, or the graph's has other views than those of the state that comes: it may
-        be the same one, which modules have gone on with."""
+        """Move the state that was handed out to memory of its own, if it is still in use. False if there is no memory
+        for it, another thread may be reading it, or the graph's memory has views besides those of the coming state,
+        which may be the same one after the modules have continued it."""
         alive = [(i, x) for i, leaf in enumerate(self._leaves) if (x := leaf()) is not None]
         if alive and self._thread != threading.get_ident():
             return False
@@ -259,11 +259,11 @@ class Step:
         return all(_holders(base) == count + _same(base, x) for base, x, count in pairs)
 
     def step(self, ids_B1: Tensor, state: LMState) -> tuple[Tensor, Tensor, LMState]:
-        """`Graphs.step`, after the state that it is at."""
+        """`Graphs.step` from the state that was taken."""
         self._ids_B1.copy_(ids_B1)
         self._thread = threading.get_ident()
         self._graph.replay()
-        torch.autograd.graph.increment_version(self._bases)  # what autograd has saved of the state is no more
+        torch.autograd.graph.increment_version(self._bases)  # what autograd has saved of the state is gone
         self.left -= 1
         for known in self._caches:  # no other state has them: they were made when this one was taken
             if (cache := known()) is not None:
@@ -272,8 +272,8 @@ class Step:
 
 
 def _body(model: LanguageModel, static: LMState) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The step as a function of the ids [B,1] and the tensors of the state, which it writes into: (what the head reads
-    [B,D], logits [B,V])."""
+    """The step as a function of the ids [B,1] and the tensors of the state, which it updates in place: (the head's
+    input [B,D], logits [B,V])."""
     known, (leaves, spec) = weakref.ref(model), pytree.tree_flatten(static)
 
     def step(ids_B1: Tensor, *bases: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,8 +298,8 @@ def _body(model: LanguageModel, static: LMState) -> Callable[..., tuple[Tensor, 
 
 
 class Graph:
-    """A function without arguments, captured: `replay` does to the device's memory what it does. It must ask the device
-    for nothing and copy nothing to it; with `asks`, what does is looked for first. Unrecordable: it does."""
+    """CUDA graph of a function without arguments: `replay` changes the device's memory as the function does. The
+    function must not wait for the device or copy to it; asks: look for that first. Unrecordable: it does."""
 
     def __init__(self, run: Callable[[], None], device: torch.device, *, asks: bool = True) -> None:
         self._device, stream = device, _side(device)
@@ -313,9 +313,9 @@ class Graph:
                 with torch.cuda.stream(stream):
                     for _ in range(
                         2
-                    ):  # libraries and compilers do at their first call what a capture must not
+                    ):  # first calls of libraries and compilers do things that a capture forbids
                         run()
-            finally:  # its memory may go to others now
+            finally:  # from now on others may reuse its memory
                 current.wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
             try:
@@ -325,7 +325,7 @@ class Graph:
                 torch.cuda.set_stream(current)
 
     def replay(self) -> None:
-        """Do it again, on the current stream."""
+        """Run the graph on the current stream."""
         with torch.cuda.device(self._device):
             self._graph.replay()
 
@@ -337,8 +337,8 @@ def _side(device: torch.device) -> Any:
 
 
 class _Unasked(Mode):
-    """While it is entered, an operation for which the host waits, or whose numbers come from another device, is
-    Unrecordable."""
+    """Context in which an operation raises Unrecordable if the host waits for it, or its numbers come from another
+    device."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -355,18 +355,18 @@ class _Unasked(Mode):
 
 
 def _room(cache: Cache) -> int:
-    """Slots of a cache in a graph, at least one of them free."""
+    """Number of slots that a cache has in a graph, at least one of them free."""
     step = max(LEAST_SLOTS, (1 << cache.used.bit_length()) // 8)
     return (cache.used // step + 1) * step
 
 
 def _open(cache: Cache) -> Cache:
-    """The cache as the modules have it in a graph: they write where its length says, and see all of it."""
+    """The cache as the modules see it in a graph: they write where its length says, and read all slots."""
     return dataclasses.replace(cache, used=cache.slots - 1)
 
 
 def _shape(part: Any) -> tuple[Any, Any]:
-    """The shape that a graph takes for granted of a part of a state, and its type."""
+    """The shape and the dtype of a part of a state that a graph depends on."""
     if isinstance(part, Cache):
         B, H, _, K = part.k_BHSK.shape
         return (B, H, _room(part), K, part.v_BHSV.shape[3]), part.k_BHSK.dtype
@@ -374,26 +374,26 @@ def _shape(part: Any) -> tuple[Any, Any]:
 
 
 def _copied(own: Any, part: Any) -> Any:
-    """A part of a state in the graph's memory."""
+    """Copy a part of a state into the graph's memory, `own`."""
     if isinstance(part, Cache):
         for base, x in ((own.k_BHSK, part.k_BHSK), (own.v_BHSV, part.v_BHSV)):
             base[:, :, : part.used].copy_(x[:, :, : part.used])
-            base[:, :, part.used :].zero_()  # nothing may stand there that is not finite
+            base[:, :, part.used :].zero_()  # free slots must hold finite numbers
         own.length_B.copy_(part.length_B)
         return Cache(own.k_BHSK.detach(), own.v_BHSV.detach(), own.length_B.detach(), part.used)
     return own.copy_(part).detach() if isinstance(part, Tensor) else part
 
 
 def _holders(x: Tensor) -> int:
-    """The number of those that hold the memory of a tensor: its other views, too."""
+    """Number of references to a tensor's storage, those of its other views included."""
     return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    """True if two tensors are one in memory."""
+    """True if two tensors are the same view of the same memory."""
     places = [(memory(z), z.storage_offset(), z.shape, z.stride()) for z in (x, y)]
     return places[0] == places[1]
 
 
 def _gone() -> None:
-    """A reference to nothing."""
+    """A weak reference to nothing: always None."""

@@ -1,4 +1,4 @@
-"""The parts of a state that steps are recorded or captured for.
+"""Tensors and caches of states, for steps that are recorded or captured.
 
 Shapes: B batch.
 """
@@ -19,11 +19,11 @@ from perspectron.native.tape import Unrecordable, memory
 
 ALIGNED = 64
 MOST_UNSETTLED = 8
-"""Steps that may change the shape of a kind of state before it is taken for one that never settles."""
+"""Number of steps after which a kind of state that still changes its shape counts as one that never settles."""
 
 
 class Unsettled(Unrecordable):
-    """A state whose next one has another shape, as an empty one may: that one may be recorded."""
+    """The step changes the shape of its state, as after an empty one; the next step may be recordable."""
 
 
 def tensors(state: LMState) -> list[Tensor]:
@@ -31,7 +31,7 @@ def tensors(state: LMState) -> list[Tensor]:
 
 
 def caches(state: Any) -> list[Cache]:
-    """The growing caches among its parts."""
+    """The growing caches of a state."""
     parts = pytree.tree_leaves(state, is_leaf=is_cache)
     return [part for part in parts if isinstance(part, Cache)]
 
@@ -41,12 +41,12 @@ def is_cache(part: object) -> bool:
 
 
 def with_caches(state: LMState, change: Callable[[Cache], Cache]) -> LMState:
-    """The state with other caches."""
+    """The state with `change` applied to each cache."""
     return state._map(lambda part: change(part) if isinstance(part, Cache) else part, is_leaf=is_cache)
 
 
 def like(state: LMState, rows: int, slots: Callable[[Cache], int] = lambda cache: cache.slots) -> LMState:
-    """A state of the same shapes for so many rows, with the numbers of `fill`. slots: those that a cache gets."""
+    """A state of the same shapes for `rows` rows, filled by `fill`. slots: number of slots for each cache."""
 
     def made(part: Any) -> Any:
         if isinstance(part, Cache):
@@ -60,8 +60,8 @@ def like(state: LMState, rows: int, slots: Callable[[Cache], int] = lambda cache
 
 
 def overlaid(state: LMState, rows: int) -> LMState:
-    """`like` of a state without caches, whose layers have one memory for their numbers, each all of it: enough where
-    layers are read and written one after another, and in full size a state is a third of a gigabyte."""
+    """`like` for a state without caches, whose layers all share one block of memory for their numbers: enough where
+    layers are read and written one after another; in full size, such a state takes a third of a gigabyte."""
     sizes = [sum(ALIGNED + x[:1].nbytes * rows for x in pytree.tree_leaves(layer)) for layer in state.layers]
     memory = np.zeros(max(sizes), np.uint8)
 
@@ -82,8 +82,8 @@ def overlaid(state: LMState, rows: int) -> LMState:
 
 
 def fill(state: LMState) -> LMState:
-    """The state, filled with numbers that are the same whatever was read: whether a step can be recorded must not
-    depend on the text. Caches have one slot filled."""
+    """Fill a state in place with numbers that do not depend on the text, as whether a step can be recorded must not
+    either. Caches have one slot filled."""
     for part in pytree.tree_leaves(state, is_leaf=is_cache):
         if isinstance(part, Cache):
             for x in (part.k_BHSK, part.v_BHSV):
@@ -103,7 +103,7 @@ def _fill(x: Tensor) -> None:
 
 
 def settled(before: list[Tensor], after: list[Tensor]) -> None:
-    """Unsettled unless each tensor of a state has the shape of the one before, and none is in the place of another."""
+    """Raise Unsettled unless each tensor of a state keeps its shape in the next, and none takes another's memory."""
     own = {memory(x) for x in before}
     for base, end in zip(before, after, strict=True):
         if base.shape != end.shape or (memory(end) in own and memory(end) != memory(base)):

@@ -1,4 +1,4 @@
-"""What happened to a text: when its tokens were read and drawn, from which files it went on, and digests of it."""
+"""The history of a text: when its tokens were read and drawn, which files it continued, and digests of it."""
 
 import hashlib
 import time
@@ -16,17 +16,17 @@ from perspectron.util.tensors import JSON_ROOM
 
 T = TypeVar("T")
 Event = tuple[int, int, str, str]
-"""Tokens of the text after it, seconds since 1970, what it was, and the digest of the text it came from: "text" for
-tokens that were read or drawn, which came from nowhere; one of PARENTS for the others."""
+"""(tokens of the text after the event, seconds since 1970, kind, digest of the text it came from). The kind is "text"
+for tokens that were read or drawn, which have no such digest, and one of PARENTS for the others."""
 PARENTS = ("from", "rebased", "merged")
-"""A file that was loaded; a text that was replayed on another prefix or model; the two of a merge."""
+"""Kinds of origins: a loaded file, a text that was replayed on another prefix or model, each of the two of a merge."""
 MOST_EVENTS = 1 << 16
 
 
 def noted(
     events: list[Event], tokens: int, how: str = "text", parent: str = "", when: int | None = None
 ) -> None:
-    """Add an event of now. Tokens of one second are one event."""
+    """Add an event, at the present time unless `when` says otherwise. Tokens of the same second become one event."""
     when = int(time.time()) if when is None else when
     if events and how == "text" == events[-1][2] and events[-1][1] == when:
         events.pop()
@@ -36,7 +36,7 @@ def noted(
 
 
 def cut(events: Sequence[Event], tokens: int) -> list[Event]:
-    """Those of the first tokens of a text. What began behind them is left out, but for where it came from."""
+    """Events of the first `tokens` tokens of a text. Later tokens are left out, but all origins stay."""
     kept, at = list[Event](), 0
     for end, when, how, parent in events:
         if how != "text" or at < tokens:
@@ -46,7 +46,7 @@ def cut(events: Sequence[Event], tokens: int) -> list[Event]:
 
 
 def checked(events: Any, tokens: int, path: Path | str) -> list[Event]:
-    """The events of a file. StateError: they are none of a text of so many tokens."""
+    """Check the events of a file. StateError: they do not belong to a text of `tokens` tokens."""
     found, least = list[Event](), 0
     for event in events if isinstance(events, list) and len(events) <= MOST_EVENTS else [None]:
         if not isinstance(event, list) or [type(field) for field in event] != [int, int, str, str]:
@@ -70,9 +70,9 @@ def _taken(ids: Sequence[int], drawn: Sequence[int]) -> Any:
 
 @dataclass(frozen=True)
 class Entry:
-    """A step of a text: tokens from `start` to `stop`, which were "read" or "drawn"; or where it came from, at the
-    token `stop`. when: seconds since 1970, None where the file does not say. digest: of the text up to `stop`. parent:
-    of the text it came from."""
+    """An entry in a text's log: tokens from `start` to `stop` that were "read" or "drawn", or one of PARENTS at token
+    `stop`. when: seconds since 1970, None if the file does not say. digest: digest of the text up to `stop`. parent:
+    digest of the text it came from."""
 
     start: int
     stop: int
@@ -84,8 +84,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class History:
-    """What a file of a session says of itself. model: its digest. whole: the text is known from its beginning. ids: of
-    the text."""
+    """The history in a session's file. model, digest: digests of model and text. tokens, drawn: number of tokens, and
+    of drawn ones. whole: True if the text is known from its beginning. ids: the text's."""
 
     model: str
     digest: str
@@ -97,7 +97,7 @@ class History:
 
 
 def entries(ids: Sequence[int], drawn: Sequence[int], before: int, events: Sequence[Event]) -> list[Entry]:
-    """The steps of a text in order. before: ids at its start that are none of the text's."""
+    """The entries of a text's log in order. before: number of ids at the start that do not belong to the text."""
     hashed, at, found = hashlib.sha256(), 0, list[Entry]()
     flags = np.asarray(drawn, "<i8")[before:]
     marked = 2 * np.asarray(ids, "<i8") + np.asarray(drawn, "<i8")
@@ -121,7 +121,7 @@ def entries(ids: Sequence[int], drawn: Sequence[int], before: int, events: Seque
 
 
 def history(path: Path | str) -> History:
-    """The history in a file of a session, whose tensors are not read. StateError: it is damaged, or has no text."""
+    """Read the history in a session's file without its tensors. StateError: damaged, or not one row with a text."""
     path = Path(path)
     header = read_metadata(path)
     try:
@@ -147,7 +147,7 @@ def history(path: Path | str) -> History:
 
 
 def exhausted(steps: Generator[Any, None, T]) -> T:
-    """The result of what pauses, without pauses."""
+    """Run a generator to its end: its result."""
     while True:
         try:
             next(steps)

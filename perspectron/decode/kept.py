@@ -1,5 +1,4 @@
-"""Bytes of states that are kept, those of all marks and stores of a process: memory that several of them see counts
-once."""
+"""Accounting of the memory that all marks and stores of a process keep: what several states share counts once."""
 
 import threading
 from collections import Counter, deque
@@ -15,22 +14,22 @@ _LOCK = threading.RLock()
 
 
 class Account:
-    """Who keeps states. Memory that several keep is that of the one whose order is lowest, so that all accounts
-    together have the bytes that are really there."""
+    """An owner of kept states. Memory that several accounts keep is charged to the one of the lowest order, so that all
+    accounts together have the bytes that are really there."""
 
     def __init__(self, order: int) -> None:
         self.order, self.charged = order, 0
 
     @property
     def bytes(self) -> int:
-        """Bytes of the memory that it keeps, and that no account before it keeps."""
+        """Bytes of the memory that this account keeps and no account of lower order does."""
         with _LOCK:
             _drain()
             return self.charged
 
 
 LIVE = Account(1)
-"""Caches of sessions: what they hold is there whether it is marked or not."""
+"""The account of sessions' caches, which take memory whether or not they are marked."""
 
 
 class _Memory:
@@ -39,13 +38,13 @@ class _Memory:
         self._payer: Account | None = None
 
     def resize(self, size: int) -> None:
-        """What was here is gone, perhaps before it was let go of, and other memory has its place."""
+        """Set the size: memory may be freed before its hold is released, and its number be reused for other memory."""
         if self._payer is not None:
             self._payer.charged += size - self._size
         self._size = size
 
     def hold(self, account: Account, times: int) -> bool:
-        """Count an account so many times more, or less; False where nobody is left."""
+        """Add `times` holds of an account, or remove them if negative; False if no account is left that holds it."""
         self._holds[account] += times
         if self._holds[account] == 0:
             del self._holds[account]
@@ -61,7 +60,7 @@ class _Memory:
 
 _memories = dict[int, _Memory]()
 _gone = deque[tuple[Account, tuple[int, ...]]]()
-"""What is let go of, perhaps in the middle of a change here, and is still counted."""
+"""Released holds that still count: `let_go` only queues them, as a destructor may call it amid a change here."""
 
 
 def _drain() -> None:
@@ -73,7 +72,7 @@ def _drain() -> None:
 
 
 class Hold:
-    """What an account holds of a state, and of other tensors, until it is let go; of LIVE, of its caches."""
+    """The hold of an account on the memory of a state and of other tensors, until `let_go`; LIVE holds caches alone."""
 
     def __init__(self, account: Account, state: LMState, *tensors: Tensor) -> None:
         self._account = account
@@ -88,23 +87,23 @@ class Hold:
                 _memories[number].hold(account, 1)
 
     def let_go(self) -> None:
-        """Count it no more; a second time nothing happens."""
+        """Release the memory; further calls do nothing."""
         numbers, self._numbers = self._numbers, ()
-        if _gone is not None:  # as it is while a program ends
+        if _gone is not None:  # None while the interpreter shuts down
             _gone.append((self._account, numbers))
 
     __del__ = let_go
 
 
 def bytes_of(*states: LMState) -> int:
-    """Bytes of the memory of these states, what they share once."""
+    """Bytes of the memory of these states; what they share counts once."""
     return sum(dict(pair for state in states for pair in _storages(state)).values())
 
 
 def _storages(
     state: LMState, tensors: tuple[Tensor, ...] = (), *, caches: bool = False
 ) -> Iterator[tuple[int, int]]:
-    """The number and the bytes of each memory; some several times."""
+    """A number that identifies each storage, and its bytes; some come several times. caches: of caches alone."""
     for part in (*pytree.tree_leaves(state, is_leaf=_is_cache), *tensors):
         if isinstance(part, Cache):
             for row in part.shared:

@@ -10,8 +10,8 @@ _WIDTH, _OVERHEAD = 8, 200
 
 
 class Known:
-    """What followed each cell of texts that were read, within MOST_BYTES, those of MOST_CELLS texts for each; what was
-    not met for longest goes first."""
+    """The tokens that followed each cell of the texts read so far: at most MOST_CELLS continuations of a cell and, by
+    default, MOST_BYTES in all; those met least recently go first."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most, self._used = most_bytes, 0
@@ -19,12 +19,12 @@ class Known:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes in memory, nearly."""
+        """Approximate bytes of memory in use."""
         return self._used
 
     def add(self, path: Path) -> int:
-        """Count a text among those that were read: after how many tokens others, which are not its beginning, part from
-        it; 0 where none do."""
+        """Add a text to those that were read: the number of tokens after which others part from it; 0 if none do. Texts
+        that are its own beginning do not count."""
         shared, forks, parted = 0, False, False
         for number, cell in enumerate(path.cells):
             start = number * path.chunk
@@ -63,7 +63,7 @@ class Known:
 
 
 def _alike(some: bytes, others: bytes) -> int:
-    """How many ids both begin with."""
+    """Number of ids at the start that are the same in both."""
     low, high = 0, min(len(some), len(others)) // _WIDTH
     while low < high:
         middle = (low + high + 1) // 2

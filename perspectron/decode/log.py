@@ -11,7 +11,7 @@ class Log(Sequence[T]):
 
     def __init__(self, items: list[T]) -> None:
         self._shared: list[tuple[list[T], int]] = []
-        """Lists of those that this is a copy of, which may have grown since, and how many items of each it has."""
+        """Lists shared with the logs that this was cut from, which may have grown since; and its items of each."""
         self._own = items
 
     def __len__(self) -> int:
@@ -33,7 +33,7 @@ class Log(Sequence[T]):
     @overload
     def __getitem__(self, where: slice) -> list[T]: ...
     def __getitem__(self, where: int | slice) -> T | list[T]:
-        """An item, or those from `start` on, up to `stop`."""
+        """An item, or the items of a slice as a list."""
         if not isinstance(where, slice):
             at = range(len(self))[where]
             return self[at : at + 1][0]
@@ -47,7 +47,7 @@ class Log(Sequence[T]):
         return found
 
     def cut(self, count: int) -> "Log[T]":
-        """A copy of the first `count`."""
+        """A copy of the first `count` items."""
         copy, left = Log[T]([]), count
         for part, length in (*self._shared, (self._own, len(self._own))):
             if left > 0 and length > 0:

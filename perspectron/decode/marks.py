@@ -1,7 +1,7 @@
-"""States that sessions can go back to, those of all sessions of a process within one bound.
+"""States that sessions can go back to, within one memory bound for all sessions of a process.
 
-What counts is the memory that they hold (`decode.kept`): what several marks see counts once, what a store keeps too
-counts there, and of a session's caches only what the session itself does not hold any more.
+What counts is the memory that they hold (`decode.kept`): memory that several marks share counts once, memory that a
+store keeps counts there, and of a session's caches only what the session itself does not hold any more counts here.
 """
 
 import itertools
@@ -12,14 +12,14 @@ from perspectron.decode.kept import LIVE, Account, Hold
 from perspectron.model.state import LMState
 
 MARKED = 256 << 20
-"""Bytes of the marks of all sessions of a process."""
+"""Maximum bytes of the marks of all sessions of a process."""
 _LOCK, _CLOCK = threading.RLock(), itertools.count(1)
 _ACCOUNT = Account(2)
 
 
 class _Mark:
-    """A state, shared by all forks that stood there; None once it was let go. fixed: it stays while a session is
-    there."""
+    """A saved state, shared by all forks that passed it; None once released. fixed: never released while a session has
+    it."""
 
     def __init__(self, state: LMState, *, fixed: bool) -> None:
         self.state: LMState | None = state
@@ -32,12 +32,12 @@ class _Mark:
 
 
 def held() -> int:
-    """Bytes of all marks that there are."""
+    """Bytes of all marks in the process."""
     return _ACCOUNT.bytes
 
 
 def settle() -> None:
-    """Let marks go until all of them are within the bound: memory that others held too may be theirs alone now."""
+    """Release marks until all are within the bound: they may now be charged with memory that others released."""
     with _LOCK:
         for text in sorted(_texts, key=lambda text: text.used):
             if _let_go(text):
@@ -45,7 +45,7 @@ def settle() -> None:
 
 
 class _Text:
-    """A text and all its forks. used: when one of them last was. marks: of all of them, the oldest first."""
+    """A text and all its forks. used: when one of them was used last, on _CLOCK. marks: those of all, oldest first."""
 
     def __init__(self) -> None:
         self.used, self.marks = 0, WeakValueDictionary[int, _Mark]()
@@ -55,23 +55,22 @@ _texts = WeakSet[_Text]()
 
 
 class Marks:
-    """The marks of one session, by the calls after which they stand. All but fixed ones may be let go at any time.
+    """The marks of one session, by the number of calls before them. All but fixed ones may be released at any time.
 
-    Where there are more than MARKED bytes of them, those of the text used least recently go first, the oldest first.
-    Where no other text has any, every second one of this session goes, so that none is far, and then those of its
-    forks.
+    If there are more than MARKED bytes, those of the texts used least recently go first, oldest first. If no other text
+    has any, every second mark of this session goes, so that one is always near, and then those of its forks.
     """
 
     def __init__(self, text: _Text | None = None) -> None:
         self._text = _Text() if text is None else text
         self._kept = dict[int, _Mark]()
         self._here: Hold | None = None
-        """Of the latest state, which the session goes on from."""
+        """Hold on the latest state, from which the session goes on."""
         with _LOCK:
             _texts.add(self._text)
 
     def put(self, calls: int, state: LMState, *, fixed: bool = False) -> None:
-        """Keep a state, which nobody else changes."""
+        """Mark the state after `calls` calls, which nobody may change."""
         with _LOCK:
             now = self._text.used = next(_CLOCK)
             self._here = Hold(LIVE, state)
@@ -91,7 +90,7 @@ class Marks:
         return known, alive.get(known)
 
     def cut(self, calls: int) -> "Marks":
-        """Those after at most so many calls, for a fork."""
+        """The marks after at most `calls` calls, for a fork."""
         own = Marks(self._text)
         with _LOCK:
             alive = self._alive()
@@ -99,7 +98,7 @@ class Marks:
         return own
 
     def learn(self, other: "Marks") -> None:
-        """See those of a fork that came by here too."""
+        """Add the marks of a fork that has read the same text."""
         with _LOCK:
             self._kept = {**other._kept, **self._kept}
 
@@ -107,7 +106,7 @@ class Marks:
         return {made: mark.state for made, mark in list(self._kept.items()) if mark.state is not None}
 
     def _shrink(self) -> None:
-        """Let marks go until all of them are within the bound, but not the last of this session."""
+        """Release marks until all of them are within the bound, but never the last one of this session."""
         for text in sorted(_texts, key=lambda text: text.used):
             if text is not self._text and _let_go(text):
                 return
@@ -122,7 +121,7 @@ class Marks:
 
 
 def _let_go(text: _Text, but: _Mark | None = None) -> bool:
-    """Let the oldest marks of a text go: True as soon as that is enough."""
+    """Release a text's marks, oldest first, except `but`: True if all marks are then within the bound."""
     for mark in list(text.marks.values()):
         if held() <= MARKED:
             break

@@ -26,15 +26,15 @@ from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, StateError
 
 SAME = 1e-9
-"""KL in nats a token up to which memories are the same but for rounding."""
+"""KL in nats a token up to which two memories count as the same but for rounding."""
 DRAWN = 64
-"""Tokens on which a merge is judged, where no probe is given."""
+"""Number of tokens that a merge is judged on if no probe is given."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """A memory of two texts. kl, alone: KL in nats a token of what is expected after A and then B, to what is with this
-    memory, and with B alone, over the probe."""
+    """The memory of two texts A and B. kl: KL in nats a token over the probe, from the predictions after reading A and
+    then B to those of this memory. alone: the same to those after B alone. probe: its ids."""
 
     session: Session
     kl: float
@@ -43,17 +43,17 @@ class Merged:
 
 
 def merge(a: Session, b: Session, on: Sequence[int] | str = ()) -> Merged:
-    """Join the memories of two texts of a model. on: a probe on which it is judged; without one, the most likely tokens
-    after A and then B. The result remembers both but knows only B's last token, as what a bare state begins with. Both
-    stay as they are.
+    """Join the memories of two texts of a model, leaving both as they are. on: a probe on which the result is judged;
+    without one, the most likely tokens after A and then B. The result remembers both texts but knows only B's last
+    token, as a session from a bare state does.
 
-    StateError: texts of different models, or of one that ends B's memory of A. ConfigError: B is empty, or the merge is
-    no better than B alone."""
+    StateError: texts of different models, or B's beginning is not known. ConfigError: a text is empty, together they
+    are too long, B has several documents that begin with a trained memory, or the merge is no better than B alone."""
     return exhausted(merging(a, b, on))
 
 
 def merging(a: Session, b: Session, on: Sequence[int] | str = ()) -> Generator[int, None, Merged]:
-    """`merge`, with pauses."""
+    """`merge` as a generator, which pauses as `Session.reading` does."""
     if a.model is not b.model:
         raise StateError("the texts are of different models; merge texts of one")
     if not b.whole:
@@ -85,10 +85,10 @@ def merging(a: Session, b: Session, on: Sequence[int] | str = ()) -> Generator[i
 
 @torch.inference_mode()
 def carrying(a: Session, b: Session) -> Generator[int, None, LMState]:
-    """A's state carried through all but the last token of B, with pauses as `Session.reading` has them."""
+    """A's state carried through all tokens of B but the last; a generator, which pauses as `Session.reading` does."""
     model, reset = a.model, a.tokenizer.specials.reset
     carried = yield from a.remembering()
-    own = yield from b.at(0).remembering()  # what stands before every text is A's already
+    own = yield from b.at(0).remembering()  # the prefix of every text is in A already
     begins = reset is not None and reset in b.tokens and has_first(own)
     require(not begins, "the second text", "several documents", "one, where they begin with a trained memory")
     ids, at = b.tokens[:-1], 0
@@ -106,11 +106,11 @@ def carrying(a: Session, b: Session) -> Generator[int, None, LMState]:
 def read_beside(
     model: LanguageModel, ids_BT: Tensor, own: LMState, carried: LMState, reset_BT: Tensor | None = None
 ) -> tuple[LMState, LMState]:
-    """Read tokens after `own`, and beside it update `carried` by the inputs that its layers get; both are used up."""
+    """Read tokens after `own`, and update `carried` by the inputs that the layers get meanwhile; both are used up."""
     x_BTD, length_B = model.placed(model.embedding(ids_BT), own.length_B, reset_BT)
     shared, states, others = Shared(), list[Any](), list[Any]()
     for block, mine, other in zip(cast("list[Block]", model.blocks), own.layers, carried.layers, strict=True):
-        # What a layer reads of the token before is of B's last, not a memory.
+        # The previous token that a layer reads (token shift) is B's: it is no memory.
         before = (
             replace(mine, mixer=cast(ShiftedState, other).mixer) if isinstance(mine, ShiftedState) else other
         )

@@ -1,6 +1,6 @@
-"""Operations of PyTorch as instructions of a tape: what each of them writes down.
+"""Handlers that write operations of PyTorch as instructions of a tape.
 
-A handler gets the tape, the operation's result and its arguments. What is not said here cannot be recorded.
+A handler gets the tape, the operation's result and its arguments. An operation without a handler cannot be recorded.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from perspectron.native.tape import Tape, Unrecordable
 
 Handler = Callable[[Tape, Any, tuple[Any, ...], dict[str, Any]], None]
 HANDLERS: dict[str, Handler] = {}
-"""Functions that write an operation down, by the name under which a recorder meets it in inference mode."""
+"""Handlers by the name under which a recorder meets an operation in inference mode."""
 
 
 def records(*names: str) -> Callable[[Handler], Handler]:
@@ -26,12 +26,12 @@ def records(*names: str) -> Callable[[Handler], Handler]:
 
 
 def operand(x: Any, like: Tensor) -> Tensor:
-    """A number as a tensor of the kind of another."""
+    """A tensor as it is, a number as a tensor of the dtype of `like`."""
     return x if isinstance(x, Tensor) else torch.tensor(x, dtype=like.dtype)
 
 
 def filled(args: tuple[Any, ...], first: int, *rest: Any) -> tuple[Any, ...]:
-    """The arguments, of which `first` are always given, with `rest` where the others are not."""
+    """Arguments with defaults filled in: the first `first` are always given, `rest` are the defaults of the others."""
     return args + rest[len(args) - first :]
 
 
@@ -41,11 +41,11 @@ def single(out: Any) -> Tensor:
 
 
 def rounds(x: Tensor, out: Tensor) -> bool:
-    """True if a copy rounds to 16 bits what a run may have in another last bit."""
+    """True if a copy rounds float32 numbers, whose last bits may differ in a run, to bfloat16."""
     return out.dtype is torch.bfloat16 and x.dtype is torch.float32
 
 
-# ---------------------------------------------------------------- place by place
+# ---------------------------------------------------------------- elementwise
 
 
 def _unary(code: str, *names: str) -> None:
@@ -148,7 +148,7 @@ def _fill(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         tape.each(to, "fill", out, numbers=(*args[1:], 0)[:1])
 
 
-# ---------------------------------------------------------------- put together
+# ---------------------------------------------------------------- concatenation and indexing
 
 
 @records("cat")
@@ -216,7 +216,7 @@ def _cumsum(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
         tape.each(to, "add" if i else "copy", out.select(dim, i), x.select(dim, i), *before, numbers=(1,))
 
 
-# ---------------------------------------------------------------- taken together
+# ---------------------------------------------------------------- reductions and norms
 
 
 def _dims(x: Tensor, dims: Any) -> list[int]:
@@ -313,7 +313,7 @@ def _packed(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _cholesky(to: Tape, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("upper"):
         raise Unrecordable("an upper factor")
-    tape.cholesky(to, out[0], args[0])  # whether there is one, nobody asks in a step
+    tape.cholesky(to, out[0], args[0])  # no step asks whether it succeeded
 
 
 @records("linalg_solve_triangular")

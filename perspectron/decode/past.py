@@ -1,7 +1,7 @@
-"""The past of a text: since which of its tokens an answer is so, and the text replayed on another beginning or model.
+"""The past of a text: the first token after which an answer holds, and the text replayed on another beginning or model.
 
-Each function has a twin that is a generator, which pauses before each call of the model and gives the tokens that are
-left, as `Session.reading` does: the server's engine runs those between the steps of others.
+Each function has a twin that is a generator, which pauses before each call of the model and yields the number of tokens
+left, as `Session.reading` does: the server's engine runs those between the steps of other texts.
 """
 
 import contextlib
@@ -21,38 +21,38 @@ from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, StateError
 
 AROUND = 12
-"""Tokens of a text that are shown before and after one."""
+"""Tokens of a text that are shown before and after a found one."""
 PROBABILITY = re.compile(r"p\((.+)\)\s*>\s*(\S+)", re.DOTALL)
 
 Answer = Generator[int, None, tuple[bool, str]]
-"""It ends with whether a condition holds, and the answer."""
+"""A generator whose result is whether a condition holds, and the answer."""
 
 
 class Until(NamedTuple):
-    """A condition on what comes after a question. named: as it was asked for. asked: asks after a text, which is used
-    up, for at most so many tokens."""
+    """A condition on the answer to a question. named: the condition as the user wrote it. asked: asks after a session,
+    which is used up, for an answer of at most this many tokens."""
 
     named: str
     asked: Callable[[Session, int], Answer]
 
 
 def _said(found: Callable[[str], object], session: Session, tokens: int) -> Answer:
-    """Whether something is found in the most likely answer."""
+    """Draw the most likely answer; the condition holds if `found` finds something in it."""
     said = yield from session.saying(tokens, sampling=SamplingConfig(temperature=0.0))
     return bool(found(said)), said
 
 
 def _likely(text: str, above: float, session: Session, _: int) -> Answer:
-    """Whether the probability that a text comes next is above `above`."""
+    """The condition holds if the probability that a text comes next is greater than `above`."""
     found = yield from session.likely(session.tokenizer.encode(text), 1)
     p = math.exp(sum(logprob for logprob, _ in found))
     return p > above, f"p = {p:.6g}"
 
 
 def until_of(text: str, *, expressions: bool = True) -> Until:
-    """The condition that a text stands for: `/EXPRESSION/` is found in the answer, `p(TEXT) > 0.5`, or else the text is
-    in the answer. ConfigError: an expression that is none, or where there are to be none; a probability out of
-    bounds; nothing."""
+    """Parse a condition: `/EXPRESSION/` is found in the answer, `p(TEXT) > 0.5`, or else the text is in the answer.
+    ConfigError: an invalid regular expression, or any if not `expressions`; a probability out of bounds; an empty
+    text."""
     require(text != "", "until", text, "a text, /an expression/ or p(TEXT) > 0.5")
     if match := PROBABILITY.fullmatch(text.strip()):
         above = math.nan
@@ -73,9 +73,9 @@ def until_of(text: str, *, expressions: bool = True) -> Until:
 
 @dataclass(frozen=True)
 class Found:
-    """The first token of a text after which an answer is so. token: its number, from 1; id: of the vocabulary; spelled:
-    it as text; around: the text about it; before, after: the answers without it and with it; readings: how many
-    answers were asked for."""
+    """The first token of a text after which a condition holds. token: its number, from 1. id: of the vocabulary.
+    spelled: the token as text. around: the text about it. before, after: the answers without it and with it. readings:
+    number of answers asked for."""
 
     token: int
     id: int
@@ -87,9 +87,9 @@ class Found:
 
 
 def bisect(session: Session, ask: str | Sequence[int], until: Until | str, *, max_tokens: int = 16) -> Found:
-    """Find the first token of a text after which a question's answer meets a condition, by halves: of a text of N
-    tokens about log₂ N + 3 answers are asked for, each of the session as it was after a token. The session stays as it
-    is. Where the condition changes more than once, one of the changes from no to yes is found.
+    """Find by bisection the first token of a text after which a question's answer meets a condition: for N tokens about
+    log₂ N + 3 answers are asked for, each of the session as it was after a token. The session stays as it is. If the
+    condition changes more than once, one of the changes from no to yes is found.
 
     ConfigError: the condition holds from the start or not at the end, no question, no tokens. Errors as `Session.read`.
     """
@@ -99,7 +99,7 @@ def bisect(session: Session, ask: str | Sequence[int], until: Until | str, *, ma
 def bisecting(
     session: Session, ask: str | Sequence[int], until: Until | str, *, max_tokens: int = 16
 ) -> Generator[int, None, Found]:
-    """`bisect`, with pauses."""
+    """`bisect` as a generator, which pauses as `Session.reading` does."""
     until = until_of(until) if isinstance(until, str) else until
     tokens, readings, question = session.tokens, 0, ids_of(session, ask, "ask")
     require(len(question) > 0, "ask", ask, "a question")
@@ -134,8 +134,8 @@ def bisecting(
 
 @dataclass(frozen=True)
 class Rebased:
-    """A text that was replayed. tokens: how many of it were, on how many of `prefix`. encoded: it was encoded again, as
-    the vocabulary is another, into so many; None where its ids are the same."""
+    """A replayed text. session: the result. tokens: how many were replayed. prefix: how many come before them. encoded:
+    number of ids after encoding them anew for another vocabulary; None if the ids are the same."""
 
     session: Session
     tokens: int
@@ -144,16 +144,16 @@ class Rebased:
 
 
 def rebase(session: Session, onto: Session, *, after: int = 0) -> Rebased:
-    """Replay a text on another, of the same model or not: `onto` and then the tokens after the first `after`, read as a
-    prompt. Where the vocabularies differ the text is encoded anew. Both stay as they are.
+    """Replay a text after another one, of the same model or not: `onto`, then the tokens after the first `after`, read
+    as a prompt. If the vocabularies differ, the text is encoded anew. Both sessions stay as they are.
 
-    StateError: the beginning of the text is not known. ConfigError: no tokens are left, ones that the other model lacks
-    the room for."""
+    StateError: the beginning of the text is not known, or it has a token that begins or ends texts, and the other
+    vocabulary has none. ConfigError: no tokens are left, or the other model has no room for them."""
     return exhausted(rebasing(session, onto, ids_for(session, onto.tokenizer, after=after)))
 
 
 def rebasing(session: Session, onto: Session, replayed: "Replayed") -> Generator[int, None, Rebased]:
-    """`rebase`, with pauses; replayed: what `ids_for` gave."""
+    """`rebase` as a generator, which pauses as `Session.reading` does. replayed: from `ids_for`."""
     result, prefix = onto.fork(), len(onto.tokens)
     yield from result.reading(replayed.ids)
     result.note("rebased", session.digest)
@@ -162,7 +162,7 @@ def rebasing(session: Session, onto: Session, replayed: "Replayed") -> Generator
 
 @dataclass(frozen=True)
 class Replayed:
-    """The ids of a text as another vocabulary has them. tokens: how many there were; encoded: they are others."""
+    """A text in the ids of another vocabulary. tokens: number of its own. encoded: True if it was encoded anew."""
 
     ids: list[int]
     tokens: int
@@ -170,7 +170,7 @@ class Replayed:
 
 
 def ids_for(session: Session, tokenizer: Vocabulary, *, after: int = 0) -> Replayed:
-    """What `rebase` reads of a text, but for its first tokens. Errors as `rebase`."""
+    """The ids that `rebase` replays, those after the first `after` tokens. Errors as `rebase`."""
     if not session.whole:
         raise StateError("the beginning of this text is remembered but not known: it cannot be replayed")
     require(0 <= after <= len(session.tokens), "after", after, f"≥ 0 and ≤ {len(session.tokens)}")
@@ -182,14 +182,14 @@ def ids_for(session: Session, tokenizer: Vocabulary, *, after: int = 0) -> Repla
 
 
 def _alike(one: Vocabulary, other: Vocabulary) -> bool:
-    """True where ids stand for the same."""
+    """True if ids mean the same in both vocabularies."""
     marks = [getattr(tokenizer, "fingerprint", None) for tokenizer in (one, other)]
     return one is other or (marks[0] is not None and marks[0] == marks[1])
 
 
 def _encoded(one: Vocabulary, other: Vocabulary, ids: Sequence[int]) -> list[int]:
-    """The ids of a text in another vocabulary. What begins or ends a text is there what does; StateError where nothing
-    does."""
+    """Encode ids anew in another vocabulary. A token that begins or ends a text becomes one that does there;
+    StateError: there is none."""
     silent, specials = one.specials.silent, other.specials
     found, part = list[int](), list[int]()
     for id in [*ids, None]:

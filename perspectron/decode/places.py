@@ -11,8 +11,8 @@ def link(key: bytes, ids: Sequence[int]) -> bytes:
 
 class Path:
     """A text that is read from where `key` stands, in cells of `chunk` tokens. cells: the key before each, and after
-    the last whole one. anywhere: it has the same bits wherever it is cut; but not in a cell in which a document begins
-    (`reset`), nor behind it. exact: so many tokens may be cut anywhere."""
+    the last whole one. anywhere: it gives the same bits wherever it is cut, but only before the first cell in which a
+    document begins (`reset`). exact: number of tokens before which it may be cut anywhere."""
 
     def __init__(
         self, key: bytes, ids: Sequence[int], chunk: int, *, anywhere: bool = False, reset: int | None = None
@@ -33,8 +33,8 @@ class Path:
         return cell if length == 0 else link(cell, self.ids[at - length : at])
 
     def places(self, most: int, least: int, *lengths: Mapping[bytes, Iterable[int]]) -> Iterator[int]:
-        """Places of the text that it may go on from, more than `least` and at most `most` tokens, the longest first,
-        of those after so many tokens of a cell as tables tell."""
+        """Places from which the text may continue, longest first: after more than `least` and at most `most` tokens, at
+        the offsets within cells that the tables `lengths` list by the cells' keys."""
         most = min(most, len(self.ids))
         for number in range(most // self.chunk, least // self.chunk - 1, -1):
             cell = self.cells[number]
@@ -45,5 +45,5 @@ class Path:
                     yield at
 
     def serves(self, at: int) -> bool:
-        """True if this text may go on from a state that was kept here: it is cut here anyway, or may be."""
+        """True if this text may continue from a state kept after `at` tokens: it is cut there anyway, or may be."""
         return at % self.chunk == 0 or at <= self.exact or at == len(self.ids)

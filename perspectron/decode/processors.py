@@ -38,7 +38,7 @@ class Hook:
     """A hook that changes nothing; its methods are called in this order, and none may change a tensor in place."""
 
     name = ""
-    """The key of its verdicts, and the name in its errors; the class's where empty."""
+    """The key of its verdicts, and its name in errors; the name of the class if empty."""
     keeps_before = False
     """True if it asks for `Step.before`."""
     reads_ahead = False
@@ -56,7 +56,7 @@ class Hook:
         a text. last: they end the prompt."""
 
     def hidden(self, hidden_ND: Tensor, step: "Step") -> Tensor:
-        """What the head reads in the place of these states."""
+        """The hidden states for the head to read in place of these."""
         return hidden_ND
 
     def logits(self, logits_NV: Tensor, step: "Step") -> Tensor:
@@ -64,11 +64,11 @@ class Hook:
         return logits_NV
 
     def verdict(self, step: "Step", id: int) -> Verdict | None:
-        """What to do with a token that was drawn."""
+        """The verdict on a token that was drawn; None: take it."""
         return None
 
     def took(self, id: int) -> bool:
-        """The row goes on with this token. True if its text is complete."""
+        """Called when the row takes this token. True if its text is complete."""
         return False
 
     def end(self, state: LMState) -> LMState:
@@ -76,15 +76,15 @@ class Hook:
         return state
 
     def report(self, verdicts: Sequence[Sequence[Any]], seconds: float) -> tuple[dict[str, Any], str]:
-        """For `perspectron generate`, of all rows: fields of its JSON, and a line, which may be empty."""
+        """Report on all rows for `perspectron generate`: fields of its JSON, and a line to print, perhaps empty."""
         return {}, ""
 
 
 class Step:
     """A row after the model has read its last token, as hooks see it.
 
-    hidden_1D: what the model gives the head, before any hook. logits_1V: what is drawn from, once all hooks have acted
-    on it. verdicts: of the hooks before. error: of a hook, after which the row ends.
+    hidden_1D: the head's input, before any hook. logits_1V: logits to draw from, once all hooks have acted on them.
+    verdicts: those of earlier hooks, by name. error: raised by a hook; the row then ends.
     """
 
     def __init__(self, batch: Batch, at: int, hooks: Sequence[Hook], hidden_1D: Tensor) -> None:
@@ -105,27 +105,27 @@ class Step:
 
     @property
     def before(self) -> LMState:
-        """A copy of the row's state before its last token; of the first after a prompt there is none."""
+        """A copy of the row's state before its last token; there is none before the first one after a prompt."""
         return self._batch.before_at(self._at)
 
     @property
     def position(self) -> int:
-        """The position of the row's last token in its document; 0 where the state does not count."""
+        """The position of the row's last token in its document; 0 if the state does not count tokens."""
         return self._batch.position(self._at)
 
     def look(self, hidden_ND: Tensor) -> Tensor:
-        """The logits [N,V] from which the row would be drawn if the model had given these states."""
+        """The logits [N,V] from which the row would draw if the model had given these hidden states."""
         logits_NV = self._batch.model.head(self.seen(hidden_ND))
         return self.scores(logits_NV.cpu()[:, : self.row.vocabulary.vocab_size])
 
     def seen(self, hidden_ND: Tensor) -> Tensor:
-        """What the head reads, as all hooks have it."""
+        """The hidden states after all hooks, for the head to read."""
         for hook in self.hooks:
             hidden_ND = ask(hook, _alike, hook.hidden, hidden_ND, self)
         return hidden_ND
 
     def scores(self, logits_NV: Tensor) -> Tensor:
-        """The logits as all hooks and the row's own limits have them."""
+        """The logits after all hooks and the row's own minimum of tokens."""
         for hook in self.hooks:
             logits_NV = ask(hook, _alike, hook.logits, logits_NV, self)
         if self.row.early > 0:
@@ -142,14 +142,14 @@ class Step:
         return id
 
     def _known(self, token: int) -> int:
-        """A token that a hook asks for, as a number of Python's."""
+        """A token that a hook asks for, as an int. ValueError: it is not in the vocabulary."""
         V, id = self.row.vocabulary.vocab_size, operator.index(token)
         if not 0 <= id < V:
             raise ValueError(f"token {id}, must be ≥ 0 and < {V}")
         return id
 
     def take(self, id: int) -> bool:
-        """Tell the hooks of a token: True if one of them has the text complete."""
+        """Tell the hooks that a token is taken: True if one of them says that the text is complete."""
         complete = [ask(hook, hook.took, id) for hook in self.hooks]
         return any(complete)
 
@@ -167,7 +167,7 @@ def named(hook: Hook) -> str:
 
 
 def ask(hook: Hook, work: Callable[..., T], *args: Any, **more: Any) -> T:
-    """The result of a hook's work. PerspectronError: its own, or another with its name."""
+    """The result of a hook's work. PerspectronError: its own, or, for any other error, one with the hook's name."""
     try:
         return work(*args, **more)
     except PerspectronError:
@@ -177,7 +177,7 @@ def ask(hook: Hook, work: Callable[..., T], *args: Any, **more: Any) -> T:
 
 
 def _alike(change: Callable[[Tensor, Step], Tensor], x: Tensor, step: Step) -> Tensor:
-    """A change that keeps the shape."""
+    """Apply a hook's change. ValueError: the result is not a tensor of the same shape."""
     y = change(x, step)
     if not isinstance(y, Tensor) or y.shape != x.shape:
         kind = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
@@ -200,7 +200,7 @@ class _Processor(Hook):
 
 
 def hooks_of(given: Iterable[Hook | Processor]) -> list[Hook]:
-    """Hooks, of which some are given as logits processors. ConfigError: something else."""
+    """The hooks, logits processors wrapped as such. ConfigError: something that is neither."""
     require(isinstance(given, Iterable), "hooks", given, "a list of hooks")
     hooks = list[Hook]()
     for one in given:

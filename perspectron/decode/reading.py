@@ -32,7 +32,7 @@ CHUNK = 128
 """Tokens of a text that are read at once. Another number gives other last bits, so there is one for all: chunks begin
 at multiples of it, counted from where the text begins, and a text that was cut is read as the whole would be."""
 KEPT = 32
-"""Tokens of a chunk from which on memory that is freed stays for what comes next: to say so takes as long as one."""
+"""Tokens in a call from which on freed memory is kept for reuse: to switch that on takes as long as a token."""
 
 
 @torch.inference_mode()
@@ -80,12 +80,12 @@ def read(
     views: Views | None = None,
     drawn: bool = False,
 ) -> tuple[Tensor, LMState]:
-    """Read one chunk of tokens in each row, some perhaps empty, after `state`, which is used up: (what the head reads
+    """Read one chunk of tokens in each row, some perhaps empty, after `state`, which is used up: (the head's input
     [B,D] after each row's last token, the new state).
 
     fresh: rows that have read nothing before, so that a document that starts at their column 0 resets nothing. reset:
-    as `prefill` has it. views: from which rows choose their experts; the positions are filled in here. drawn: the one
-    token was, and is read as it is while a text is drawn.
+    as `prefill` has it. views: from which rows choose their experts; the positions are filled in here. drawn: the
+    single token was drawn, and is read as while a text is drawn.
     """
     hidden_BTD, state = read_all(model, parts, state, fresh=fresh, reset=reset, views=views, drawn=drawn)
     last_B = torch.tensor([len(part) for part in parts], device=model.device) - 1
@@ -102,17 +102,17 @@ def read_all(
     views: Views | None = None,
     drawn: bool = False,
 ) -> tuple[Tensor, LMState]:
-    """`read`, with what the head reads after every token [B,T,D], T of the longest row. Where a prompt may be cut
-    anywhere (`whole`), a row that is read alone is filled up with padding."""
+    """`read`, with the head's input after every token [B,T,D], T being the longest row. If prompts may be cut anywhere
+    (`whole`), a row that is read alone is padded to a multiple of that number."""
     B, T, device = len(parts), max(map(len, parts)), model.device
     fills = whole(model) if B == 1 and views is None else 0
     alone = B == T == 1 and views is None and (fresh[0] or parts[0][0] != reset)
-    if alone and (drawn or not fills):  # it may be one that was drawn, and is read again
+    if alone and (drawn or not fills):  # it may be a drawn token that is read again
         hidden_1D, _, state = stepped(model, steps_of(model), torch.tensor([parts[0]], device=device), state)
         return hidden_1D[:, None], state
     columns = (
         max(2, T + -T % fills) if fills else T
-    )  # operations may take one column for a step, of other bits
+    )  # operations may treat a single column as a step, with other bits
     length_B = torch.tensor([len(part) for part in parts])
     ids_BT = torch.tensor([[*part, *[0] * (columns - len(part))] for part in parts])
     pad_BT = torch.arange(columns) >= length_B[:, None]
@@ -131,9 +131,9 @@ def read_all(
 
 
 def whole(model: LanguageModel) -> int:
-    """The number of tokens to a multiple of which calls are filled up, so that a prompt has the same bits wherever it
-    is cut; 0 where its layers do not promise that: sums of products over all tokens of a call have the same order for
-    multiples of some number alone."""
+    """The number of tokens to a multiple of which calls are padded, so that a prompt gives the same bits wherever it is
+    cut; 0 if its layers do not promise that. Sums over all tokens of a call, as in products of matrices, have the same
+    order only in multiples of this number."""
     if model.device.type != "cpu" or model.dtype not in DTYPES or not native.wanted():
         return 0
     promised = [block.exact_cells for block in cast("list[Block]", model.blocks)]
@@ -141,7 +141,7 @@ def whole(model: LanguageModel) -> int:
 
 
 def ids_of(text: str | Sequence[int], tokenizer: Vocabulary, field: str) -> list[int]:
-    """The ids of a text, or ids of any whole numbers, such as a tensor's. ConfigError, naming the field: neither."""
+    """The ids of a text, or given ids, such as a tensor's, as ints. ConfigError, naming the field: neither."""
     if isinstance(text, str):
         return tokenizer.encode(text)
     try:
@@ -161,15 +161,15 @@ def check_ids(ids: Sequence[int], vocab_size: int, row: int) -> None:
 
 
 def lengths(ids: Sequence[int], reset: int | None) -> list[int]:
-    """Tokens of each document of a text: of the one that it goes on with, and of those that begin in it, with the id
-    `reset`."""
+    """Number of tokens in each document of a text: first of the one that it continues, then of those that begin in it,
+    with the id `reset`."""
     starts = [0, *(at for at, id in enumerate(ids) if id == reset), len(ids)]
     return [end - start for start, end in itertools.pairwise(starts)]
 
 
 def check_room(positions: int, length: int, counts: Sequence[int], max_tokens: int, row: int) -> None:
-    """ConfigError for a text that would run off the positions of a model. length: tokens of the document so far;
-    counts: of the `lengths` to be read."""
+    """ConfigError for a text that would exceed the positions of a model. length: tokens of the document so far. counts:
+    tokens still to be read, as `lengths` gives them."""
     if positions == 0:
         return
     for number, count in enumerate(counts):

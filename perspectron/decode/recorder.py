@@ -1,4 +1,4 @@
-"""Writing down what PyTorch does in one step of a model, as a tape of native instructions.
+"""Records what PyTorch does in one step of a model as a tape of native instructions.
 
 Every operation that depends on the token or the state becomes an instruction; what depends on weights alone is computed
 once. Views become strides, so that they cost nothing.
@@ -24,10 +24,10 @@ from perspectron.ops.packed import packed_linear
 ASKED = (
     "_local_scalar_dense", "item", "resolve_conj", "is_nonzero", "nonzero", "equal", "_unique2", "masked_select",
 )  # fmt: skip
-"""Operations whose results steer the program (`tolist` asks for `resolve_conj`), or have shapes that depend on them."""
+"""Operations whose results the program reads (`tolist` calls `resolve_conj`), or have shapes that depend on numbers."""
 EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 SHAPED = (*EMPTY, "new_zeros", "new_ones", "zeros_like", "ones_like")
-"""Operations that read no number of what they are given."""
+"""Operations that read only the shapes of what they are given."""
 TOLERANCE = {torch.bfloat16: 2**-6}
 """A recording must give the modules' numbers up to this share of the largest; 1e-4 where a type is not listed."""
 
@@ -44,13 +44,13 @@ class Mode(TorchDispatchMode):
 
 
 class Recorder(Mode):
-    """While it is entered, operations on what depends on these tensors, the bases of the tape, are written on it.
+    """Context in which operations that depend on these tensors, the bases of the tape, are written on it.
 
-    Unrecordable: an operation that no instruction does, that draws, that asks for a number which a run may change, or
-    that writes into something made before, other than those tensors.
+    Unrecordable: an operation without an instruction, that draws random numbers, that asks for a number which a run may
+    change, or that writes into memory from before, other than the bases.
 
-    rings: of growing caches, keys and values in turn. before: of each of these caches, what `tape.Table` has of it
-    [L,B,3], one of the bases.
+    rings: keys and values of growing caches, in turn. before_LB3: for each of these caches, its part of a `tape.Table`
+    [L,B,3]; one of the bases.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Recorder(Mode):
         # Memory of constants that were made here; True if they hold nothing yet.
         self._constant = dict[int, bool]()
         self.rehearses = False
-        """While it is true, nothing is called aside."""
+        """While True, the functions given to `aside` are not called."""
         self.read = list[Tensor]()
-        """Weights and other tensors of which something was made or asked that runs do not make or ask again."""
+        """Weights and other tensors that are read only while recording, for results that runs take as they are."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -114,7 +114,7 @@ class Recorder(Mode):
         return out
 
     def _folded(self, name: str, given: list[Tensor], made: list[Tensor], written: list[Tensor]) -> None:
-        """Note what an operation reads that was there before, and that runs do not repeat."""
+        """Note in `read` the tensors from before that an operation reads which runs do not repeat."""
         outside = [x for x in given if memory(x) not in self._constant and not self.live(x)]
         if any(memory(x) not in self._constant for x in written):
             raise Unrecordable("an operation that writes into a weight or a buffer")
@@ -123,7 +123,7 @@ class Recorder(Mode):
             self.read += outside
 
     def live(self, x: Tensor) -> bool:
-        """True if a run may change it."""
+        """True if a run may change the tensor."""
         return memory(x) in self._dynamic
 
     def attended(
@@ -134,7 +134,7 @@ class Recorder(Mode):
         scale: float | None,
         cap: float | None,
     ) -> Tensor:
-        """`ops.attention.stepped`, of as many slots as are filled when it runs."""
+        """`ops.attention.stepped`, recorded so that each run attends to the slots filled by then."""
         k, v = ring
         with _disable_current_modes():
             out: Tensor = attention.stepped(q_BH1K, ring, at, scale=scale, cap=cap).contiguous()
@@ -145,12 +145,12 @@ class Recorder(Mode):
         return out
 
     def before(self, k_BHSK: Tensor) -> Tensor | None:
-        """Tokens [B] that stand before those in the slots of a growing cache."""
+        """Number of tokens [B] in pieces, before those in the slots of a growing cache; None if it has no table."""
         before_B3 = self._before.get(memory(k_BHSK))
         return None if before_B3 is None else before_B3[:, 0]
 
     def widened(self, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        """x Wᵀ + b of a matrix of 16 bits, which is read as it is."""
+        """x Wᵀ + b for a 16-bit matrix, which the instruction reads without converting it."""
         with _disable_current_modes():
             out = F.linear(x, weight_NK.to(x.dtype), bias_N)
             tape.product(self.tape, out, x, weight_NK.mT, bias_N)
@@ -169,9 +169,9 @@ class Recorder(Mode):
         return out, state_BDR
 
     def aside(self, function: Callable[..., Tensor], x: Tensor, *more: Tensor) -> Tensor:
-        """The result of a function of tensors, shaped as the first, for a part of the model whose operations depend on
-        the numbers: a run calls it between two parts of the tape. While a tape is rehearsed, the first tensor itself
-        takes its place: neither memory nor a disk is asked for experts that no text wants."""
+        """The result of a function of tensors, shaped as `x`, for a part of the model whose operations depend on the
+        numbers: a run calls it between two parts of the tape. While `rehearses`, `x` itself takes its place, so that no
+        experts are fetched from memory or a disk that no text needs."""
 
         def result() -> Tensor:
             return x if self.rehearses else function(x, *more)
@@ -197,7 +197,7 @@ class Recorder(Mode):
         return [x for x in pytree.tree_leaves(found) if isinstance(x, Tensor)]
 
     def _open(self, x: Tensor) -> None:
-        """Let a constant be written into: each run begins with what it holds now. Nothing may have read it before."""
+        """Allow writes to a constant: runs begin with what it holds now. Unrecordable: not made here, or read."""
         if self.live(x):
             return
         if memory(x) not in self._constant:
@@ -211,12 +211,12 @@ class Recorder(Mode):
 
 
 class Beside(Mode):
-    """While it is entered, the modules take the step of a tape beside it: they have their own results of everything but
-    what rounds, packed products and what becomes bfloat16, of which they go on with the tape's. Leaving it ends the
-    tape's run.
+    """Context in which the modules take a step alongside a tape, to compare the two. The modules use their own results,
+    except of operations that round (packed products, and results in bfloat16): there they go on with the tape's.
+    Leaving it ends the tape's run.
 
-    Unrecordable: such an operation of the tape reads other numbers than the modules', or gives others than theirs of
-    them.
+    Unrecordable: at such an operation the tape reads other numbers than the modules, or gives other results than they
+    do for the same numbers.
     """
 
     def __init__(self, written: Tape, places: Array[c_int64]) -> None:
@@ -244,7 +244,7 @@ class Beside(Mode):
         return y
 
     def _rounds(self, name: str, x: Any, own: Tensor) -> bool:
-        """True if an operation's result is one that the tape has next as rounded."""
+        """True if an operation's result is the next rounded one on the tape."""
         if name == "linear":
             return own.dtype is torch.bfloat16
         if name != "to" or not self._rounded or not rounds(x, own):
@@ -264,28 +264,28 @@ class Beside(Mode):
         scale: float | None,
         cap: float | None,
     ) -> Tensor:
-        """`ops.attention.stepped`, as the modules have it."""
+        """`ops.attention.stepped`, as the modules compute it."""
         with _disable_current_modes():
             return attention.stepped(q_BH1K, ring, at, scale=scale, cap=cap)
 
     def before(self, k_BHSK: Tensor) -> Tensor | None:
-        """Nothing: the states of a rehearsal have no pieces."""
+        """None: states without a text have no pieces."""
         return None
 
     def widened(self, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        """x Wᵀ + b of a matrix of 16 bits, as the modules have it."""
+        """x Wᵀ + b for a 16-bit matrix, as the modules compute it."""
         with _disable_current_modes():
             return F.linear(x, weight_NK.to(x.dtype), bias_N)
 
     def scanned(
         self, q_B1R: Tensor, k_B1R: Tensor, v_B1D: Tensor, gamma_B1D: Tensor, state_BDR: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`ops.pdr.scan`, as the modules have it."""
+        """`ops.pdr.scan`, as the modules compute it."""
         with _disable_current_modes():
             return pdr.scan(q_B1R, k_B1R, v_B1D, gamma_B1D, state_BDR, scale=1, consume_state=True)
 
     def aside(self, function: Callable[..., Tensor], x: Tensor, *more: Tensor) -> Tensor:
-        """The first of the tensors, as a rehearsal has it."""
+        """A copy of the first tensor, as in `Recorder.aside` while it rehearses."""
         with _disable_current_modes():
             return x.clone()
 

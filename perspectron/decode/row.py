@@ -13,8 +13,8 @@ from perspectron.model.state import LMState
 from perspectron.util.errors import PerspectronError
 
 Finish = Literal["stop", "end", "length", "error", "unsafe"]
-"""Reasons to end: a stop string or a text that a hook has complete; a token that ends texts or a stop id; `max_tokens`;
-nothing that can be drawn, or a hook that failed; a hook that stops it, as a safe set does."""
+"""Reasons why a row ends, in turn: a stop string, or a hook says the text is complete; a token that ends texts, or a
+stop id; `max_tokens`; nothing can be drawn, or a hook failed; a hook stops it, as a safe set does."""
 
 
 class Vocabulary(Protocol):
@@ -29,7 +29,7 @@ class Vocabulary(Protocol):
 
 
 class Verdict(Protocol):
-    """The answer of a hook about a token that is about to be drawn, a named tuple. token: to be taken in its place;
+    """A hook's verdict on a token that was drawn and is not taken yet, a named tuple. token: to be taken in its place;
     None: it stays. flagged: it is marked. stop: the row ends here, without it."""
 
     @property
@@ -74,12 +74,12 @@ class TextStream:
         self._open, self._past = "", 0
 
     def push(self, data: bytes, *, stops: bool = True) -> str:
-        """Read some bytes; the text that is now certain, perhaps none. stops: False where a stop string that ends in
-        them is text as any other."""
+        """Add bytes: the text that is now certain, perhaps empty. stops: False if a stop string that ends in these
+        bytes is ordinary text."""
         return self._read(data, stops, final=False)
 
     def flush(self, *, stops: bool = True) -> str:
-        """The rest; half a character becomes U+FFFD, which may complete a stop string. Nothing after it."""
+        """End the text: the rest of it. Half a character becomes U+FFFD, which may complete a stop string."""
         return "" if self.stopped else self._read(b"", stops, final=True)
 
     def _read(self, data: bytes, stops: bool, *, final: bool) -> str:
@@ -93,7 +93,7 @@ class TextStream:
         return self._release(len(self._open) - (0 if final else self._possible_stop()))
 
     def _find(self, stop: str) -> int:
-        """The place of the first of these that ends after what is past; −1 without one."""
+        """Place of the first `stop` that ends after `_past`, up to which stop strings do not count; −1 without one."""
         return self._open.find(stop, max(0, self._past - len(stop) + 1))
 
     def _release(self, length: int) -> str:
@@ -101,7 +101,7 @@ class TextStream:
         return text
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of the text kept back that begins a stop string."""
+        """Length of the longest suffix of the text kept back that is the beginning of a stop string."""
         longest = min(len(self._open), max(map(len, self._stop), default=1) - 1)
         ends = (self._open[-length:] for length in range(longest, 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stop)), 0)
@@ -130,35 +130,34 @@ class Row:
     state: LMState | None
     """State of this row while it is in no batch; None before the first chunk of a new row."""
     early: int = 0
-    """Tokens to draw before the text may end."""
+    """Number of tokens to draw before the text may end."""
     ends: frozenset[int] = frozenset()
-    """Tokens that end the text and are none of it."""
+    """Ids that end the text and do not belong to it."""
     before: LMState | None = None
     """State before the last token, where a hook needs it and the row stands in no batch."""
     start: int = 0
-    """Tokens of `unread` that are read."""
+    """Number of tokens of `unread` that have been read."""
     finished: Finish | None = None
     path: Path | None = None
-    """Keys of the prefixes in which the prompt is read; None where they are not stored."""
+    """Keys of the prompt's prefixes in the store; None if they are not stored."""
     stop: int | None = None
-    """A place at which reading stops besides, for a state to be kept."""
+    """A token of `unread` at which a call ends in addition, so that a state can be stored there."""
     lead: int = 0
-    """Tokens of the first cell that were read before."""
+    """Number of tokens of the first cell that were read before `unread`."""
     from_drawn: bool = False
-    """The first of `unread` was drawn."""
+    """True if the first token of `unread` was drawn."""
     seconds: float = 0.0
-    """Time that reading up to here took, or would have taken."""
+    """Seconds that reading up to here took, or would have taken without the store."""
     spared: int = 0
-    """Tokens that the store had."""
+    """Number of tokens that the store had, which were not read."""
 
     def until(self, chunk: int) -> int:
-        """The token of `unread` before which the next call ends: at the end of a cell of `chunk` tokens at the
-        latest."""
+        """The token of `unread` before which the next call ends, at the latest the end of a cell of `chunk` tokens."""
         end = (self.start + self.lead) // chunk * chunk + chunk - self.lead
         return min(end, len(self.unread), *([self.stop] if self.stop and self.stop > self.start else []))
 
     def rest(self) -> list[int]:
-        """Tokens that are not read."""
+        """Tokens that have not been read yet."""
         return self.unread[self.start :]
 
     def take(
@@ -170,7 +169,7 @@ class Row:
         complete: bool,
         verdicts: dict[str, Verdict],
     ) -> Piece:
-        """Count a drawn token in. complete: the text ends with it."""
+        """Add a drawn token to the text: its piece. complete: a hook says that the text ends with it."""
         ends, counts = id in self.ends, self.early == 0
         self.unread, self.start = [id], 0
         self.ids.extend([id])

@@ -27,7 +27,7 @@ from perspectron.util.config import require
 from perspectron.util.errors import NonFiniteError, PerspectronError, StateError
 
 AHEAD = 64
-"""While a prompt is read, states of others are looked for so many calls ahead."""
+"""While a prompt is read, the store is searched this many calls ahead for states from other rows."""
 
 
 class Rows:
@@ -80,7 +80,7 @@ class Rows:
 
     @property
     def read(self) -> tuple[int, int]:
-        """Tokens of prompts that are read, and all of them, of the rows that are still reading theirs."""
+        """(tokens read, tokens in all) of the prompts of rows that are still reading theirs."""
         return sum(row.start for row in self._reading), sum(len(row.unread) for row in self._reading)
 
     @property
@@ -115,20 +115,19 @@ class Rows:
         """Add a row and return its handle. The following steps read its prompt and draw from it.
 
         prompt: a text or its ids; it may be empty. Without `conversation` it begins a text: the tokenizer's prefix is
-        read first, where the ids do not begin with it and are not the `whole` text. With one, of one row, which is used
-        up, the prompt follows what stands there. stream: of noise under the seed, the handle when None: two rows of
-        equal seed and stream draw alike.
-        logprobs: pieces carry those of the tokens drawn, and of so many of the most likely ones. hooks: of this row.
-        stop_ids: tokens that end the text as those of the tokenizer do ("end"); their bytes are none of it.
-        min_tokens: before so many are drawn none of these is, and no stop string counts that they complete.
-        shares: the prompt begins at what the store has, and is stored; else it is read from its first token.
-        drawn: the first token that the conversation has not read was drawn; where it is the only one, it is read as it
-        would have been, in a step. None: it was if any were. lead: tokens since one at which a call of `chunk` began.
-        past: the tokens that the conversation has read, for hooks and drafts; None: those that it remembers.
-        fresh: nothing was read before what the conversation waits to read; its state is a trained one.
-        ConfigError: ids outside the vocabulary, a number out of bounds, settings that do not go together, more tokens
-        than a table of learned positions has left. StateError: a conversation of another model, or of several rows.
-        What a hook raises as it begins.
+        read first, unless the ids begin with it or are the `whole` text. With a conversation, of one row, which is used
+        up, the prompt is read after it. stream: of noise under the seed, the handle when None: two rows of equal seed
+        and stream draw alike. logprobs: pieces carry log-probabilities, of the token drawn and of this many most likely
+        ones. hooks: of this row. stop_ids: tokens that end the text as those of the tokenizer do ("end"); their bytes
+        do not belong to it. min_tokens: tokens to draw before one that ends the text may be drawn; stop strings that
+        they complete do not count. shares: the prompt begins with what the store has, and is stored; else it is read
+        from its first token. drawn: the first unread token of the conversation was drawn; if it is the only token to
+        read, it is read in a step, as drawn ones are. None: it was if any were. lead: tokens since the cell of `chunk`
+        tokens began in which it lies. past: the tokens that the conversation has read, for hooks and drafts; None:
+        those that it remembers. fresh: nothing was read before the conversation's unread tokens; its state is a trained
+        one. ConfigError: ids outside the vocabulary, a number out of bounds, settings that do not go together, more
+        tokens than a table of learned positions has left. StateError: a conversation of another model, or of several
+        rows. Any error that a hook's `begin` raises.
         """
         V = self.tokenizer.vocab_size
         require(isinstance(sampling, SamplingConfig), "sampling", sampling, "a SamplingConfig")
@@ -157,7 +156,7 @@ class Rows:
         check_room(model.config.room, length, lengths(unread, special.reset), max_tokens, handle)
         known = [*own.recent[0], *(id for id in ids if id not in special.silent)]
         recent = known[-sampling.repetition_window :]
-        if past is None:  # what is remembered ends with what waits, but for silent tokens
+        if past is None:  # `recent` ends with the pending tokens that are not silent
             waits = sum(id not in special.silent for id in own.pending[0])
             past = Log(own.recent[0][: max(0, len(own.recent[0]) - waits)])
         text = past.cut(len(past))
@@ -255,8 +254,8 @@ class Rows:
         return ahead
 
     def _read(self, rows: list[Row]) -> tuple[list[Read], list[Piece]]:
-        """Read a chunk of the prompts of these rows: of each row that came to its end, which is drawn from now; and
-        the pieces of those of which a hook failed."""
+        """Read a chunk of the prompts of these rows: (what was read of each row whose prompt is finished and which
+        draws from now on, the last pieces of rows of which a hook failed)."""
         read, done, pieces = list[Read](), list[Row](), list[Piece]()
         for row in list(rows):
             last_1D = self._found(row)
@@ -277,8 +276,8 @@ class Rows:
         return read, pieces
 
     def _found(self, row: Row) -> Tensor | None:
-        """Go on from the longest prefix stored: at the beginning, and where another row has read on meanwhile. What
-        the head reads after it, if there is one."""
+        """Continue a row from the longest stored prefix, when it begins and where another row has read further
+        meanwhile: the head's input [1,D] after it, None if there is none."""
         store, path, begins = self.store, row.path, row.start == 0
         if store is None or path is None:
             return None
@@ -293,7 +292,7 @@ class Rows:
         return None if found is None else found.last_1D.to(self.model.device)
 
     def _read_chunk(self, row: Row) -> Tensor:
-        """Read the next chunk of a row's prompt: what the head reads after it [1,D]."""
+        """Read the next chunk of a row's prompt: the head's input [1,D] after it."""
         part, begins = row.unread[row.start : row.until(self.chunk)], row.fresh and row.start == 0
         state, start = self.model.init_state(1) if row.state is None else row.state, time.perf_counter()
         for hook in self._hooks[row.handle]:
@@ -334,8 +333,8 @@ class Rows:
         return [self._piece(step, ids.get(at, 0), logits_BV[at]) for at, step in enumerate(steps)]
 
     def _head(self, read: Read, steps: list[Step]) -> Tensor:
-        """Logits of the rows that were read [n,V]; only of those whose hooks change what the head reads are they
-        others than the step's own."""
+        """Logits [n,V] of the rows that were read: those of the step, except for rows whose hooks change the head's
+        input."""
         moved = dict[int, Tensor]()
         for at, step in enumerate(steps):
             x_1D = step.attempt(step.seen, step.hidden_1D) if step.hooks else None
@@ -350,7 +349,7 @@ class Rows:
         return logits_BV[: read.rows]
 
     def _sampled(self, steps: list[Step], logits_BV: Tensor) -> dict[int, int]:
-        """The token drawn for each row, by its place; none for one that cannot be drawn from, or fails here."""
+        """Draw a token for each row, by its place; rows that cannot be drawn from, or fail here, are left out."""
         kept_BV, ids = logits_BV, dict[int, int]()
         for at, step in enumerate(steps):
             if not step.hooks and step.row.early == 0:
@@ -382,7 +381,7 @@ class Rows:
         return ids
 
     def _piece(self, step: Step, id: int, logits_V: Tensor) -> Piece:
-        """The result of a step for a row of which a token was drawn, unless it failed."""
+        """The piece of a row after a step: with the token drawn, or how the row ends without one."""
         row, judged = step.row, step.attempt(step.judge, id)
         stops = any(verdict.stop for verdict in step.verdicts.values())
         complete = None if judged is None or stops else step.attempt(step.take, judged)

@@ -1,4 +1,4 @@
-"""What was said in a text that a chat template made, as files of `chat` and of the server keep it."""
+"""Messages of a text that a chat template made of them, as files of `chat` and of the server keep them."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import msgspec
 from msgspec import Struct, field
 
 SAID = "said"
-"""Its name in what a file has beside a text."""
+"""Name of the messages among a file's entries."""
 
 
 class Said(Struct, forbid_unknown_fields=True, frozen=True):
-    """messages: each with `role` and `content`, and what else the template reads of it. start: tokens of the text
-    before the first of them. gone: tokens that were drawn and stand there no more; what is drawn next has other noise
-    than they had. given: what the template is given beside the messages, such as `tools`."""
+    """The messages of a text. messages: each has `role` and `content`, and what else the template reads. start: tokens
+    of the text before the first one. gone: number of drawn tokens that were removed again; it gives what is drawn next
+    other noise than they had. given: what the template is given besides the messages, such as `tools`."""
 
     messages: tuple[dict[str, Any], ...] = ()
     start: int = 0
@@ -25,13 +25,13 @@ class Said(Struct, forbid_unknown_fields=True, frozen=True):
             raise ValueError("no messages")
 
     def extra(self) -> dict[str, Any]:
-        """As a file has it; nothing where nothing was said."""
+        """The entry for a file; none if nothing was said."""
         made: dict[str, Any] = {SAID: msgspec.to_builtins(self)} if self.messages or self.gone else {}
         return made
 
 
 def said_in(extra: Any) -> Said:
-    """What was said, by what a file has beside its text; nothing where that is no talk."""
+    """The messages among a file's entries; none if it has no valid ones."""
     try:
         return msgspec.convert(extra.get(SAID, {}) if isinstance(extra, dict) else {}, Said)
     except msgspec.ValidationError:

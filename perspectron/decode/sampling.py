@@ -30,7 +30,7 @@ class SamplingConfig:
     top_k: keep so many of the most likely tokens; 0 is off.
     top_p: keep the fewest most likely tokens that together reach this probability; 1 is off.
     min_p: keep tokens at least so many times as probable as the most likely one; 0 is off.
-    seed: of the noise; each row of a batch has a stream of its own under it.
+    seed: seed of the noise; each row of a batch has a stream of its own under it.
     """
 
     temperature: float = 0.8

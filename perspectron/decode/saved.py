@@ -1,4 +1,4 @@
-"""What a session keeps of its text, and how far two texts agree."""
+"""The fields that a session saves of its text, and how far two texts agree."""
 
 from collections.abc import Sequence
 from itertools import takewhile
@@ -9,7 +9,7 @@ from perspectron.decode.row import Vocabulary
 
 
 def alike(some: Sequence[int], others: Sequence[int]) -> int:
-    """How many ids both begin with."""
+    """Number of ids at the start that are the same in both."""
     pairs = zip(some, others, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -17,8 +17,8 @@ def alike(some: Sequence[int], others: Sequence[int]) -> int:
 def checked(
     own: Any, talk: Conversation, tokenizer: Vocabulary
 ) -> tuple[list[int], list[bool], list[int], int] | None:
-    """The fields of a saved session, the last −1 where the beginning of its text is not known; None unless they are of
-    the types and of the lengths that go together."""
+    """The fields ids, drawn, calls and before of a saved session, the last −1 if the beginning of its text is not
+    known; None if their types or lengths do not fit together."""
     if not isinstance(own, dict) or set(own) != {"ids", "drawn", "calls", "before"} or talk.rows != 1:
         return None
     ids, drawn, calls, before = (own[name] for name in ("ids", "drawn", "calls", "before"))

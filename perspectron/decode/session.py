@@ -67,41 +67,41 @@ class Session:
         prefix = [*tokenizer.specials.prefix]
         self._ids, self._drawn = Log(prefix), Log([False] * len(prefix))
         self._said = 0
-        """How many of these were drawn."""
+        """Number of tokens that were drawn."""
         self._calls = list[int]()
-        """Tokens that each call has read."""
+        """Number of tokens read by each call."""
         self._read = 0
-        """Tokens that all of them have read."""
+        """Number of tokens read by all calls."""
         self._state: LMState | None = None
         """The state after these calls; None before the first."""
         self._start = start
         self._marks = Marks()
-        """States after so many calls, from which `at` goes on."""
+        """Saved states by number of calls, from which `at` goes on."""
         self._runs = list[int]()
-        """After each call, the token at which reading began anew: the cells of a text are counted from there."""
+        """For each call, the token from which on the cells of the text are counted after it."""
         self._path: Prefixes | None = None
-        """Keys of the text's beginning, which is read as a prompt; made where they are needed."""
+        """Keys in the store of a text that is read as a prompt; made when needed."""
         self._foreign = False
-        """The state comes from a file: what is read after it is not for the store, where others would begin with it."""
+        """True if the state comes from a file: states after it are not stored, as other texts would begin with them."""
         self._seconds = 0.0
         self._remembered, self._drawn_before = list[int](), 0
-        """Of a text whose beginning is not known: tokens before it that a penalty counts, and how many were drawn, of
-        which its first token is the last."""
+        """If the beginning of the text is not known: tokens before it that a penalty counts, and how many were drawn,
+        the last of which is the text's first token."""
         self._before = len(prefix)
-        """Tokens at the start that are none of the text's."""
+        """Number of ids at the start that do not belong to the text."""
         self._events = list[history.Event]()
         self.whole = True
-        """The text is known from its beginning; else a state remembers what was before it."""
-        self.extra: dict[str, Any] = {}  # of its file, as `save` has it
+        """True if the text is known from its beginning; else only the state remembers what came before."""
+        self.extra: dict[str, Any] = {}  # the user's entries in its file, as in `save`
 
     @property
     def chunk(self) -> int:
-        """Tokens that are read at once."""
+        """Maximum number of tokens read in a call."""
         return self._rows.chunk
 
     @property
     def start(self) -> LMState | None:
-        """The trained state before any token; None for the model's."""
+        """The trained state that the text begins with; None for the model's own."""
         return self._start
 
     @property
@@ -111,17 +111,17 @@ class Session:
 
     @property
     def drawn(self) -> int:
-        """How many of these were drawn."""
+        """Number of tokens of the text that were drawn."""
         return self._said
 
     @property
     def before(self) -> int:
-        """Tokens of the tokenizer's that stand before the text."""
+        """Number of the tokenizer's prefix tokens before the text."""
         return self._before
 
     @property
     def left(self) -> int | None:
-        """How many tokens more the document may have, and one that is drawn and not read; None for any number."""
+        """How many more tokens the document may have, with a last one that is drawn but not read; None: no limit."""
         most = self._rows.model.config.room
         return most - self._lengths([])[-1] + 1 if most else None
 
@@ -136,30 +136,30 @@ class Session:
         return 0 if self._state is None else self._state.nbytes
 
     def hold(self, account: Account) -> Hold | None:
-        """Count the memory of its state for an account, until the hold is let go."""
+        """Charge the memory of the state to an account until the hold is released; None before the first call."""
         return None if self._state is None else Hold(account, self._state)
 
     def read(self, text: str | Sequence[int]) -> "Session":
-        """Go on with a text, or its ids; the session itself. ConfigError: ids outside the vocabulary, more than a
-        table of learned positions has."""
+        """Read a text, or its ids: the session itself. ConfigError: ids outside the vocabulary, more than a table of
+        learned positions has."""
         for _ in self.reading(text):
             pass
         return self
 
     @torch.inference_mode()
     def reading(self, text: str | Sequence[int]) -> Generator[int, None, None]:
-        """Read as `read` does, with a pause before each call, that gives the tokens that are left. What is given up
-        half way waits to be read."""
+        """`read` as a generator, which pauses before each call of the model and yields the number of tokens left. If it
+        is given up half way, the rest waits to be read."""
         self.append(text)
         yield from self._reading(self._cell(len(self._ids) - 1))
 
     @torch.inference_mode()
     def finishing(self) -> Generator[int, None, None]:
-        """Read all that waits, as `reading` does."""
+        """Read all tokens that wait, pausing as `reading` does."""
         yield from self._reading(len(self._ids))
 
     def _reading(self, end: int) -> Generator[int, None, None]:
-        """Read up to a token."""
+        """Read the ids before `end`, pausing as `reading` does."""
         stop = self._look_up(end)
         while self._read < end:
             yield len(self._ids) - self._read
@@ -168,9 +168,9 @@ class Session:
 
     @torch.inference_mode()
     def likely(self, ids: Sequence[int], count: int) -> Generator[int, None, list[Likely]]:
-        """Log-probabilities of ids as they would be read next, each given all before it, and of the `count` most likely
-        tokens in its place, with a pause before each call, that gives the tokens left. A first token that nothing
-        stands before has none. The session stays as it is. Errors as `append`, and NonFiniteError."""
+        """Log-probabilities of ids if they came next, each given all tokens before it, and of the `count` most likely
+        tokens in its place; pauses as `reading` does. A first token with nothing before it has none. The session stays
+        as it is. Errors as `append`. NonFiniteError: the logits are not finite."""
         own, first, found = self.fork(), len(self._ids), list[Likely]()
         own.append(ids)
         V = own._rows.tokenizer.vocab_size
@@ -190,8 +190,8 @@ class Session:
         return found
 
     def append(self, text: str | Sequence[int], *, whole: bool = False) -> None:
-        """Go on with a text that waits until it is needed; errors as `read`. The tokenizer's prefix stands before a
-        text once, also where ids begin with it; before `whole` ones, as of a chat template, unless they lack it."""
+        """Add a text that is read when it is needed; errors as `read`. The tokenizer's prefix comes before a text once,
+        even if the ids begin with it; before `whole` ids, such as a chat template's, it is left out if they lack it."""
         tokenizer = self._rows.tokenizer
         ids = ids_of(text, tokenizer, "text")
         if self.whole and len(self._ids) == self._before:
@@ -229,7 +229,7 @@ class Session:
     def saying(
         self, max_tokens: int, *, on_text: Callable[[str], None] | None = None, **settings: Any
     ) -> Generator[int, None, str]:
-        """Draw as `say` does, with a pause before each step, that gives the tokens that may still come."""
+        """`say` as a generator, which pauses before each step and yields the number of tokens that may still come."""
         rows, pieces, ids, marks = self._rows, list[str](), list[int](), dict[int, LMState]()
         handle = self.enter(rows, max_tokens=max_tokens, stream=0, **settings)
         try:
@@ -254,13 +254,13 @@ class Session:
         return "".join(pieces)
 
     def enter(self, rows: Rows, **settings: Any) -> int:
-        """Let the text join others under way, with the settings of `Rows.add`: its row. Until it leaves the session is
-        as it was. ConfigError as `Rows.add`."""
+        """Add the text to `rows`, with the settings of `Rows.add`: the handle of its row. The session stays as it was
+        until `leave`. ConfigError as `Rows.add`."""
         read = self._read
         past, unread = self._ids.cut(read), self._ids[read:]
         if self._remembered:
             past = Log([*self._remembered, *past])
-        sampling = settings.get("sampling", SamplingConfig())  # `add` refuses what is none
+        sampling = settings.get("sampling", SamplingConfig())  # `add` refuses anything else
         recent = self._recent(getattr(sampling, "repetition_window", 0))
         if self._state is None:
             require(len(unread) > 0, "text", "", "read before: this tokenizer puts nothing before a text")
@@ -268,14 +268,14 @@ class Session:
                 return rows.add(unread, whole=True, **settings)
             talk = Conversation(self._start.fork(), [unread], [recent], [0])
             return rows.add("", conversation=talk, past=past, fresh=True, **settings)
-        # The row goes on in the memory of the state; the session sees it as it is now.
+        # The row writes into the memory of the state; the session keeps a fork of it as it is now.
         state, self._state = self._state, self._state.fork()
         talk = Conversation(state, [unread], [recent], [self._drawn_before + self._said])
         settings |= {"past": past, "lead": read - self._cell(read), "drawn": self._was_drawn(read)}
         return rows.add("", conversation=talk, **settings)
 
     def leave(self, rows: Rows, row: int, ids: Sequence[int]) -> None:
-        """Let a row go that has drawn `ids`, and go on from there."""
+        """Remove the text's row, which has drawn `ids`, and continue the session from it."""
         talk, end = rows.remove(row), len(self._ids)
         self._ids.extend(ids)
         self._drawn.extend([True] * len(ids))
@@ -287,13 +287,13 @@ class Session:
             self._count(1)
         self._state = talk.state
         self._marks.put(len(self._calls), self._state.fork())
-        if not talk.pending[0]:  # a hook stopped the text when its last token was read, which is read again
+        if not talk.pending[0]:  # a hook stopped the text after reading its last token, which is unread here
             vars(self).update(vars(self.at(len(self.tokens))))
 
     @torch.inference_mode()
     def predicting(self, ids: Sequence[int]) -> Generator[int, None, Tensor]:
-        """Go on with ids: the logits [T,V] for each of them, before it, with pauses as `reading` has them. A first one
-        that nothing stands before has none. Errors as `append`."""
+        """Read ids: the logits [T,V] that predict each of them; pauses as `reading` does. A first one with nothing
+        before it has none. Errors as `append`."""
         first, V, found = len(self._ids), self._rows.tokenizer.vocab_size, list[Tensor]()
         self.append(ids)
         while self._read < len(self._ids) - 1:
@@ -307,38 +307,38 @@ class Session:
 
     @torch.inference_mode()
     def remembering(self) -> Generator[int, None, LMState]:
-        """The state after all of the text, a copy, with pauses as `reading` has them."""
+        """A copy of the state after the whole text; pauses as `reading` does."""
         own = self.fork()
         yield from own.finishing()
         return own._before_call()
 
     @property
     def digest(self) -> str:
-        """Of the text, its ids and which of them were drawn (`history.digest`)."""
+        """Digest of the text's ids and of which of them were drawn (`history.digest`)."""
         return history.digest(self._ids[:], self._drawn[:])
 
     @property
     def model(self) -> LanguageModel:
-        """Whose memory it is."""
+        """The model that reads the text."""
         return self._rows.model
 
     @property
     def tokenizer(self) -> Vocabulary:
-        """Whose ids the text has."""
+        """The tokenizer of the text's ids."""
         return self._rows.tokenizer
 
     def note(self, how: str = "text", parent: str = "") -> None:
-        """Add an event of now to the log (`history.Event`)."""
+        """Add an event at the present time to the log (`history.Event`)."""
         history.noted(self._events, len(self._ids) - self._before, how, parent)
 
     def begun(self) -> "Session":
-        """A text of the same model that has not begun."""
+        """A new session without a text, of the same model, tokenizer and store."""
         rows = self._rows
         return Session(rows.model, rows.tokenizer, chunk=rows.chunk, store=rows.store, drafts=rows.drafts)
 
     def rereading(self) -> Generator[int, None, "Session"]:
-        """The same text read anew as a prompt, so that others may begin with it, with pauses as `reading` has them. A
-        text on a trained memory, or whose beginning is not known, stays as it is."""
+        """A session that has read the same text anew as a prompt, so that others may begin with it; pauses as `reading`
+        does. If the text begins with a trained memory, or its beginning is not known, the session itself."""
         yield 0
         if not self.whole or self._start is not None:
             return self
@@ -348,8 +348,8 @@ class Session:
         return own
 
     def remembered(self, state: LMState, ids: Sequence[int]) -> "Session":
-        """A text of the same model that begins with a state, which is used up, and these ids: what was before is
-        remembered but not known."""
+        """A session of the same model that begins with a state, which is used up, and these ids: what came before them
+        is remembered but not known."""
         own = self.begun()
         own._ids, own._drawn, own._before, own.whole = Log([*ids]), Log([False] * len(ids)), 0, False
         own._state, own._foreign = state, True
@@ -358,7 +358,7 @@ class Session:
 
     @property
     def log(self) -> tuple[history.Entry, ...]:
-        """What was read and drawn, when, and from which texts it came."""
+        """The log of the text: what was read and drawn, when, and which texts it came from."""
         drawn = [int(drawn) for drawn in self._drawn[:]]
         return tuple(history.entries(self._ids[:], drawn, self._before, self._events))
 
@@ -367,14 +367,13 @@ class Session:
         return self._cut(len(self._ids), len(self._calls), self._state)
 
     def at(self, token: int) -> "Session":
-        """The session as it was after so many tokens of the text, to go on from there: what is not at hand of the way
-        is read again. ConfigError: more tokens than there are, or fewer than what a loaded one begins with."""
+        """The session as it was after `token` tokens of the text, to continue from there; calls since the nearest saved
+        state are read again. ConfigError: more tokens than there are, or fewer than a loaded one begins with."""
         return exhausted(self.back_to(token))
 
     @torch.inference_mode()
     def back_to(self, token: int) -> Generator[int, None, "Session"]:
-        """The session that `at` gives, with a pause before each call that reads, that gives the tokens that are
-        left."""
+        """`at` as a generator, which pauses before each call of the model and yields the number of tokens left."""
         require(0 <= token <= len(self.tokens), "token", token, f"≥ 0 and ≤ {len(self.tokens)}")
         T = token + self._before
         calls = sum(end < T for end in accumulate(self._calls))
@@ -400,8 +399,8 @@ class Session:
         return earlier
 
     def shared(self, ids: Sequence[int], *, whole: bool = False) -> int:
-        """How many tokens the text begins with that these ids, `whole` as `append` has it, begin with too; 0 where its
-        beginning is not known."""
+        """Number of tokens at the start of the text with which these ids begin, too; 0 if its beginning is not known.
+        whole: as in `append`."""
         specials = self._rows.tokenizer.specials
         lacks = whole and specials.lacks(ids)
         if not self.whole or lacks != (self._before < len(specials.prefix)):
@@ -409,8 +408,8 @@ class Session:
         return alike(self.tokens, ids if lacks else specials.bare(ids))
 
     def common(self, ids: Sequence[int], *, whole: bool = False) -> "Session":
-        """The session as it was where its text and this one part; one that has not begun, where that would have to be
-        read again or a token of it was drawn, and so was not read as a prompt is."""
+        """The session as it was where its text and these ids part; a new one if that part would have to be read again,
+        begins with a trained memory, or has a drawn token, which was not read as in a prompt."""
         T = self.shared(ids, whole=whole) + self._before
         if not self.whole or self._read >= T or any(self._drawn[:T]) or self._start is not None:
             return self.begun()
@@ -429,12 +428,12 @@ class Session:
         save_state(path, state, self._kin, extra=extra)
 
     def fields(self) -> dict[str, Any]:
-        """Its text in a file, and the calls that read it: where they are the same, so is the state."""
+        """The text's fields for a file, with the calls that read it: equal texts and calls give equal states."""
         own: dict[str, Any] = {"ids": self._ids[:], "drawn": [int(drawn) for drawn in self._drawn[:]]}
         return own | {"calls": self._calls, "before": self._before if self.whole else -1}
 
     def opened(self, fresh: "Session") -> "Session | None":
-        """A fork, as one that `fresh` has loaded; None where that is of another model or store."""
+        """A fork, as if `fresh` had loaded it from a file; None if `fresh` has another model, store or chunk."""
         same = self._rows.model is fresh._rows.model and self._rows.store is fresh._rows.store
         if not same or self.chunk != fresh.chunk:
             return None
@@ -519,13 +518,13 @@ class Session:
             require(length <= positions, "tokens of one document", length, f"≤ positions = {positions}")
 
     def _lengths(self, ids: list[int]) -> list[int]:
-        """Tokens of the document under way, with those that wait and these, and of each that begins in them."""
+        """Number of tokens in each document: of the current one, with those that wait, then of those that follow."""
         first, *others = lengths([*self._ids[self._read :], *ids], self._rows.tokenizer.specials.reset)
         length_B = None if self._state is None else self._state.document_length_B
         return [first + (0 if length_B is None else int(length_B[0])), *others]
 
     def _cut(self, T: int, calls: int, state: LMState | None) -> "Session":
-        """A session of the first T tokens, of which so many calls have made the state."""
+        """A session of the first T ids, prefix included, whose state was made by the first `calls` calls."""
         own = self.begun()
         own._ids, own._drawn = self._ids.cut(T), self._drawn.cut(T)
         own._said = self._said - sum(self._drawn[T:])
@@ -541,7 +540,7 @@ class Session:
         return own
 
     def _call(self, count: int) -> Tensor:
-        """Read the next tokens: what the head reads after each [1,T,D]."""
+        """Read the next `count` tokens: the head's input after each [1,T,D]."""
         model, store, start = self._rows.model, self._rows.store, time.perf_counter()
         state = self._before_call()
         part = self._ids[self._read : self._read + count]
@@ -558,8 +557,8 @@ class Session:
         return hidden_1TD
 
     def _look_up(self, end: int) -> int | None:
-        """Take from the store what it has of the tokens up to `end`: a place at which reading is to stop besides, for a
-        state to be kept."""
+        """Continue from the longest prefix that the store has of the tokens before `end`: an extra place at which
+        reading is to stop so that a state can be stored, if any."""
         store, read = self._rows.store, self._read
         path = self._beginning() if read < end else None
         if store is None or path is None:
@@ -573,7 +572,7 @@ class Session:
         return store.part(path, self._read)
 
     def _beginning(self) -> Prefixes | None:
-        """The text as the store knows it; None where there is none, or what was read so far is not all of a prompt."""
+        """The text's keys in the store; None without a store, or if not all of it so far was read as a prompt."""
         store = self._rows.store
         if store is None or not self.whole or self._start or (self._runs and self._runs[-1] > 0):
             return None
@@ -582,7 +581,7 @@ class Session:
         return self._path
 
     def _cell(self, token: int) -> int:
-        """The first token of the cell in which one lies that is read as part of a prompt."""
+        """The first token of the cell in which `token` lies, counted as for a prompt."""
         first = self._runs[-1] if self._runs else 0
         return first + (token - first) // self.chunk * self.chunk
 
@@ -590,8 +589,8 @@ class Session:
         return self._drawn[token : token + 1] == [True] or (token == 0 and self._drawn_before > 0)
 
     def _count(self, count: int) -> None:
-        """Note that a call has read the next tokens. Cells are counted anew after a token that was drawn, and after a
-        call that ends within one, unless that changes no bit."""
+        """Note that a call has read the next `count` tokens. Cells are counted anew after a drawn token, and after a
+        call that ends within a cell, unless that changes no bit."""
         start, first, model = self._read, self._runs[-1] if self._runs else 0, self._rows.model
         end = self._read = start + count
         drawn, cut = count == 1 and self._was_drawn(start), (end - first) % self.chunk > 0

@@ -1,12 +1,12 @@
 """Prefixes in a store that servers of several machines share: objects without an index.
 
-    prefixes/CELL/LENGTH.KEY.CHAIN.TIME   a state, after so many tokens of a cell: what it has not per token
+    prefixes/CELL/LENGTH.KEY.CHAIN.TIME   a state after LENGTH tokens of a cell, without its per-token parts
     chains/NAME                           the pages of the states whose last one is NAME, and the slot where each ends
-    pages/NAME                            what a state has per token, of at most PAGE slots
+    pages/NAME                            the per-token parts of a state, in at most PAGE slots
 
-Pages are named by what they hold and by the page before, as `decode.disk` has them, and put before what names them:
-whoever puts one that is there puts the same. What nobody has used for longest goes first; pages that nothing names go
-GRACE seconds later, when who was reading or writing is done.
+Pages are named by a digest of their content and of the page before, as in `decode.disk`, and are written before
+whatever refers to them; writing one again writes the same bytes. States unused for longest go first; pages that nothing
+refers to go GRACE seconds later, when reads and writes under way are done.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ from perspectron.util.lease import Lease
 from perspectron.util.objects import Objects
 
 T = TypeVar("T")
-GRACE = 120.0  # seconds for which a page may be in use that nothing names
+GRACE = 120.0  # seconds for which a page may still be in use that nothing refers to
 USED = 600.0  # seconds after which the use of a state is noted again
-REST = 5.0  # seconds without a store that has failed
-WAITING = 256 << 20  # bytes of states that wait to be written; the oldest of more are left out
+REST = 5.0  # seconds for which a store that has failed is left alone
+WAITING = 256 << 20  # most bytes of states that wait to be written; beyond it the oldest are dropped
 WINDOW = 32  # cells that are looked up at once
 log = logging.getLogger("perspectron")
 
 
 class _Entry:
-    """The name of a state, and what it says."""
+    """A stored state, as its object's name describes it."""
 
     def __init__(self, cell: str, name: str, size: int) -> None:
         length, self.key, self.chain, used = name.split(".")
@@ -49,8 +49,8 @@ class _Entry:
 
 
 class Shared:
-    """States in a store, within `budget` bytes. What fails is counted, and told once; the store is left alone for a
-    while then, and texts are read. States are written beside the thread that has made them."""
+    """States in a store of objects, within `budget` bytes. A failure is counted, and logged once; the store is then
+    left alone for REST seconds, and texts are read by the model. A thread of its own writes the states."""
 
     def __init__(self, objects: Objects, budget: int, model: Stateful, counters: Counters) -> None:
         require(budget >= 1, "disk_bytes", budget, "≥ 1")
@@ -59,7 +59,7 @@ class Shared:
         self._cells = dict[bytes, dict[tuple[int, str], _Entry]]()
         self._chains = dict[str, list[tuple[str, int]]]()
         self._unnamed = dict[str, float]()
-        """What nothing names, and since when."""
+        """Pages and chains that nothing refers to, and since when."""
         self._away = {"listed": 0.0, "read": 0.0, "written to": 0.0}
         self._written = float("inf")
         self._changed = threading.Condition()
@@ -68,7 +68,7 @@ class Shared:
         self._thread.start()
 
     def close(self, patience: float = 10.0) -> None:
-        """Write what waits, within a while, and let the store go."""
+        """Write what waits, for at most `patience` seconds, and close the store."""
         self.flush(patience)
         with self._changed:
             self._stopped = True
@@ -77,27 +77,27 @@ class Shared:
         self._folder.cleanup()
 
     def flush(self, patience: float = 60.0) -> None:
-        """Wait until all is written."""
+        """Wait until everything is written, for at most `patience` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and not self._busy, patience)
 
     def lengths(self, text: Text) -> Mapping[bytes, list[int]]:
-        """By cell of a text, the tokens of it after which states are kept; looked up when they are asked for."""
+        """By the key of each cell of a text: offsets in tokens at which states are stored, looked up when asked for."""
         return _Lengths(self, text)
 
     def get(self, text: Text, at: int) -> Prefix | None:
-        """The state after so many tokens of a text; what is damaged is deleted."""
+        """The state after the first `at` tokens of a text; None if there is none. Damaged objects are deleted."""
         cell, length = text.place(at)
         entry = self._found(cell).get((length, _short(text.key(at))))
         return None if entry is None else self._asked(lambda: self._get(entry, text.key(at)), None)
 
     def put(self, text: Text, prefix: Prefix) -> None:
-        """Write a state soon."""
+        """Queue a state to be written."""
         own = replace(prefix, state=prefix.state.fork(), last_1D=prefix.last_1D.clone())
         self._soon(own.state.nbytes, lambda: self._put(text, own))
 
     def look_up(self, cells: Sequence[bytes]) -> None:
-        """List what is kept in these cells."""
+        """List the states that are stored in these cells."""
         folders, none = [f"prefixes/{_short(cell)}" for cell in cells], list[dict[str, int]]()
         listed = self._asked(lambda: self.objects.all_listed(folders), none, "listed") or [{} for _ in cells]
         if len(self._cells) > 4096:
@@ -107,8 +107,8 @@ class Shared:
             self._cells[cell] = {(entry.length, entry.key): entry for entry in sorted(own, key=_used)}
 
     def collect(self) -> None:
-        """Delete what was not used for longest where there is too much, and what nothing names any more; one server at
-        a time does."""
+        """If over budget, delete the states unused for longest, and always the objects that nothing refers to any more;
+        one server at a time does this."""
         lease = Lease(self.objects, "leases/collect", 4 * GRACE)
         if not lease.taken():
             return
@@ -123,7 +123,7 @@ class Shared:
         return self._cells.get(cell, {})
 
     def lengths_of(self, cell: bytes) -> list[int]:
-        """The tokens of a cell that was looked up after which states are kept."""
+        """The offsets in tokens at which states are stored in a cell that was looked up."""
         return list({length for length, _ in self._cells.get(cell, {})})
 
     # Reading
@@ -151,15 +151,15 @@ class Shared:
         return prefix
 
     def _use(self, entry: _Entry, data: bytes) -> None:
-        """Note that a state was used."""
+        """Note the use of a state, by a new name with the present time."""
         self._put_entry(entry.place, entry.chain, data)
         self.objects.delete(entry.name)
 
     def _chain(self, last: str) -> list[tuple[str, int]]:
-        """The pages up to one, and the slot at which each ends; none where that is not known."""
+        """The chain of pages that ends with `last`, and the slot at which each ends; empty if it is not known."""
         if last == "0":
             return []
-        known = self._chains.get(last)  # the writing thread may let it go meanwhile
+        known = self._chains.get(last)  # the writing thread may delete it meanwhile
         if known is None:
             lines = (self.objects.get(f"chains/{last}") or b"").decode("ascii", "replace").splitlines()
             pairs = [(name, stop) for name, _, stop in (line.partition(" ") for line in lines)]
@@ -172,7 +172,7 @@ class Shared:
 
     @contextlib.contextmanager
     def _files(self, contents: Mapping[str, bytes]) -> Iterator[list[Path]]:
-        """Files for those who read files."""
+        """Temporary files with these contents, by name, for functions that read files."""
         with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
             paths = list[Path]()
             for name, data in contents.items():
@@ -222,7 +222,7 @@ class Shared:
         if contents.slots:
             known = [each for each in self._nearest(text, prefix.tokens) if each[1] <= contents.slots]
             names = page_names(contents, [stop for _, stop in known])
-            for each, own in zip(known, names, strict=True):  # another document may have begun meanwhile
+            for each, own in zip(known, names, strict=True):  # another document may have begun since
                 if each[0] != own:
                     break
                 chain.append(each)
@@ -264,7 +264,7 @@ class Shared:
         self._written += len(data)
 
     def _nearest(self, text: Text, tokens: int) -> list[tuple[str, int]]:
-        """The pages of the longest state before a place of a text that is in the store now, so that they stay."""
+        """The pages of the longest state before `tokens` of a text that is in the store now, so that they stay."""
         for number in range((tokens - 1) // text.chunk, -1, -1):
             cell = text.cells[number]
             self.look_up([cell])
@@ -285,7 +285,7 @@ class Shared:
                 self.objects.delete(f"prefixes/{name}")
             else:
                 entries.append(entry)
-        # After the states, as what they need was put before them.
+        # Listed after the states, whose pages and chains were written before them.
         pages, chains = self.objects.all_listed(["pages", "chains"])
         entries.sort(key=_used)
         needed = {entry.name: [name for name, _ in self._chain(entry.chain)] for entry in entries}
@@ -320,7 +320,7 @@ class Shared:
         self._unnamed = since
 
     def _asked(self, work: Callable[[], T], default: T, way: str = "read") -> T:
-        """The result of work with the store; what there is instead while it fails."""
+        """The result of work with the store; `default` while the store fails."""
         away = self._away[way]
         if time.monotonic() < away:
             return default
@@ -339,7 +339,7 @@ class Shared:
 
 
 class _Lengths(Mapping[bytes, list[int]]):
-    """Lengths by cell, looked up from the last cell asked for on to the first: one, two, four at once …"""
+    """Offsets by cell, looked up when asked for, backwards from that cell: one, two, four cells at once …"""
 
     def __init__(self, shared: Shared, text: Text) -> None:
         self._shared, self._text, self._window = shared, text, 1
@@ -371,7 +371,7 @@ def _used(entry: _Entry) -> int:
 
 
 def _entry(cell: str, name: str, size: int) -> _Entry | None:
-    """The entry of a name; None for a name that is none."""
+    """The entry that a name describes; None if it is not an entry's name."""
     with contextlib.suppress(ValueError):
         return _Entry(cell, name, size)
     return None

@@ -1,5 +1,5 @@
-"""Steps of a model that run as a recording: one call of native code reads a token, where the modules would be hundreds
-of calls of PyTorch. Layers with experts are called between parts of it.
+"""Decoding steps that run as a recording: one call of native code reads a token, where the modules would be hundreds of
+calls of PyTorch. Layers with experts are called between parts of it.
 
 Shapes: B batch, D model width, V vocabulary.
 """
@@ -46,33 +46,33 @@ from perspectron.native.tape import Stale, Unrecordable, memory, places_of
 from perspectron.ops.dispatch import check_consumed, owned, under_tracing
 
 ROWS = 8
-"""Rows of a larger batch that take a step together. Their number is a multiple of it (`decode.batch.WIDTH`), so that a
-row has the same bits in batches of any size."""
+"""Rows of a larger batch that take a step together. Batches have a multiple of this many rows (`decode.batch.WIDTH`),
+so that a row has the same bits in batches of any size."""
 DISTURBANCE = 1e-6
-"""Part of each number of a state, by which it is moved to see what a model makes of last bits."""
+"""Largest relative change of each number of a state, to see how much a model amplifies differences in last bits."""
 SMALL_BYTES, MOST_BYTES = 1 << 24, 1 << 30
-"""Bytes of a state up to which each recording is checked with whole states, which takes three times as many for a
-moment; and, of the rows that take a step together, up to which it is where a step does not write into the state's own
-memory."""
+"""Up to the first number of bytes of a state, each recording is checked with whole states, which takes three times as
+many for a moment. Up to the second, of the rows that take a step together, so is a recording of a larger state that
+cannot be checked otherwise, such as one that does not update the state in place."""
 MOST_RECORDINGS = 16
-"""Recordings of a model that are kept."""
+"""Maximum number of recordings kept for a model."""
 WITNESSED = 64, 32 << 10
-"""With each token, bytes up to this part of the weights', or so many, are compared with what constants were made of."""
+"""Each token compares the bytes that constants were made of: up to a 64th of the weights', or this many if more."""
 log = logging.getLogger("perspectron")
 
 
 def steps_of(model: LanguageModel) -> "Steps | Graphs | None":
-    """The model's recordings, or on CUDA its graphs, to ask for where a text begins or goes on; None where there can be
-    none: on another device, on a CPU in another precision than float32 and bfloat16 (of the norms; matrices may be
-    packed) or without native kernels, with experts that are fetched, with hooks that look on or a module's own
-    `forward`, or under autocast.
+    """The model's recordings, or on CUDA its graphs, to be asked for whenever a text begins or goes on. None where
+    there can be none: on another device, on a CPU in another precision than float32 and bfloat16 (of the norms;
+    matrices may be packed) or without native kernels, on CUDA with experts that are fetched, with hooks or a module's
+    own `forward`, or under autocast.
 
-    Numbers may change at any time, by whatever writes into them, with a version or without: what a recording has made
-    constants of is compared with each token, byte for byte, and all else is read where it is. Seen by this call, not
-    between two tokens that follow it: other classes, methods and attributes of modules, tensors in other places, hooks,
-    and the numbers of whole matrices that are computed from others (packed ones of DRM, parametrizations). Seen by
-    nothing: functions replaced in a module of Python, and what changes inside an object that a module holds, if it is
-    no list, set or table.
+    Weights may change at any time, by whatever writes into them, with a version or without: the tensors of which a
+    recording has made constants are compared with each token, byte for byte, and all others are read in place. Some
+    changes are noticed by this call alone, not between two tokens that follow it: other classes, methods and attributes
+    of modules, tensors in other places, hooks, and the numbers of whole matrices that are computed from others (packed
+    ones of DRM, parametrizations). Never noticed are functions replaced in a module of Python, and changes inside an
+    object that a module holds, unless it is a list, set or dict.
     """
     found = _known.get(model)
     if found is None or not found.witness.holds(model):
@@ -92,8 +92,8 @@ def steps_of(model: LanguageModel) -> "Steps | Graphs | None":
 def stepped(
     model: LanguageModel, steps: "Steps | Graphs | None", ids_B1: Tensor, state: LMState
 ) -> tuple[Tensor, Tensor, LMState]:
-    """Read a token in each row after `state`, which is used up, by a recording, a graph or the modules: (what the head
-    reads [B,D], logits [B,V], the new state, which may be the same object). ValueError: gradients are on. Otherwise as
+    """Read a token in each row after `state`, which is used up, by a recording, a graph or the modules: (the head's
+    input [B,D], logits [B,V], the new state, which may be the same object). ValueError: gradients are on. Otherwise as
     `LanguageModel.hidden`."""
     check_consumed(True)
     quiet = not under_tracing() and not torch.is_autocast_enabled(ids_B1.device.type)
@@ -104,8 +104,8 @@ def stepped(
 
 
 class Steps:
-    """Recordings of one model's step, by the shapes of its state. plain: there can be some. told: why not of a model
-    that should have had them, as was said."""
+    """Recordings of one model's step, by the shapes of its state. plain: True if the model can have any. told: the
+    reason, as last logged, why a model that could have them has none."""
 
     def __init__(self, model: LanguageModel, told: str | None = None) -> None:
         self._model, self.witness, self.told = weakref.ref(model), Witness(model), told
@@ -117,22 +117,22 @@ class Steps:
         self._made = dict[Any, _Recording | None]()
         self._latest: _Recording | None = None
         self.refuses = ""
-        """Why no tokens are read ahead; empty while some may be."""
+        """The reason why no tokens can be read ahead; empty while they may be."""
         self._lock = threading.Lock()
 
     def look(self) -> None:
-        """Drop recordings that were made of large weights which have changed."""
+        """Drop recordings whose constants come from large weights that have changed."""
         with self._lock:
             for key in [key for key, made in self._made.items() if made is not None and not made.same()]:
                 self._latest = None
                 del self._made[key]
 
     def step(self, ids_B1: Tensor, state: LMState) -> tuple[Tensor, Tensor, LMState] | None:
-        """Read a token in each row after `state`, which is used up: (what the head reads [B,D], logits [B,V], the new
+        """Read a token in each row after `state`, which is used up: (the head's input [B,D], logits [B,V], the new
         state). None for a step that cannot be recorded; the state is then as it was."""
         ids = ids_B1.tolist()
         if not ids_B1.is_cpu or not all(len(row) == 1 and 0 <= row[0] < self._ids for row in ids):
-            return None  # the modules say what is wrong
+            return None  # the modules raise the error
         with self._lock:
             for _ in range(2):
                 now = self._latest
@@ -151,9 +151,9 @@ class Steps:
     def ahead(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], state: LMState
     ) -> tuple[Reading, LMState] | None:
-        """Read tokens in some rows after `state`, which is used up: they have the bits of a step for each. The state
-        after it is the second result, which is as before until `Reading.keep`. Each row reads as many as there is room
-        for. None where that cannot be; the state may then be used as before."""
+        """Read several tokens in some rows after `state`, which is used up, with the bits of one step for each: the
+        reading, and the state to go on with, which is as before until `Reading.keep`. Each row reads as many tokens as
+        there is room for. None where that cannot be; the state may then be used as before."""
         if not all(0 <= id < self._ids for own in tokens for id in own):
             return None
         with self._lock:
@@ -183,11 +183,11 @@ class Steps:
         return None
 
     def holds(self, state: LMState) -> bool:
-        """True if steps go on in the memory of this state as it is."""
+        """True if the latest recording continues this very state, in its memory."""
         return self._latest is not None and self._latest.state is state
 
     def _single(self, now: "_Recording") -> "_Recording | None":
-        """The recording of one row of the state that another is at."""
+        """The recording of a single row, for the state that the recording `now` continues."""
         assert now.state is not None
         if now.batch_size == 1:
             return now
@@ -203,7 +203,7 @@ class Steps:
 
     @torch.inference_mode()
     def _taken(self, state: LMState) -> "_Recording | None":
-        """The recording for a state of these shapes, which goes on from it."""
+        """The recording for a state of these shapes, which continues it; None if there is none."""
         model, B = self._model(), state.batch_size
         assert model is not None
         model.own(state)
@@ -221,7 +221,7 @@ class Steps:
         key = kind, rows, *(x.shape[1:] for x in tensors(_bare(own)))
         if key not in self._made:
             self._made[key] = None if kind in self._refused else self._recorded(model, own, rows, kind)
-        recording = self._made[key] = self._made.pop(key)  # the latest is the last
+        recording = self._made[key] = self._made.pop(key)  # in order of use
         if len(self._made) > MOST_RECORDINGS:
             del self._made[next(iter(self._made))]
         if recording is not None:
@@ -233,8 +233,8 @@ class Steps:
         return recording
 
     def _recorded(self, model: LanguageModel, state: LMState, rows: int, kind: Any) -> "_Recording | None":
-        """A recording. One that is refused is so for states of this kind in all shapes, unless some has been made, and
-        for the same reason it is said once of a model."""
+        """Make a recording; None if that fails. A failure is final for states of this kind in all shapes, unless one
+        was recorded before or shapes may still settle. Logs the reason, as a warning once per model."""
         try:
             return _Recording(model, state, rows)
         except Exception as reason:  # whatever it was, the modules can do it
@@ -253,7 +253,7 @@ _known: "weakref.WeakKeyDictionary[LanguageModel, Steps | Graphs]" = weakref.Wea
 
 
 def _disturbed(model: LanguageModel, state: LMState, ids: Sequence[int], rows: int) -> list[Tensor]:
-    """What the modules give after these tokens from a state whose numbers are larger or smaller by DISTURBANCE."""
+    """The modules' outputs and state after these tokens, from a state that is changed by up to DISTURBANCE."""
     for x in {x.data_ptr(): x for x in tensors(state)}.values():  # layers may share one memory
         if x.is_floating_point():
             random = torch.Generator(x.device).manual_seed(0)
@@ -264,8 +264,8 @@ def _disturbed(model: LanguageModel, state: LMState, ids: Sequence[int], rows: i
 
 
 class _Recording:
-    """The step of a few rows whose state has these shapes. state: of all rows, what the next step goes on from.
-    batch_size: rows of that state. left: tokens that it has room for, in positions and in slots of caches."""
+    """A recorded step of `rows` rows whose state has these shapes. state: that of all rows, which the next step
+    continues. batch_size: rows of that state. left: tokens that it has room for, in positions and slots of caches."""
 
     def __init__(self, model: LanguageModel, state: LMState, rows: int) -> None:
         self.state: LMState | None = None
@@ -309,7 +309,7 @@ class _Recording:
             bare = _bare(state)
             if bare.nbytes // state.batch_size * rows > MOST_BYTES:
                 raise Unrecordable("a state of too many bytes")
-            # Other slots than those that were recorded, so that a tape that takes them for granted is refused.
+            # Another number of slots than was recorded, so that a tape that depends on it is refused.
             made = partial(like, bare, rows, lambda _: 2 * LEAST_SLOTS)
             self._check(model, made(), made)
         recorder.rehearses = False
@@ -322,10 +322,10 @@ class _Recording:
         self.leave()
 
     def _check(self, model: LanguageModel, recorded: LMState, made: Callable[[], LMState]) -> None:
-        """Unrecordable unless two steps, of other tokens, give what the modules give, both without what is called
-        aside. What packed products read is rounded to 8 bits, and other numbers to bfloat16. Another last bit may round
-        another way, and the next layers make more of it: there, recording and modules go side by side, and the modules
-        go on with what the recording has. made: makes the state that both begin with."""
+        """Raise Unrecordable unless two steps, with different tokens, give the same as the modules, both without what
+        is called aside. Packed products round their inputs to 8 bits, others to bfloat16: a number with another last
+        bit may round another way, and the next layers amplify that. With these the two run side by side (`Beside`), and
+        the modules go on with the recording's results. made: makes the state that both begin with."""
         together, given = self._tape.calls or self._tape.rounded, made()
         self.take(recorded)
         for steps, id in enumerate(asked := (0, model.config.vocab_size - 1), 1):
@@ -355,8 +355,8 @@ class _Recording:
 
     @staticmethod
     def _as_near(found: list[Tensor], wanted: list[Tensor], moved: list[Tensor]) -> bool:
-        """Whether the recording differs from the modules by at most four times what these differ from themselves by
-        from a disturbed state: deep models make much of a last bit."""
+        """True if the recording differs from the modules at most four times as much as the modules do from themselves
+        when they begin with a disturbed state: deep models amplify differences in a last bit."""
         return all(
             float((a - b).abs().max()) <= 4 * float((c - b).abs().max())
             for a, b, c in zip(found, wanted, moved, strict=True)
@@ -364,7 +364,7 @@ class _Recording:
         )
 
     def take(self, state: LMState) -> None:
-        """Go on from this state, whose memory is written into from now on."""
+        """Continue from this state; steps write into its memory from now on."""
         self.state, self.batch_size, self._caches = state, state.batch_size, caches(state)
         self.count()
         if self._caches:
@@ -378,7 +378,7 @@ class _Recording:
         ]
 
     def _table(self, first: int) -> tape.Table:
-        """What stands in pieces of the rows from the first of a group on."""
+        """Table of the cache pieces (`tape.Table`) of the group of rows that begins with `first`."""
         rows = [
             cache.shared[first : first + self._rows] if cache.shared else ((),) * self._rows
             for cache in self._caches
@@ -389,19 +389,19 @@ class _Recording:
         )
 
     def leave(self) -> None:
-        """Let go of the state."""
+        """Release the state."""
         self.state, self._caches, self._leaves = None, [], list[Tensor]()
         self._tables = list[tape.Table]()
 
     def count(self) -> None:
-        """Look how many tokens there is room for."""
+        """Set `left`, the number of tokens that there is room for."""
         assert self.state is not None
         self.left = min((cache.slots - cache.used for cache in self._caches), default=sys.maxsize)
         if self.state.length_B is not None:
             self.left = min(self.left, self._positions - int(self.state.length_B.max()))
 
     def read(self, ahead: Ahead, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Reading:
-        """`Steps.ahead`, after the state that it is at."""
+        """`Steps.ahead` from the state that was taken."""
         like, state = (self._hidden_BD, self._logits_BV), self.state
 
         def kept() -> None:
@@ -413,7 +413,7 @@ class _Recording:
     def step(
         self, ids_B1: Tensor, run: Callable[[Array[c_int64]], None] | None = None
     ) -> tuple[Tensor, Tensor, LMState]:
-        """`Steps.step`, after the state that it is at. Stale: the tape cannot be used, and nothing was written."""
+        """`Steps.step` from the state that was taken. Stale: the tape cannot be used, and nothing was written."""
         assert self.state is not None
         ids_B1, B = ids_B1.long().contiguous(), self.batch_size
         hidden_BD, logits_BV = (x.new_empty(B, x.shape[1]) for x in (self._hidden_BD, self._logits_BV))
@@ -423,7 +423,7 @@ class _Recording:
             (run or self._tape.run)(places)
         torch.autograd.graph.increment_version(
             self._leaves
-        )  # what autograd has saved of the state is no more
+        )  # what autograd has saved of the state is overwritten
         self.left -= 1
         for cache in self._caches:  # no other state has them: they were made when this one was taken
             object.__setattr__(cache, "used", cache.used + 1)
@@ -431,12 +431,12 @@ class _Recording:
 
 
 def _filled(state: LMState) -> list[Tensor]:
-    """The tensors of a state, of caches the slots that are filled."""
+    """The tensors of a state; of caches, only the filled slots."""
     return tensors(state.select(range(state.batch_size)) if caches(state) else state)
 
 
 def _roomy(state: LMState) -> LMState:
-    """The state with a free slot in each cache, and as many slots in all."""
+    """The state with a free slot in each cache, and the same number of slots in all caches."""
     if _level(state) and all(cache.used < cache.slots for cache in caches(state)):
         return state
     grown = with_caches(state, lambda cache: cache.with_room(1))
@@ -447,17 +447,17 @@ def _roomy(state: LMState) -> LMState:
 
 
 def _level(state: LMState) -> bool:
-    """True if all caches have as many slots."""
+    """True if all caches have the same number of slots."""
     return len({cache.slots for cache in caches(state)}) <= 1
 
 
 def _alone(state: LMState) -> LMState:
-    """The state without the pieces of its caches, a view."""
+    """A view of the state without the pieces of its caches."""
     return with_caches(state, lambda cache: dataclasses.replace(cache, shared=()))
 
 
 def _bare(state: LMState) -> LMState:
-    """The state without the slots of its caches, a view: what a recording depends on."""
+    """A view of the state without the slots of its caches, on whose number no recording depends."""
 
     def bared(part: Cache) -> Cache:
         return dataclasses.replace(part, k_BHSK=part.k_BHSK[:, :, :0], v_BHSV=part.v_BHSV[:, :, :0])

@@ -37,29 +37,29 @@ from perspectron.util.objects import Objects
 
 FORMAT = "perspectron-prefix-2"
 WORTHWHILE = 16
-"""Tokens by which a new place must be longer than the longest one that is kept."""
+"""Minimum number of tokens by which a new place must exceed the longest stored one."""
 
 
 @dataclass
 class _Entry:
     prefix: Prefix
     place: tuple[bytes, int]
-    """Key of the cell in which it lies, and the tokens of that."""
+    """Key of the cell in which the prefix ends, and its number of tokens in that cell."""
     hold: Hold
     size: int
-    """Bytes that it added to those that were kept."""
+    """Bytes that it added to those in use."""
     parent: bytes
     """Key of the entry from which this one would be computed again; empty if there is none."""
     clock: float
 
 
 SAMPLED = 64
-"""Numbers of each tensor by which a model whose weights have changed is known."""
+"""How many numbers of each tensor are compared to detect that weights have changed."""
 
 
 class Frozen:
-    """A model whose weights stay as they are, for many states: its fingerprint, a digest of all of them, is taken
-    once."""
+    """A model whose weights must not change while states of it are kept: its fingerprint, a digest of all weights, is
+    taken once."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.config, self._model, self._digest = model.config, weakref.ref(model), model.fingerprint()
@@ -72,8 +72,8 @@ class Frozen:
         return self._digest
 
     def check(self) -> None:
-        """StateError if the weights have changed: training changes them everywhere, and some numbers of each tensor are
-        looked at. What changes a few of one by hand is not seen."""
+        """StateError if the weights have changed. Some numbers of each tensor are compared, since training changes them
+        everywhere; a few others changed by hand go unnoticed."""
         if (model := self._model()) is not None and _sampled(model) != self._sampled:
             raise StateError("the weights have changed since the store of prefixes was made: make a new one")
 
@@ -85,17 +85,17 @@ def _sampled(model: LanguageModel) -> bytes:
 
 
 class PrefixStore:
-    """States of what a model has read, within `memory_bytes` and, in `folder`, or else where several machines see them,
-    in `shared`, `disk_bytes`. What counts is the memory
-    that the states hold: tokens of a cache that several begin with count once (`decode.kept`).
+    """States of what a model has read, kept by prefix: within `memory_bytes` in memory, and within `disk_bytes` in
+    `folder` or in `shared`, a store that several machines see. What counts is the memory that the states hold: cache
+    entries of a common beginning count once (`decode.kept`).
 
-    An entry is worth the seconds it saves, counted from the nearest shorter one that is stored, for each of its bytes;
-    the one worth least goes first, and what was not asked for since others went counts less (GreedyDual-Size: Cao and
-    Irani 1997). adapter: digest of whatever changes the model beside its weights.
+    An entry is worth the seconds it saves over the nearest shorter one that is stored, per byte; the one worth least
+    goes first, and what was not asked for since others went counts less (GreedyDual-Size: Cao and Irani 1997). adapter:
+    digest of whatever changes the model besides its weights.
 
     The disk's tier may be shared by any number of processes; one that is killed loses at most the entry that it was
-    writing. A file that is damaged or of something else is dropped, counted and computed again; where the disk is full
-    or the index cannot be read the store goes on without. For one thread at a time; others may read its counters.
+    writing. A file that is damaged or of something else is dropped, counted and computed again; if the disk is full or
+    the index cannot be read, the store goes on without them. For one thread at a time; others may read its counters.
     StorageError: `folder` cannot be made.
     """
 
@@ -119,7 +119,7 @@ class PrefixStore:
         self.counters, self.known = Counters(), Known()
         self._entries: dict[bytes, _Entry] = {}
         self._lengths = dict[bytes, Counter[int]]()
-        """By cell, the tokens of it after which states are kept, and how many of them."""
+        """By the key of a cell: offsets in tokens at which states are stored, and how many at each."""
         self._account, self._clock = Account(0), 0.0
         self._disk: Disk | Shared | None = None
         if shared is not None:
@@ -145,8 +145,8 @@ class PrefixStore:
         return Path(self.root, ids, self.chunk, anywhere=self.anywhere, reset=reset)
 
     def find(self, path: Path, *, most: int, least: int = 0, meanwhile: bool = False) -> Prefix | None:
-        """The state, to be used up, after as many of a text's tokens as there is one for, more than `least` and at most
-        `most`; None where there is none. meanwhile: only in memory, where a miss is not counted. StateError: the
+        """The longest stored prefix of a text, of more than `least` and at most `most` tokens, whose state is to be
+        used up; None if there is none. meanwhile: look only in memory, where a miss is not counted. StateError: the
         model's weights have changed."""
         self.model.check()
         found = self._first(path, self._places(path, most, least, not meanwhile), not meanwhile)
@@ -163,17 +163,17 @@ class PrefixStore:
         return self._first(path, places, True)
 
     def part(self, path: Path, least: int) -> int | None:
-        """Where this text parts from all that were read before it, a place to keep a state at; None where that is
-        hardly more than `least` tokens, of which there is one, or not to be. From now on this text was read before,
-        too."""
+        """The place at which to store a state since this text parts there from all texts read before it; None if it is
+        less than WORTHWHILE tokens after `least`, where there is a state, or if none may or need be stored there. A
+        text that may be cut within cells then counts as read, too."""
         if path.exact == 0:
             return None
         at = min(self.known.add(path), path.exact)
         return at if at % self.chunk and at - least >= WORTHWHILE and at < len(path.ids) else None
 
     def put(self, path: Path, at: int, state: LMState, last_1D: Tensor, seconds: float) -> None:
-        """Keep a copy of the state after the first `at` tokens. Not one whose numbers are not finite: whoever meets
-        them shall compute them. StateError as `find`."""
+        """Store a copy of the state after the first `at` tokens, unless `last_1D` is not finite: whoever meets such
+        numbers shall compute them. StateError as `find`."""
         self.model.check()
         key = path.key(at)
         if key in self._entries or not bool(last_1D.isfinite().all()):
@@ -184,7 +184,7 @@ class PrefixStore:
             self._disk.put(path, prefix)
 
     def close(self) -> None:
-        """Let the files go."""
+        """Close the files or the shared store."""
         if self._disk is not None:
             self._disk.close()
 
@@ -215,7 +215,7 @@ class PrefixStore:
         return path.places(most, least, self._lengths, there)
 
     def _remember(self, path: Path, key: bytes, prefix: Prefix) -> None:
-        """Put a copy into memory, unless what would have to go is worth more."""
+        """Keep a copy in memory, unless an entry worth more would have to go."""
         at, used = prefix.tokens, self.used_bytes
         shorter = (path.key(place) for place in self._places(path, at - 1, 0, False))
         parent = next((k for k in shorter if k in self._entries), b"")
@@ -257,7 +257,7 @@ class PrefixStore:
 
 
 def _arithmetic() -> list[str | int | bool]:
-    """Everything that bits depend on besides the weights and the tokens: kernels, instruction sets, threads, tiny
+    """Everything that bits depend on besides the weights and the tokens: kernels, instruction sets, threads, denormal
     numbers."""
     isa = native.isa() if native.available() else "none"
     tiny = bool((torch.tensor(1e-39) * 1.0) != 0)

@@ -20,12 +20,12 @@ SILENT = {
     "assistant_confidence_threshold", "prompt_lookup_num_tokens", "is_assistant", "disable_compile", "low_memory",
     "chat_format",
 }  # fmt: skip
-"""Keys of which the distribution of the next token does not depend, and ids that specials.json has."""
+"""Keys on which the distribution of the next token does not depend, and ids that specials.json has."""
 NEUTRAL = {
     "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "typical_p": 1, "top_h": 1, "length_penalty": 1,
     "encoder_repetition_penalty": 1, "guidance_scale": 1,
 }  # fmt: skip
-"""Values at which a key asks for nothing, beside 0, false, null and what is empty."""
+"""Values at which a key has no effect, besides 0, false, null and empty ones."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Asked:
     """Logits of the last tokens are divided by it where positive and multiplied where negative; 1 is off; left out: the
     model's, or 1."""
     repetition_window: int = SamplingConfig.repetition_window
-    """So many tokens have the penalty."""
+    """Number of last tokens that have the penalty."""
     seed: int = SamplingConfig.seed
-    """Of the noise; each row of a batch has a stream of its own under it."""
+    """Seed of the noise; each row of a batch has a stream of its own under it."""
 
     def __post_init__(self) -> None:
         SamplingConfig(**self.values)
@@ -65,10 +65,10 @@ def suggested(
     asked: Mapping[str, Any],
     otherwise: SamplingConfig = SamplingConfig(),  # noqa: B008
 ) -> tuple[SamplingConfig, str]:
-    """The rules as `asked` has them, what it leaves out as the file in a folder has it, and else as `otherwise`; and
-    what was taken from the file, and what of it is not used, in a line that is empty where there is nothing of either.
+    """Sampling rules: as in `asked`, else as in the file in the folder, else as in `otherwise`; and a line that says
+    what was taken from the file and what of it is not used, empty if there is neither.
 
-    ConfigError, naming the file and the key: a value that is none, unless another is asked for.
+    ConfigError, naming the file and the key: an invalid value, unless `asked` replaces it.
     """
     path = folder / FILE
     found = read_json(path, ConfigError, infinite=True) if path.is_file() else {}

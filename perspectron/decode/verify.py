@@ -26,8 +26,8 @@ DRAWN = 8
 
 @dataclass(frozen=True)
 class Way:
-    """One way to read and draw the text. together: as `Rows` has it. name: what it does otherwise. digest: of every
-    token and every logit. promised: it must be that of the text alone."""
+    """One way to read and draw the text. together: as `Rows` has it. name: how it differs otherwise. digest: digest of
+    all tokens and all logits. promised: True if it must equal that of the text alone."""
 
     together: bool
     name: str
@@ -44,8 +44,8 @@ def ways(
     threads: Sequence[int] = (1, 2),
     on_way: Callable[[], object] = lambda: None,
 ) -> list[Way]:
-    """The text alone, then among others in batches, read in pieces, and on other numbers of threads; the number of
-    threads stays as it was. on_way: called before each."""
+    """Digests of the text alone, in batches with others, read in pieces, and on other numbers of threads; the number of
+    threads is restored at the end. on_way: called before each."""
     found, said = list[Way](), partial(digest, model, tokenizer)
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())

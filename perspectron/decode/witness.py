@@ -1,4 +1,4 @@
-"""A witness of what a recording takes for granted of a model, beside the numbers that its tape watches itself."""
+"""Watches what a recording assumes of a model, besides the numbers that its tape compares itself."""
 
 import operator
 from itertools import chain
@@ -10,8 +10,8 @@ _LAID = operator.attrgetter("shape", "dtype")
 
 
 class Witness:
-    """The classes of a model's modules with what these define, their attributes (lists and tables too), and where the
-    numbers of parameters and buffers are. patched: a module has a `forward` of its own, beside that of its class."""
+    """A snapshot of the classes of a model's modules with what these define, of the modules' attributes (lists and
+    dicts included), and of the addresses of parameters and buffers. patched: a module has a `forward` of its own."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = [*model.modules()]
@@ -33,10 +33,10 @@ class Witness:
         self._places = self._laid()
 
     def holds(self, model: nn.Module) -> bool:
-        """True if nothing of it has changed."""
+        """True if nothing of this has changed in the model."""
         if self.patched or self._types != [type(model), *map(type, self._parts)]:
             return False
-        try:  # nothing is asked of what is the same object; two tensors have no truth
+        try:  # identical objects compare equal; comparing two tensors has no truth value
             same = all(map(operator.eq, self._live, self._then))
         except (RuntimeError, ValueError):
             return False
@@ -45,12 +45,12 @@ class Witness:
 
     @property
     def hooked(self) -> bool:
-        """True if hooks look on."""
+        """True if a module has forward hooks."""
         return any(self._hooks)
 
     @property
     def stands(self) -> bool:
-        """True if the numbers are where they were; all else is left unasked."""
+        """True if parameters and buffers are at the same addresses as before; nothing else is checked."""
         x = self._tensors
         return [*map(Tensor.data_ptr, x)] == self._places[: len(x)]
 
@@ -60,7 +60,7 @@ class Witness:
 
 
 def _gather(values: Any, tables: dict[int, Any]) -> None:
-    """The lists, sets and tables among values and inside them, by their place."""
+    """Add to `tables`, by id, the lists, sets and dicts among values and inside them."""
     for value in values:
         if isinstance(value, dict | list | set | tuple | frozenset) and id(value) not in tables:
             if not isinstance(value, tuple | frozenset):
