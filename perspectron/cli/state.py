@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -144,10 +145,8 @@ class Diff:
         states = table(
             "states", ("layer", "distance"), [(f"{i}", f"{d:.4g}") for i, d in enumerate(found.layers)]
         )
-        rows = [
-            [repr(tokenizer.decode([id])) + f" {p:.3f}" for id, p in pair]
-            for pair in zip(*found.next, strict=True)
-        ]
+        next = ([repr(tokenizer.decode([id])) + f" {p:.3f}" for id, p in one] for one in found.next)
+        rows = [*zip_longest(*next, fillvalue="")]  # of a text without a token there is no prediction
         return answer(
             self.json, asdict(found), *parts, states, table("next token", (str(self.a), str(self.b)), rows)
         )
