@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from perspectron.cli.main import main
+from perspectron.decode import apart
 from perspectron.decode.history import history
 from perspectron.opening import load
 from tests.refusals import in_a_line
@@ -48,6 +51,20 @@ def test_a_memory_is_read_compared_and_replayed_with_the_model_of_its_folder(the
     assert told(capsys, "log", "c.state")["entries"][-1]["what"] == "rebased"
     assert main(["state", "log", "c.state"]) == 0
     assert main(["state", "diff", "run/a.state", "run/b.state"]) == 0
+
+
+def test_a_memory_without_a_token_is_compared_too(there, capsys, monkeypatch) -> None:
+    """It expects nothing, as one that was trained for a tokenizer without a first token has it."""
+    whole = apart.diffing
+
+    def none_of_a(*asked: Any, **how: Any) -> Any:
+        found = yield from whole(*asked, **how)
+        return replace(found, next=((), found.next[1]))
+
+    monkeypatch.setattr(apart, "diffing", none_of_a)
+    capsys.readouterr()
+    assert main(["state", "diff", "run/a.state", "run/b.state"]) == 0
+    assert capsys.readouterr().out.count(" 0.") >= 1
 
 
 def test_a_text_may_be_longer_than_a_name(there) -> None:
