@@ -1,1 +1,1 @@
-"""Routed experts: where they stand, who gets a token, what they compute, their ternary form."""
+"""Routed experts: their positions, the routing of tokens, their networks, and their ternary form."""

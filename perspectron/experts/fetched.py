@@ -36,12 +36,12 @@ class Shard:
 
     @cached_property
     def network(self) -> native.SwiGLU:
-        """The expert as the native library has it."""
+        """The expert in the form of the native library."""
         gate, up, down = ((matrix.codes, matrix.scales) for matrix in self)
         return native.SwiGLU(gate, up, down, self.up.format, *self.up.shape)
 
     def output(self, x_nD: Tensor) -> Tensor:
-        """What the expert gives [n,D]."""
+        """The expert's output [n,D]."""
         if self.gate is None:
             return packed.linear(F.relu(packed.linear(x_nD, self.up)).square(), self.down)
         return packed.swiglu(x_nD, self.gate, self.up, self.down)
@@ -51,19 +51,19 @@ class ExpertSource(Protocol):
     """Source of a model's experts."""
 
     def get(self, layer: int, expert: int) -> AbstractContextManager[Shard]:
-        """The weights, which stay as they are until the context ends. ShardError: they cannot be read."""
+        """The expert's weights, which stay unchanged until the context ends. ShardError: they cannot be read."""
         ...
 
     def ask(self, layer: int, experts: Sequence[int]) -> None:
-        """Begin to fetch experts that will be got, in this order, as far as there is room."""
+        """Begin to fetch experts that will be needed, in this order, as far as there is room."""
         ...
 
     def hint(self, layer: int, expert: int) -> None:
-        """Say that the expert may be asked for soon."""
+        """Say that the expert may be needed soon."""
         ...
 
     def holds(self, layer: int, expert: int) -> bool:
-        """True if the weights are at hand, without a read."""
+        """True if the weights are in memory, so that `get` reads nothing."""
         ...
 
 
@@ -74,7 +74,7 @@ class Held:
         self.shards = shards
 
     def get(self, layer: int, expert: int) -> AbstractContextManager[Shard]:
-        """The expert."""
+        """The expert, in a context."""
         return contextlib.nullcontext(self.shards[expert])
 
     def ask(self, layer: int, experts: Sequence[int]) -> None:
@@ -89,25 +89,25 @@ class Held:
 
 
 class Fetching:
-    """Base of layers that fetch experts. source: where they come from, under the number `layer`. following: the next
-    such layers. Their routers are run on what this layer reads, and what they would choose is hinted: the residual
-    stream changes slowly, and a wrong guess costs a read. Neither is a part of a module's state."""
+    """Base of layers that fetch experts. source: where experts come from, under the number `layer`. following: the next
+    such layers. Their routers are run on this layer's input, and the experts they choose are hinted to the source: the
+    residual stream changes slowly, and a wrong guess costs a read. Neither is a part of a module's state."""
 
     layer: int
     source: ExpertSource
     following: "tuple[Fetching, ...]"
 
     def guess(self, x_ND: Tensor) -> Tensor:
-        """The experts that tokens would have here, of any shape."""
+        """The experts that this layer would choose for tokens, of any shape."""
         raise NotImplementedError
 
     def visit(
         self, experts: list[int], guesses: Callable[[], list[list[int]]]
     ) -> Iterator[tuple[list[int], Shard]]:
-        """The places of each expert and its matrices, which are there until the next are asked for.
+        """Yield the places of each expert, and its matrices, which stay valid until the next are asked for.
 
-        experts: of each place; −1: none. Experts that are at hand come first, and the others are read one after
-        another meanwhile; then what `guesses` says the tokens may want in each of the following layers.
+        experts: that of each place; −1: none. Experts in memory come first, while the others are read one after
+        another; then those that `guesses` says the following layers may want, a list for each layer, are hinted.
         """
         places: dict[int, list[int]] = {}
         for place, expert in enumerate(experts):
@@ -129,7 +129,7 @@ class Fetching:
                 yield places[expert], shard
 
     def wanted(self, expert: Tensor, x_ND: Tensor) -> tuple[list[int], Callable[[], list[list[int]]]]:
-        """The experts of all places and, for `visit`, the guesses; another device is waited for once."""
+        """The experts of all places and, for `visit`, a function for the guesses. Waits for another device once."""
         if expert.device.type == "cpu" or not self.following:
             return expert.flatten().tolist(), lambda: [
                 guess.flatten().tolist() for guess in self._guesses(x_ND)
@@ -145,18 +145,18 @@ class Fetching:
 
 
 class PackedMixture(Mixed, Fetching):
-    """A mixture whose experts are packed, for inference alone. format: of their matrices."""
+    """A mixture whose experts are packed, for inference only. format: that of their matrices."""
 
     def __init__(self, d_model: int, config: MixtureConfig, layer: int, format: str) -> None:
         super().__init__(d_model, config)
         self.layer, self.following, self.format = layer, (), format
 
     def guess(self, x_ND: Tensor) -> Tensor:
-        """[N,K]."""
+        """The experts [N,K] that this layer would choose."""
         return self.choose(self._logits(x_ND))[1]
 
     def routed(self, x_BTD: Tensor, pad_BT: Tensor | None = None) -> Tensor:
-        """Padding takes no expert, and gives 0."""
+        """The sum of the chosen experts' outputs, by weight. Padding takes no expert, and its output is 0."""
         require(not self.training, "training", True, "False: packed experts do not learn, call eval()")
         x_ND, K = x_BTD.flatten(0, 1), self.config.chosen
         weight_NK, expert_NK = self.choose(self._logits(x_ND))
@@ -173,10 +173,10 @@ class PackedMixture(Mixed, Fetching):
         return added(y_MD.unflatten(0, (-1, K)), weight_NK).view_as(x_BTD)
 
     def _logits(self, x_ND: Tensor) -> Tensor:
-        """[N,E] in float32. A token's depend on that token alone, to the last bit."""
+        """The router's logits [N,E] in float32. Those of a token depend on it alone, to the last bit."""
         x_ND, weight_ED = x_ND.float(), self.route_proj.weight.float()
         if x_ND.device.type == "cpu" and native.wanted():
             bias_E = weight_ED.new_zeros(len(weight_ED))
             return native.route(x_ND.contiguous(), weight_ED.contiguous(), bias_E, None, None)[0]
-        # A product of several tokens, or of memory that begins elsewhere in a cache line, may be rounded otherwise.
+        # A product of several tokens, or of memory at another offset in a cache line, may be rounded differently.
         return torch.stack([torch.mv(weight_ED, x_D.clone()) for x_D in x_ND])

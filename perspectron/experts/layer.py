@@ -22,19 +22,19 @@ from perspectron.util.terms import Term
 if TYPE_CHECKING:
     from perspectron.experts.spread import Spread
 
-SAMPLED = 64  # a loss on weights reads this part of the hidden units at each update, all of them in turn
-OWN = 2.0  # times their mean magnitude: what is smaller is no difference from the base
-OWN_START = 0.1  # of a new expert's differences, in terms of the base
+SAMPLED = 64  # a loss on weights reads one of so many parts of the hidden units at each update, in turn
+OWN = 2.0  # times their mean magnitude; differences from the base below that count as 0
+OWN_START = 0.1  # scale of a new expert's differences, relative to the base
 EXPERTS = (
     *("gate_EFD", "up_EFD", "down_EDF", "base_gate_FD", "base_up_FD", "base_down_DF"),
     *("load_E", "ternary_share_1"),
 )
-"""Tensors that a `RoutedSwiGLU` has beside its router's."""
+"""Names of tensors that a `RoutedSwiGLU` has beside those of its router."""
 
 
 class RoutedSwiGLU(Routed):
-    """A router and its experts. What it reports: losses by their weights, and of the load of this batch `gini` and
-    `reached`, the share of experts that got a token."""
+    """A router and its experts. It reports its losses and, of the batch's load, `gini` and `reached`, the share of
+    experts that got a token."""
 
     load_E: Tensor
     ternary_share_1: Tensor
@@ -58,7 +58,7 @@ class RoutedSwiGLU(Routed):
         """The ranks that hold the experts; None: all of them are here."""
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Each expert starts as a dense SwiGLU, from a stream of its own; then the router."""
+        """Initialise each expert as a dense SwiGLU, from a random stream of its own; then the router."""
         own = OWN_START if self.config.base else 1.0
         for name in ("gate_EFD", "up_EFD", "down_EDF"):
             weight = self.get_parameter(name)
@@ -90,8 +90,8 @@ class RoutedSwiGLU(Routed):
     # ------------------------------------------------------------ experts
 
     def weights(self, expert_U: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The matrices gate, up and down as they are used, of these experts or of all: with the base, and ternary as
-        far as the recipe has come."""
+        """The gate, up and down matrices as they are used, of these experts or of all: with the base added, and ternary
+        by the current share."""
         used = []
         for name in ("gate_EFD", "up_EFD", "down_EDF"):
             weight: Tensor = getattr(self, name)
@@ -116,7 +116,7 @@ class RoutedSwiGLU(Routed):
         pad_BT: Tensor | None = None,
         views: Views | None = None,
     ) -> tuple[Tensor, dict[str, Term]]:
-        """views: from which the rows choose their experts; None: as in training."""
+        """Outputs, and loss terms if gradients are on. views: from which rows choose experts; None: as in training."""
         if (tape := recorder()) is not None and views is None and reset_BT is None and pad_BT is None:
             return self.aside(tape, x_BTD, context_BTD), {}
         x_ND = x_BTD.flatten(0, 1)
@@ -132,7 +132,7 @@ class RoutedSwiGLU(Routed):
         return y_BTD, self._terms(choice, sample, y_BTD, reset_BT, pad_BT) if learns else {}
 
     def _experts(self, x_ND: Tensor, expert_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Output [N,D], and the weights of some hidden units [E,3S,D] where a loss asks for them."""
+        """Outputs [N,D] and, if a loss asks for them, the weights of some hidden units [E,3S,D]."""
         config, units, rounded = self.config, slice(0), None
         used_U = None
         if torch.is_grad_enabled():
@@ -141,11 +141,11 @@ class RoutedSwiGLU(Routed):
                 part = self.turn % parts
                 units = slice(part * config.hidden // parts, (part + 1) * config.hidden // parts)
         elif self.spread is not None:
-            pass  # others know which experts of this rank they need
+            pass  # other ranks choose which of this rank's experts they need
         elif (config.base or config.ternary) and x_ND.is_meta:
-            used_U = expert_N[: len(self.gate_EFD)]  # as many as tokens can reach
+            used_U = expert_N[: len(self.gate_EFD)]  # as many as the tokens can reach at most
         elif config.base or config.ternary:
-            used_U, expert_N = expert_N.unique(return_inverse=True)  # nothing is made of the others
+            used_U, expert_N = expert_N.unique(return_inverse=True)  # the others' weights are not needed
         if config.int8_activations:
             x_ND, rounded = int8(x_ND), int8
         weights = self.weights(used_U)
@@ -168,15 +168,15 @@ class RoutedSwiGLU(Routed):
         reset_BT: Tensor | None,
         pad_BT: Tensor | None,
     ) -> dict[str, Term]:
-        """The terms that are reported; padding counts nowhere. The load goes to the biases when the gradient comes
-        back."""
+        """The terms that are reported, to which padding does not count. The load is added for the biases in the
+        backward pass."""
         config, E = self.config, len(self.gate_EFD)
         counted_N = torch.ones_like(choice.expert_N, dtype=torch.bool)
         if pad_BT is not None:
             counted_N = ~pad_BT.flatten()
         load_E = ranks.all_reduce_sum(experts.load(choice.expert_N.where(counted_N, E), E))
         if config.bias_rate > 0 and self.training and y_BTD.requires_grad:
-            # Once for an update: activations may be computed twice, but a gradient comes back once.
+            # Counted once per update: activations may be recomputed, but a gradient comes back once.
             y_BTD.register_hook(lambda _: self._count(load_E))
         terms = {"gini": Term(gini(load_E)), "reached": Term((load_E > 0).float().mean())}
         if config.gate != "none":
@@ -197,8 +197,8 @@ class RoutedSwiGLU(Routed):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """y · g / stop_grad(g), which is y, without reading it: the gradients are dy and Σ dy · y / g. (The chosen is the
-    likeliest, so g is never 0.)"""
+    """y · g / stop_grad(g), which equals y, without computing it: the gradients are dy and Σ dy · y / g. (The expert
+    chosen is the likeliest, so g is never 0.)"""
 
     @staticmethod
     def forward(y_ND: Tensor, gate_N: Tensor) -> Tensor:
@@ -223,8 +223,8 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def sparse(own: Tensor) -> Tensor:
-    """Differences from the base: the entries of each matrix over twice its mean magnitude, the others 0; all learn
-    (straight through)."""
+    """An expert's differences from the base: in each matrix, entries above twice the mean magnitude, the others 0. All
+    entries learn (straight through)."""
     size = own.detach().abs()
     kept = own.detach() * (size > OWN * size.mean((-2, -1), keepdim=True))
     return own + (kept - own.detach())

@@ -1,5 +1,5 @@
-"""A mixture of experts as public models have it: each token goes to the k experts of the largest scores, and what they
-give is added by weights; a further network may see every token.
+"""Mixtures of experts as in public models: each token goes to the k experts with the highest scores, whose outputs are
+added by weight; a shared network may read every token.
 
 Shapes: B batch, T time, N = B·T tokens, D model width, F hidden width, E experts, K chosen of them, G groups.
 """
@@ -20,20 +20,19 @@ from perspectron.util.config import FFNConfig, at_least, one_of, positive, requi
 from perspectron.util.streams import normal_slices
 from perspectron.util.terms import Term
 
-TINY = 1e-20  # beside the sum of sigmoids
+TINY = 1e-20  # added to the sum of sigmoids that divides them
 
 
 @dataclass(frozen=True)
 class MixtureConfig(FFNConfig):
     """hidden: F of each expert. experts: E. chosen: K.
 
-    score: "softmax" over all experts, or "sigmoid" of each logit, by which experts are chosen and which are their
-    weights. normed: the weights of the chosen are divided by their sum. factor: multiplies them then. corrected: a
-    stored number for each expert is added to its score where experts are chosen. groups, top_groups: experts are
-    chosen from so many of the groups, those of the largest sums of their two best scores.
-    activation: "silu" is a SwiGLU; "relu2" has no gate: W_down relu(W_up x)².
-    shared: hidden width of a network of the same activation that every token goes through; 0 for none. shared_gate:
-    what it gives is multiplied by σ of one logit.
+    score: "softmax" over all experts, or "sigmoid" of each logit; experts are chosen by it, and it is their weight.
+    normed: the weights of the chosen are divided by their sum. factor: multiplies the weights after that. corrected: a
+    stored number for each expert is added to its score, for the choice only. groups, top_groups: experts are chosen
+    from `top_groups` of the groups, those with the largest sums of their two best scores. activation: "silu" is a
+    SwiGLU; "relu2" has no gate: W_down relu(W_up x)². shared: hidden width of a network of the same activation that
+    every token goes through; 0 for none. shared_gate: its output is multiplied by σ of one logit.
     """
 
     kind = "mixture"
@@ -83,11 +82,11 @@ class MixtureConfig(FFNConfig):
 
 
 ExpertsConfig = RoutedConfig | MixtureConfig
-"""Networks of experts. They have `hidden`, `count` (E), `chosen` (K, of a token) and `gated`."""
+"""Configs of networks of experts. They have `hidden`, `count` (E), `chosen` (K, per token) and `gated`."""
 
 
 class Mixed(nn.Module):
-    """Router and shared network of a mixture; where its experts are, a subclass knows."""
+    """Router and shared network of a mixture; subclasses hold its experts."""
 
     bias_E: Tensor
 
@@ -106,7 +105,7 @@ class Mixed(nn.Module):
             self.share_proj = nn.Linear(d_model, 1, bias=False)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """No expert is preferred."""
+        """Set the correction of each expert to 0, so that none is preferred."""
         if self.config.corrected:
             self.bias_E.zero_()
 
@@ -118,17 +117,17 @@ class Mixed(nn.Module):
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Term]]:
-        """Padding may take no expert, and then gives what the shared network gives."""
+        """Outputs, and no terms. Padding may take no expert, and then its output is that of the shared network."""
         if (
             tape := recorder()
-        ) is not None and pad_BT is None:  # which expert computes depends on the numbers
+        ) is not None and pad_BT is None:  # which expert is called depends on values in x
             y_BTD: Tensor = tape.aside(self.routed, x_BTD)
         else:
             y_BTD = self.routed(x_BTD, pad_BT)
         return (y_BTD + self._shared(x_BTD) if self.config.shared else y_BTD), {}
 
     def routed(self, x_BTD: Tensor, pad_BT: Tensor | None = None) -> Tensor:
-        """The sum of what the chosen experts give, by their weights. What a token gets depends on nothing but it."""
+        """The sum of the chosen experts' outputs, by weight. A token's output depends on that token only."""
         raise NotImplementedError
 
     def _shared(self, x_BTD: Tensor) -> Tensor:
@@ -140,7 +139,7 @@ class Mixed(nn.Module):
         return y_BTD
 
     def choose(self, logit_NE: Tensor) -> tuple[Tensor, Tensor]:
-        """(weights, experts) [N,K] of these logits, the experts in order. Of equal scores the lower id is chosen."""
+        """(weights, experts) [N,K] for these logits, experts in ascending order. Of equal scores the lower id wins."""
         config, K = self.config, self.config.chosen
         logit_NE = logit_NE.to(wider(logit_NE.dtype))
         score_NE = logit_NE
@@ -168,7 +167,7 @@ class Mixed(nn.Module):
 
 
 class Mixture(Mixed):
-    """A mixture whose experts are parameters. Those of 16 bits are widened when they are used."""
+    """A mixture whose experts are parameters. 16-bit ones are widened when they are used."""
 
     def __init__(self, d_model: int, config: MixtureConfig) -> None:
         super().__init__(d_model, config)
@@ -179,7 +178,7 @@ class Mixture(Mixed):
         self.down_EDF = nn.Parameter(torch.empty(E, d_model, hidden))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Each expert starts as a dense network, from a stream of its own."""
+        """Initialise each expert as a dense network, from a random stream of its own."""
         for name, weight in self.matrices().items():
             normal_slices(weight, weight.shape[-1] ** -0.5, generator, name)
         super().init_weights(generator)
@@ -210,7 +209,7 @@ class Mixture(Mixed):
 
 
 def added(y_NKD: Tensor, weight_NK: Tensor) -> Tensor:
-    """The sum over K by weights, in their order, so that a token's bits are its own."""
+    """The weighted sum over K, in a fixed order, so that a token's bits depend on nothing else."""
     total, *more = (y_NKD * weight_NK.to(y_NKD.dtype)[..., None]).unbind(1)
     for y_ND in more:
         total = total + y_ND

@@ -1,8 +1,8 @@
 """The router: which expert a token goes to (docs/designs/perspective.md#router).
 
-A token's query is a point z = W x + b on a torus, and the expert at the least power distance d² − w takes it; with a
-switch, the expert with the largest logit. `select` can also choose from another viewpoint, and `Views` says from which
-each row of a batch sees the experts.
+A token's query is a point z = W x + b on a torus, and it goes to the expert at the least power distance d² − w; with a
+switch, to the expert with the largest logit. `select` can also choose from another viewpoint, and `Views` says from
+which viewpoint each row of a batch sees the experts.
 
 Shapes: B batch, T time, N tokens, D model width, E experts, A axes of the torus.
 """
@@ -28,34 +28,34 @@ from perspectron.util.errors import ConfigError
 from perspectron.util.streams import gumbel
 
 SPREAD = (
-    0.15  # of queries, in turns. Free to grow, it does, until routing is a hash of noise (docs/lab-notes.md)
+    0.15  # of queries, in turns. If free to, it grows until routing is a hash of noise (docs/lab-notes.md)
 )
-OFFSET = 0.4  # of a cell: positions never leave their order, so neighbours stay neighbours
+OFFSET = 0.4  # of a cell: positions keep their order, so neighbours stay neighbours
 
 View = Literal["nearest", "second", "antipode", "random", "perturbed"]
 VIEWS: tuple[View, ...] = get_args(View)
 DRAWN: tuple[View, ...] = ("random", "perturbed")
 """Views that depend on a seed."""
-MOST_EXPERTS = 65536  # of a layer
+MOST_EXPERTS = 65536  # in a layer
 SEEDS = 2**128  # Philox takes a key of so many bits
 
 
 @dataclass(frozen=True)
 class RoutedConfig(FFNConfig):
-    """hidden: F of each expert. torus: experts per axis of the lattice they stand on. experts: how many, which must
-    fill the lattice; 0 is as many as it has.
+    """hidden: F of each expert. torus: experts along each axis of the lattice. experts: their number, which must fill
+    the lattice; 0: as many as it has.
 
-    gate: what the chosen expert's output is multiplied with. "none": nothing, and the router does not learn from
-    the task; "straight_through": g / g, which is 1 and has the gradient of log g; "soft": g. g is the softmax of
-    −d²/τ over the `nearest` experts, τ = temperature · (side of a cell)². router: "torus", or "switch", a plain
-    linear layer with a logit for each expert, whose softmax is g.
+    gate: factor of the chosen expert's output. "none": nothing, and the router does not learn from the task;
+    "straight_through": g / g, which is 1 and has the gradient of log g; "soft": g. g is the softmax of −d²/τ over the
+    `nearest` experts, τ = temperature · (side of a cell)². router: "torus", or "switch", a plain linear layer with a
+    logit for each expert, whose softmax is g.
 
     balance, smooth, delta, diversity: weights of the losses in `perspectron.experts.torus`. bias_rate: how far an
     update moves the biases w of the power diagram (argmin d² − w), in terms of τ; 0: there are none. offsets: experts
-    move from their cell's centre. base: the experts' weights are a shared part and few own differences.
-    ternary: experts' matrices are −s, 0, s as far as the recipe has come. int8_activations: what they read, too.
-    ternary_rule, ternary_schedule: as `perspectron.experts.ternary` has them. reads: what the router reads, the normed
-    "stream", as the experts do, or what the "mixer" of the layer gave.
+    can move from their cell's centre. base: experts' weights are a shared part plus a few differences of their own.
+    ternary: experts' matrices become −s, 0, s, as the recipe proceeds. int8_activations: round their inputs, too.
+    ternary_rule, ternary_schedule: as in `perspectron.experts.ternary`. reads: the router's input, the normed "stream",
+    like the experts', or the output of the layer's "mixer".
     """
 
     kind = "routed"
@@ -97,7 +97,7 @@ class RoutedConfig(FFNConfig):
 
     @property
     def chosen(self) -> int:
-        """Experts of a token."""
+        """Experts per token: 1."""
         return 1
 
     @property
@@ -115,15 +115,15 @@ class RoutedConfig(FFNConfig):
 
 
 class Distances(NamedTuple):
-    """Queries on the torus, not wrapped [N,A] (a switch has none: A = 0), and power distances d² − w [N,E], the least
-    of which is chosen (of a switch: −logit − w)."""
+    """Queries on the torus, not wrapped [N,A] (a switch has none: A = 0), and power distances d² − w [N,E] (for a
+    switch −logit − w), of which the least is chosen."""
 
     query_NA: Tensor
     distance2_NE: Tensor
 
 
 class Choice(NamedTuple):
-    """The expert of each token, the probability g of that one, and the `Distances` it was chosen by."""
+    """The expert of each token, the probability g of it, and the `Distances` by which it was chosen."""
 
     expert_N: Tensor
     gate_N: Tensor
@@ -133,11 +133,11 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Views:
-    """The views from which the rows of a batch see the experts, in the layers from `from_layer` on.
+    """The views from which the rows of a batch see the experts, in layers from `from_layer` on.
 
-    view_B, seed_B: of each row; seeds below 2^64 matter to `DRAWN` alone. position_BT: of each token in its document.
-    gate: of a "soft" router, that of the expert that the token would have had ("base"), for an expert far away has a
-    gate of about 0; or the chosen expert's "own".
+    view_B, seed_B: of each row; seeds, below 2^64, matter only to `DRAWN`. position_BT: of each token in its document.
+    gate: with a "soft" router, the gate of the expert that the token would have had ("base"), because a distant
+    expert's is about 0; or the chosen expert's "own".
     """
 
     view_B: tuple[View, ...]
@@ -148,16 +148,16 @@ class Views:
     layer: int = 0
 
     def at(self, layer: int) -> "Views | None":
-        """The views in a layer; None below the first."""
+        """The views in a layer; None below `from_layer`."""
         return None if layer < self.from_layer else replace(self, layer=layer)
 
 
 @dataclass(frozen=True)
 class Router:
-    """A router over the parameters of the layer that has it; made anew where they may have changed.
+    """A router over its layer's parameters; made anew where they may have changed.
 
-    weight_AD, bias_A: W and b as they are stored (of a switch: a row for each expert). offset_EA: how far experts
-    stand from the centres of their cells, before tanh. handicap_E: w. None: there are none.
+    weight_AD, bias_A: W and b as stored (for a switch: a row for each expert). offset_EA: offsets of experts from the
+    centres of their cells, before tanh. handicap_E: w. None: there are none.
     """
 
     config: RoutedConfig
@@ -167,7 +167,7 @@ class Router:
     handicap_E: Tensor | None
 
     def positions(self) -> Tensor:
-        """The positions of the experts [E,A], each less than half a cell from the centre of its own; at least
+        """The positions of the experts [E,A], each less than half a cell from the centre of its cell; at least
         float32."""
         made = _cells.__wrapped__ if under_tracing(self.weight_AD.detach()) else _cells
         place_EA, n_A = made(self.config.torus, self.weight_AD.device, wider(self.weight_AD.dtype))
@@ -176,7 +176,7 @@ class Router:
         return place_EA + OFFSET * self.offset_EA.to(place_EA).tanh() / n_A
 
     def direction(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """W and b as they are used. On a torus the rows of W have one length, and learn a direction."""
+        """W and b as they are used. For a torus the rows of W get one length, so they learn only a direction."""
         weight_AD, bias_A = self.weight_AD.to(dtype), self.bias_A.to(dtype)
         if self.config.router == "torus":
             weight_AD = SPREAD * F.normalize(weight_AD, dim=1)
@@ -207,7 +207,7 @@ class Router:
         return (logit_NE.gather(1, expert_N[:, None])[:, 0] - near_NK.logsumexp(1)).exp()
 
     def seen(self, distances: Distances, base_N: Tensor, views: Views) -> Tensor:
-        """The expert of each token [N], N = B·T, by the view of its row; base_N: from "nearest"."""
+        """The expert of each token [N], N = B·T, by the view of its row. base_N: the experts by "nearest"."""
         (B, T), expert_N = views.position_BT.shape, base_N.clone()
         position_BT, device = views.position_BT.cpu(), base_N.device
         groups: dict[tuple[View, int], list[int]] = {}
@@ -278,12 +278,12 @@ R = TypeVar("R", bound=Router)
 
 
 class FixedRouter(Router):
-    """A router that does not learn. A token's distances depend on that token alone, to the last bit: the kernel
-    that decodes token by token measures them, and where it cannot run, torch does, one token at a time."""
+    """A router that does not learn. A token's distances depend on that token alone, to the last bit: they are computed
+    by the kernel for decoding token by token or, where it cannot run, by torch, one token at a time."""
 
     @cached_property
     def used(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """W, b, the experts' places [E,A] (None: a switch) and w, as they are used: float32, contiguous."""
+        """W, b, the experts' positions [E,A] (None: a switch) and w as they are used, float32 and contiguous."""
         weight_AD, bias_A = self.direction(torch.float32)
         place_EA = None if self.config.router == "switch" else self.positions().float().contiguous()
         handicap_E = None if self.handicap_E is None else self.handicap_E.float()
@@ -296,21 +296,21 @@ class FixedRouter(Router):
         if x_ND.device.type == "cpu" and native.wanted():
             query_NA, distance2_NE, _ = native.route(x_ND.contiguous(), *self.used)
             return Distances(query_NA[:, :0] if place_EA is None else query_NA, distance2_NE)
-        # A product of several tokens, or of memory that begins elsewhere in a cache line, may be rounded otherwise.
+        # A product of several tokens, or of memory at another offset in a cache line, may be rounded differently.
         out_NA = torch.stack([torch.mv(weight_AD, x_D.clone()) for x_D in x_ND]).add_(bias_A)
         if place_EA is None:
             return Distances(out_NA[:, :0], self._powered(-out_NA))
         return self._around(out_NA, place_EA)
 
     def nearest(self, x_ND: Tensor) -> Tensor:
-        """The expert of each token [N], as `select` has it."""
+        """The expert of each token [N], as `select` chooses it by default."""
         if x_ND.device.type == "cpu" and native.wanted():
             return native.route(x_ND.float().contiguous(), *self.used)[2]
         return self.select(self.distances(x_ND))
 
 
 class Routed(nn.Module):
-    """A layer that has a router, whose parameters it holds under the names that checkpoints know."""
+    """A layer with a router, whose parameters it holds under their names in checkpoints."""
 
     bias_E: Tensor
 
@@ -325,7 +325,7 @@ class Routed(nn.Module):
             self.register_buffer("bias_E", torch.empty(E))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Positions at the centres, queries about a random place, no expert preferred."""
+        """Initialise positions at the centres, queries around a random place, and no preference for an expert."""
         if self.config.router == "torus":
             self.route_proj.bias.uniform_(0, 1, generator=generator)
         for start in (getattr(self, "offset_EA", None), getattr(self, "bias_E", None)):
@@ -341,15 +341,15 @@ class Routed(nn.Module):
         return context_BTD
 
     def aside(self, tape: Any, x_BTD: Tensor, context_BTD: Tensor | None) -> Tensor:
-        """The output for a recorder (`ops.dispatch.recorder`), which leaves the layer to be called by each run: which
-        expert computes depends on the numbers."""
+        """The output under a recorder (`ops.dispatch.recorder`), which calls the layer anew in each run, since the
+        expert that computes depends on values."""
         more = [] if self.config.reads == "stream" or context_BTD is None else [context_BTD]
         out_BTD: Tensor = tape.aside(lambda *read: self(*read)[0], x_BTD, *more)
         return out_BTD
 
     @property
     def router(self) -> Router:
-        """The router as its parameters now are."""
+        """The router with the current parameters."""
         return self._router(Router)
 
     def _router(self, kind: type[R]) -> R:
@@ -358,19 +358,19 @@ class Routed(nn.Module):
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
-    """The dtype, or float32 if that is wider."""
+    """`dtype`, or float32 if that is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @cache
 def _cells(torus: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Centres of a torus's cells [E,A] and how many there are along each axis [A], kept where they are read: on their
-    way to a GPU the host would wait, at every step. No tensors of inference mode, which could not be used outside."""
+    """Centres of a torus's cells [E,A], and their number along each axis [A], cached on the device: to copy them to a
+    GPU would make the host wait at every step. No tensors of inference mode, which could not be used outside of it."""
     with torch.inference_mode(False):
         return lattice(torus).to(device, dtype), torch.tensor(torus).to(device, dtype)
 
 
 def _drawn(seed: int, count: int, E: int) -> int:
-    """⌊E u⌋, u the first number of `count`."""
+    """⌊E u⌋, with u the first random number at `count`."""
     raw = int(np.random.Philox(key=seed, counter=[0, count, 0, 0]).random_raw(1)[0])
     return raw * E >> 64

@@ -1,6 +1,6 @@
-"""The experts of a layer over several ranks: each has an equal part of them, and tokens travel to theirs and back.
+"""The experts of a layer over several ranks: each has an equal part, and tokens travel to their expert's and back.
 
-Shapes: N tokens here, M tokens that come, D model width, F hidden width, E experts, L of them here, S hidden units
+Shapes: N tokens here, M tokens that arrive, D model width, F hidden width, E experts, L of them here, S hidden units
 sampled.
 """
 
@@ -19,7 +19,7 @@ Counts = list[int]
 
 @dataclass(frozen=True)
 class Spread:
-    """The process group that has all experts together, how many ranks it has, and which of them this is."""
+    """The process group that holds all experts, its number of ranks, and the index of this one."""
 
     group: Any
     size: int
@@ -34,8 +34,8 @@ class Spread:
         units: slice = slice(0),
         rounded: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`ops.experts.swiglu` with the experts of all ranks, of which `weights` are this rank's [L,F,D]. All ranks
-        call it. The gradient of the sample, from which every rank computes the same, is not asked of the others."""
+        """`ops.experts.swiglu` over the experts of all ranks; `weights` are this rank's [L,F,D]. All ranks must call
+        it. The sample's gradient is not collected from the others, as every rank computes the same."""
         here = len(weights[0])
         order_N = expert_N.argsort(stable=True)
         expert_N = expert_N[order_N]
@@ -56,7 +56,7 @@ class Spread:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to other ranks, as many as `back` says, for those that come from them, as many as `out` says."""
+    """Exchange rows with the other ranks: send as many to each as `back` says, and receive as many as `out` says."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, out: Counts, back: Counts, group: Any) -> Tensor:
@@ -71,7 +71,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _All(torch.autograd.Function):
-    """The parts of all ranks one after another."""
+    """The parts of all ranks, joined along the first dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, spread: Spread) -> Tensor:

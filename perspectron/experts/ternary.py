@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 
 SHARE = "ternary_share_1"
-"""Name of the buffers [1] that hold how far a module's matrices are converted."""
+"""Name of the buffers [1] that hold the share to which a module's matrices are converted."""
 Rule = Literal["absmean", "twn"]
-"""Rule for weights that become 0: below half the mean |W| ("absmean", BitNet b1.58), or below 0.7 of it ("twn", ternary
-weight networks)."""
+"""Rule for which weights become 0: those below half the mean |W| ("absmean", BitNet b1.58), or below 0.7 of it ("twn",
+ternary weight networks)."""
 Schedule = Literal["linear", "quarters"]
-"""Meaning of a share of a conversion: of the way, for all weights ("linear"), or of the weights, the largest first, in
-quarters."""
+"""Meaning of a share of a conversion: how far all weights have moved ("linear"), or how many weights are converted, the
+largest first, in quarters ("quarters")."""
 TWN = 0.7
 QUARTERS = 4
 
 
 def trits(weight_OI: Tensor, rule: Rule = "absmean") -> tuple[Tensor, Tensor]:
     """(T, s): T = clip(round(W / s), −1, 1), in W's dtype; s = mean |W| of each matrix [..., 1, 1]. By "twn" T is the
-    sign of what is above the threshold, and s the mean |W| of that."""
+    sign of weights above the threshold, and s their mean |W|."""
     scale_11 = _scale(weight_OI)
     if rule == "absmean":
         return torch.div(weight_OI, scale_11).round_().clamp(-1, 1), scale_11
@@ -45,17 +45,17 @@ def ternary(
     rule: Rule = "absmean",
     schedule: Schedule = "linear",
 ) -> Tensor:
-    """(1 − share)·W + share·s·T of each matrix; exactly W at share 0 and s·T at share 1. By "quarters", s·T in place of
-    the largest 25, 50 or 75% of the weights until then.
+    """(1 − share)·W + share·s·T of each matrix; exactly W at share 0 and s·T at share 1. By "quarters", below 1, s·T
+    replaces the largest 25, 50 or 75% of the weights.
 
-    share: one number in [0, 1], or a tensor of one. The gradient reaches W as it is, and the share not at all.
+    share: one number in [0, 1], or a tensor of one. The gradient passes to W unchanged, and not to the share.
     """
     result: Tensor = _Ternary.apply(weight_OI, share, rule, schedule)
     return result
 
 
 def int8(x_I: Tensor) -> Tensor:
-    """Each vector in whole steps of max |x| / 127, straight through."""
+    """Round each vector to whole steps of max |x| / 127, straight through."""
     result: Tensor = _Int8.apply(x_I)
     return result
 
@@ -67,38 +67,38 @@ def stats(weight_OI: Tensor, rule: Rule = "absmean") -> tuple[Tensor, Tensor]:
 
 
 def share_at(step: float, start: float, end: float) -> float:
-    """Share at the update that follows `step` others: 0 before `start`, in a straight line to 1 at `end` updates."""
+    """Share at the update that follows `step` others: 0 before `start`, then linear up to 1 at `end` updates."""
     done = step + 1
     return 1.0 if done >= end else 0.0 if done <= start else (done - start) / (end - start)
 
 
 def set_share(model: nn.Module, share: float) -> None:
-    """Set how far every module that has a share is converted."""
+    """Set the share of every module that has one."""
     for name, buffer in model.named_buffers():
         if name.endswith(SHARE):
             buffer.fill_(share)
 
 
 def converted(model: nn.Module) -> bool:
-    """True if no conversion is under way: every share, if there is one, is 1."""
+    """True unless a conversion is under way: every share is 1, or there is none."""
     return all(bool(buffer == 1) for name, buffer in model.named_buffers() if name.endswith(SHARE))
 
 
 def _scale(weight_OI: Tensor) -> Tensor:
     wide = torch.promote_types(weight_OI.dtype, torch.float32)
-    # A norm needs no copy of |W|, and in float32 at least its sum does not stop growing.
+    # A norm needs no copy of |W|; summed in float32 or wider, large sums do not stagnate.
     total_11 = torch.linalg.vector_norm(weight_OI, 1, (-2, -1), keepdim=True, dtype=wide)
     mean_11 = total_11 / (weight_OI.shape[-1] * weight_OI.shape[-2])
     return _not_zero(mean_11.to(weight_OI.dtype))
 
 
 def _not_zero(scale: Tensor) -> Tensor:
-    """A scale to divide by: never 0, so that a matrix or a token of zeros gives zeros."""
+    """The scale, made positive where it is 0, so that a matrix or a token of zeros gives zeros."""
     return scale.clamp_min(torch.finfo(scale.dtype).tiny)
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The gradient of the result is that of the first argument, forwards and backwards."""
+    """Base of functions whose gradient, in reverse and forward mode, passes to the first argument unchanged."""
 
     generate_vmap_rule = True
 
@@ -129,7 +129,7 @@ class _Ternary(_StraightThrough):
 
 
 def _largest(weight_OI: Tensor, share: Tensor | float) -> Tensor:
-    """True for the largest weights of a matrix, a `share` of them rounded up to quarters."""
+    """Mask of the largest weights of each matrix: a `share` of them, rounded up to quarters."""
     size = weight_OI.abs().flatten(-2)
     count = math.ceil(QUARTERS * float(share)) * size.shape[-1] // QUARTERS
     chosen = torch.zeros_like(size, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The torus of experts: lattice, distances that wrap, neighbours, load, and the losses on queries and experts
+"""The torus of experts: lattice, distances with wrap-around, neighbours, load, and the losses on queries and experts
 (docs/designs/perspective.md#router).
 
 Shapes: B batch, T time, N tokens, E experts, A axes of the torus, K weights sampled of an expert.
@@ -22,7 +22,7 @@ def lattice(shape: Lengths) -> Tensor:
 
 
 def cells(shape: Lengths) -> Tensor:
-    """Whole coordinates of every expert [E,A]."""
+    """Integer coordinates of every expert [E,A]."""
     slowest_first = torch.unravel_index(torch.arange(math.prod(shape)), shape[::-1])
     return torch.stack(slowest_first[::-1], 1)
 
@@ -59,7 +59,7 @@ def neighbour_pairs(x_EK: Tensor, shape: Lengths) -> Iterator[tuple[Tensor, Tens
 
 
 def gini(load_E: Tensor) -> Tensor:
-    """Gini coefficient of loads, one number: 0 where all are alike or there is none, 1 − 1/E where one has all."""
+    """Gini coefficient of loads, one number: 0 where all are equal or 0, 1 − 1/E where one expert has all."""
     load_E = load_E.to(torch.promote_types(load_E.dtype, torch.float32)).sort().values
     E = len(load_E)
     rank_E = torch.arange(1, E + 1, device=load_E.device, dtype=load_E.dtype)
@@ -82,8 +82,8 @@ def nudged(bias_E: Tensor, load_E: Tensor, step: float) -> Tensor:
 
 
 def balance(probability_NE: Tensor, load_E: Tensor, counted_N: Tensor) -> Tensor:
-    """Balance loss of the Switch Transformer: E Σ share of tokens × mean probability; 1 when both are even.
-    `counted_N`: tokens that are not padding. load_E: of all ranks. Gradients go to the probabilities."""
+    """Balance loss of the Switch Transformer: E Σ share of tokens × mean probability; 1 when both are even. counted_N:
+    True for tokens that are not padding. load_E: of all ranks. Gradients go to the probabilities."""
     total = ranks.all_reduce_sum(counted_N.sum()).clamp_min(1)
     mean_E = ranks.all_reduce_sum((probability_NE * counted_N[:, None]).sum(0)) / total
     return len(load_E) * (load_E / total * mean_E).sum()
@@ -108,7 +108,7 @@ def neighbour_delta(weight_EK: Tensor, shape: Lengths) -> Tensor:
 
 
 def likeness(weight_EK: Tensor, shape: Lengths) -> Tensor:
-    """Mean squared cosine between the weights of experts that are no neighbours; 0 where there are none."""
+    """Mean squared cosine between the weights of experts that are not neighbours; 0 if all are."""
     unit_EK = torch.nn.functional.normalize(weight_EK, dim=1)
     far_EE = (hops(shape) > 1).to(weight_EK.device)
     return ((unit_EK @ unit_EK.mT).square() * far_EE).sum() / far_EE.sum().clamp_min(1)

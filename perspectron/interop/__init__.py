@@ -1,1 +1,1 @@
-"""Interop."""
+"""Exchange of models with other programs: transformers, other families' files and ONNX."""

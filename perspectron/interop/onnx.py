@@ -29,9 +29,9 @@ from perspectron.util.files import atomic
 from perspectron.util.version import __version__
 
 MOST_BYTES = 2**31 - 2**24
-"""Weights in one file of ONNX."""
+"""Most bytes of weights in one ONNX file."""
 CHECKED = 200
-"""Greedy tokens that must be those of PyTorch."""
+"""Number of greedy tokens that must be those of PyTorch."""
 TIE = 1e-4
 """Difference of two logits below which rounding may choose either."""
 OPSET = 20
@@ -39,8 +39,8 @@ OPSET = 20
 
 @dataclass(frozen=True)
 class Report:
-    """bytes: of the file. tokens: that were compared. ms, torch_ms: of a step in onnxruntime and in PyTorch, the
-    fastest of those, each with one thread."""
+    """bytes: size of the file. tokens: number of tokens compared. ms, torch_ms: milliseconds of the fastest of those
+    steps, in onnxruntime and in PyTorch, each with one thread."""
 
     bytes: int
     tokens: int
@@ -49,15 +49,15 @@ class Report:
 
 
 class Step(nn.Module):
-    """One token [1,1] and the tensors of a state to logits [1,V] and the tensors of the next state."""
+    """Maps one token [1,1] and the tensors of a state to logits [1,V] and the tensors of the next state."""
 
     def __init__(self, model: LanguageModel, context: int) -> None:
         super().__init__()
         self.model = model
         state = model.init_state(1, capacity=context)
         paths, self.spec = pytree.tree_flatten_with_path(state)
-        # Numbers are part of the program. A cache counts as full but for one: its steps see all of its slots, and by
-        # the document's length those that are filled.
+        # Plain numbers in the state become constants of the program. `used` says that a cache is full but for one slot,
+        # so that steps see all slots; the document's length says which are filled.
         numbers = {"used": context - 1}
         self.constant = [
             None if isinstance(x, Tensor) else numbers.get(_name(where), x) for where, x in paths
@@ -75,7 +75,7 @@ class Step(nn.Module):
 
 
 def require_exportable(model: LanguageModel, context: int) -> None:
-    """ConfigError, naming it, for a part whose step is not exported, and for a context that does not fit."""
+    """ConfigError, naming it, for a part that cannot be exported, too many weights, or a context that does not fit."""
     config = model.config
     for i, block in enumerate(cast("list[Block]", model.blocks)):
         for name, mixer in zip(("mixer", "beside"), block.mixers, strict=False):
@@ -90,13 +90,13 @@ def require_exportable(model: LanguageModel, context: int) -> None:
 
 
 def export(model: LanguageModel, tokenizer: Tokenizer, path: Path, *, context: int = 1024) -> Report:
-    """Write FILE, and check it: CHECKED greedy tokens, or those before a tie, must be those of PyTorch. context: tokens
-    that full attention looks back on; other mixers have no bound.
+    """Write FILE, and check it: its first CHECKED greedy tokens, or those before a tie, must be those of PyTorch.
+    context: tokens that full attention looks back on; other mixers have no bound.
 
-    Inputs are `ids` [1,1] and the state's tensors, zeros before a text, which begins with the tokenizer's prefix;
-    outputs are `logits` [1,V] and after each state tensor's name `.next`. The tokenizer is in the file's metadata, as
-    "tokenizer", and its special ids, as "specials". ConfigError: a part that is not exported (`require_exportable`).
-    ArtifactError: the tokens differ.
+    Inputs are `ids` [1,1] and the state's tensors, zeros before a text, which begins with the tokenizer's prefix.
+    Outputs are `logits` [1,V] and each state tensor's next value, named with `.next` at the end. The file's metadata
+    holds the tokenizer as "tokenizer" and its special ids as "specials". ConfigError: a part cannot be exported
+    (`require_exportable`). ArtifactError: the tokens differ.
     """
     require_exportable(model, context)
     step = Step(model.eval(), context)
@@ -140,7 +140,7 @@ def _write(step: Step, tokenizer: Tokenizer, path: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what the exporter says about its own workings."""
+    """Silence the exporter's log messages and warnings."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     try:
@@ -156,7 +156,7 @@ def _quiet() -> Iterator[None]:
 
 @torch.inference_mode()
 def _greedy_torch(step: Step, count: int, first: int) -> tuple[list[int], list[float], float]:
-    """(the most likely tokens after the first, by how much each is, ms of a step) as the model itself has them."""
+    """(greedy tokens after the first, gap of the two highest logits at each, ms of the fastest step) in PyTorch."""
     model, chosen, gaps, times = step.model, [first], list[float](), list[float]()
     state = model.init_state(1)
     threads = torch.get_num_threads()
@@ -176,7 +176,7 @@ def _greedy_torch(step: Step, count: int, first: int) -> tuple[list[int], list[f
 
 
 def _greedy(path: Path, step: Step, count: int, first: int) -> tuple[list[int], float]:
-    """The same in onnxruntime."""
+    """(greedy tokens after the first, ms of the fastest step) in onnxruntime."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -21,13 +21,13 @@ from perspectron.ops.fused import batch_invariant, fits, recorded
 from perspectron.ops.sequences import packed
 
 BLOCK = 128
-"""Positions that are read with equally many keys. Sums over another number of them have other last bits."""
+"""Positions in a block, whose queries all read equally many keys: sums over another number have other last bits."""
 SPAN = 512
 """Keys that the native kernel takes at once."""
 LEAST_WINDOW = BLOCK // 2
-"""For a window below, it would be too many."""
+"""Least window whose keys are aligned to blocks; for a smaller one, that would add too many keys."""
 Drop = Callable[[Tensor], Tensor] | None
-"""A function of the weights of attention, such as dropout; None takes the fused kernels."""
+"""A function of the attention weights, such as dropout; None takes the fused kernels."""
 
 
 class Places(NamedTuple):
@@ -59,8 +59,8 @@ def places(length_B: Tensor, T: int, reset_BT: Tensor | None, pad_BT: Tensor | N
 
 
 def without_tail(at: Places, q_BHTK: Tensor) -> Places | None:
-    """The same without the padding at its end, where one row has some there, for chunks that the native kernel takes;
-    not where one token is left, which is read by steps."""
+    """Places without the padding at the end of a single row, for chunks that the native kernel takes; None otherwise,
+    and where one token is left, which is read by steps."""
     alone = at.padded and q_BHTK.dtype is torch.float32 and _alone(q_BHTK) and native.wanted()
     T = tail_of(~at.valid_BT) if alone else None
     if T is None or T < 2:
@@ -69,13 +69,13 @@ def without_tail(at: Places, q_BHTK: Tensor) -> Places | None:
 
 
 def tail_of(pad_BT: Tensor) -> int | None:
-    """How many tokens of one row stand before the padding at its end; None where some is elsewhere."""
+    """Number of tokens before the padding at the end of one row; None for several rows, or padding elsewhere."""
     T = pad_BT.shape[1] - int(pad_BT.sum())
     return None if len(pad_BT) != 1 or bool(pad_BT[0, :T].any()) else T
 
 
 def follows(reset_BT: Tensor | None, pad_BT: Tensor | None, like_BT: Tensor) -> Tensor:
-    """The pairs of neighbouring tokens [B,T−1], shaped and placed as `like`, that stand in one document."""
+    """Mask [B,T−1], shaped and placed as `like`, of neighbouring tokens that are in one document."""
     pairs_BT = torch.ones_like(like_BT, dtype=torch.bool)
     if reset_BT is not None:
         pairs_BT &= ~reset_BT[:, 1:]
@@ -102,7 +102,7 @@ def write(
     """The ring after a chunk: each slot takes the last token of the last document that falls on it.
 
     A new tensor; with `consume_state` a token, or a chunk without resets and padding, is written into the ring handed
-    in. wraps: a position may lie past the slots.
+    in. wraps: a position may be beyond the number of slots.
     """
     B, G, T, K = chunk_BGTK.shape
     S = ring_BGSK.shape[2]
@@ -209,13 +209,13 @@ def _explicit(
 
 
 def _takes_no_groups(q_BHTK: Tensor) -> bool:
-    """True on a GPU for a chunk of tokens: of PyTorch's fused kernels there, the one for any mask has no groups, and
-    what is left writes all scores in float32."""
+    """True on a GPU for a chunk of tokens: PyTorch's fused kernel for arbitrary masks takes no grouped heads there, and
+    what it would use instead writes all scores in float32."""
     return q_BHTK.is_cuda and q_BHTK.shape[2] > 1
 
 
 def _ours(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """True if the native kernel takes a chunk: in training, and without gradients float32."""
+    """True if the native kernel takes a chunk: when training, and without gradients in float32."""
     if not scale > 0:
         return False
     if gradients_off():
@@ -225,7 +225,7 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
 
 
 def _attended(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, first_BT: Tensor, scale: float) -> Tensor:
-    """The same by the native kernel: token t sees the keys from first[t] to S − T + t. With gradients S is T."""
+    """`attend` by the native kernel: token t sees the keys from first[t] to S − T + t. With gradients S is T."""
     q_BTHK = q_BHTK.transpose(1, 2).contiguous()
     if gradients_off():
         k, v = k_BGSK.contiguous(), v_BGSV.contiguous()
@@ -252,7 +252,7 @@ class _Attended(torch.autograd.Function):
 
 
 def _plain(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, first_BT: Tensor, scale: float) -> Tensor:
-    """The same by PyTorch, to be differentiated again."""
+    """The computation of `_Attended` by PyTorch, to be differentiated again."""
     (_, T, H, _), G = q_BTHK.shape, k_BTGK.shape[2]
     k, v = (x.repeat_interleave(H // G, 2) for x in (k_BTGK, v_BTGV))
     time_T = torch.arange(T, device=first_BT.device)
@@ -263,8 +263,8 @@ def _plain(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, first_BT: Tensor, sca
 
 
 def _first(at: Places, window: int | None, before: int = 0) -> Tensor:
-    """The first key [B,T] that each token of a chunk sees, among `before` of its document that came before the chunk
-    and those of the chunk."""
+    """Index [B,T] of the first key that each token of a chunk sees, among `before` keys from before the chunk and those
+    of the chunk."""
     time_T = torch.arange(before, before + at.position_BT.shape[1], device=at.position_BT.device)
     back_BT = torch.minimum(at.position_BT, time_T)
     back_BT = back_BT if window is None else back_BT.clamp_max(window - 1)
@@ -279,8 +279,8 @@ def stepped(
     scale: float | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """One token attends to a ring that already holds it. Rows of a batch on a CPU do so one by one, each to the slots
-    that it has filled: how many the others have changes no bit of it. An exporter, which sees no values, masks."""
+    """One token attends to a ring that already holds it. On a CPU each row does so alone, over the slots that it has
+    filled: the lengths of other rows change no bit of it. An export, in which there are no values, uses a mask."""
     if (tape := recorder()) is not None:
         attended: Tensor = tape.attended(q_BH1K, ring, at, scale, cap)
         return attended
@@ -309,8 +309,8 @@ def cached(
     cap: float | None = None,
     drop: Drop = None,
 ) -> Tensor:
-    """A chunk attends to a cache [B,G,S,K] of everything before it, cut along S, and to itself. fresh: there was
-    nothing before."""
+    """A chunk attends to a cache [B,G,S,K] of everything before it, given in parts along S, and to itself. fresh: there
+    was nothing before."""
     scale = q_BHTK.shape[3] ** -0.5 if scale is None else scale
     takes = (gradients_off() or (fresh and drop is None and not at.padded)) and cap is None
     if takes and _ours(q_BHTK, k_BGTK, v_BGTV, scale):
@@ -341,8 +341,8 @@ def _after(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """`cached`, or `windowed`, by the native kernel: rows of one length without padding together, others one by one, so
-    that each has its keys in the places that they have when it is alone."""
+    """`cached`, or `windowed`, by the native kernel: rows of equal length without padding together, others one by one,
+    so that the keys of each are at the same places as when it is alone."""
     counts = before_B.tolist()
     if not at.padded and len(set(counts)) == 1:
         kept = min(counts[0], sum(part.shape[2] for part in ring[0]))
@@ -376,7 +376,7 @@ def _after(
 
 
 def _oldest_first(parts_BGSK: Sequence[Tensor], count: int) -> list[Tensor]:
-    """What a ring, cut along S, holds after so many tokens, in their order; one that is cut has room for all."""
+    """Tokens in a ring, given in parts along S, oldest first, after `count` tokens; several parts hold all of them."""
     found, left = list[Tensor](), count
     for part in parts_BGSK:
         S = part.shape[2]
@@ -391,8 +391,8 @@ def _aligned(
     before_B: Tensor,
     at: Places,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The mask of one row's queries, and its keys and values, those of the cache and of the chunk, filled up to a
-    multiple of BLOCK: sums over as many keys have the same bits wherever a text was cut within a block."""
+    """One row's mask, and its keys and values from cache and chunk, padded to a multiple of BLOCK: sums over equally
+    many keys have the same bits wherever within a block a text was cut."""
     S = sum(part.shape[2] for part in ring[0])
     T = int(at.valid_BT.sum()) if at.padded else at.valid_BT.shape[1]
     own_T = at.valid_BT[0].nonzero()[:, 0] if at.padded else slice(None)
@@ -413,12 +413,12 @@ def _aligned(
 def _aligned_window(
     chunk: tuple[Tensor, Tensor], ring: tuple[Tensor, Tensor], before_B: Tensor, at: Places
 ) -> tuple[Tensor, list[Tensor]]:
-    """The same of attention to the last W tokens: the keys that a block of BLOCK positions may see, by position."""
+    """`_aligned` for attention to the last W tokens: the keys that a block of BLOCK positions may see, by position."""
     W, before = ring[0].shape[2], int(before_B[0])
     own_T = at.valid_BT[0].nonzero()[:, 0] if at.padded else torch.arange(at.valid_BT.shape[1])
     stop = before + len(own_T)
     start = max(0, (before // BLOCK * BLOCK - W + 1) // BLOCK * BLOCK)
-    old_S = torch.arange(start, before) % W  # those too old for any query stand in for what is gone
+    old_S = torch.arange(start, before) % W  # positions too old for any query read whatever is in their slot
     spare = -stop % BLOCK if stop else 1
     distance_BTS = at.position_BT[:, :, None] - torch.arange(start, stop + spare)
     mask_BTS = (distance_BTS >= 0) & (distance_BTS < W)
@@ -432,7 +432,7 @@ def _aligned_window(
 
 
 def _alone(q_BHTK: Tensor) -> bool:
-    """True of a chunk of one text that is read on a CPU."""
+    """True for a single row that is read on a CPU, without gradients or tracing."""
     return len(q_BHTK) == 1 and q_BHTK.device.type == "cpu" and gradients_off() and not under_tracing(q_BHTK)
 
 
@@ -453,8 +453,8 @@ def windowed(
     cap: float | None = None,
     drop: Drop = None,
 ) -> Tensor:
-    """A chunk attends to the last W tokens, itself counted; `ring` [B,G,W,K] holds what came before. fresh:
-    nothing did.
+    """Each token of a chunk attends to the last W tokens, itself counted; `ring` [B,G,W,K] holds those before the
+    chunk. fresh: there are none.
 
     Where the native kernel does not take it, the chunk is cut into blocks of c = min(W, T) queries, each of which sees
     the c keys of its own block and the W keys before it: work and memory are linear in T.

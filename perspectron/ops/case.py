@@ -1,11 +1,11 @@
 """A case of `perspectron.ops.selftest`: an operation on fixed inputs.
 
-Gates are 0, 1 and 1e-30 beside others, states are not empty at the start, and what is carried on is an output.
+Some gates are 0, 1 and 1e-30, initial states are not zero, and final states are among the outputs.
 
-Bounds: float32 sums of some hundred terms differ by a few units of 6e-8. U is the unit roundoff of bfloat16: an
-operation that computes in float32 from bfloat16 inputs is compared on those very inputs, so that its outputs have
-float32's bounds and a gradient, which is rounded to bfloat16 once, U beside it; one that computes in bfloat16 rounds a
-few times, and has so many U.
+Bounds: float32 sums of some hundred terms differ by a few units of 6e-8. U is the unit roundoff of bfloat16. An
+operation that computes in float32 from bfloat16 inputs is compared on the same rounded inputs, so its outputs have
+float32's bounds, and a gradient, which is rounded to bfloat16 once, has U more. One that computes in bfloat16 rounds a
+few times, and has as many U.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ U = 2**-8
 
 @dataclass(frozen=True)
 class Case:
-    """An operation on fixed inputs: `run(backend, *inputs)` gives its outputs; the backends beside "naive"; the
-    bounds of its errors. Without a bound for gradients it has none."""
+    """An operation on fixed inputs. run: `run(backend, *inputs)` gives its outputs. backends: those beside "naive".
+    forward, gradients: bounds of the errors; None: gradients are not computed."""
 
     op: str
     shape: str
@@ -40,7 +40,7 @@ def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def gates(*shape: int) -> Tensor:
-    """Gates of which a tenth each is 0, 1 and 1e-30."""
+    """Random gates, of which one tenth each are 0, 1 and 1e-30."""
     draw = torch.Generator().manual_seed(2)
     kind, gate = torch.rand(shape, generator=draw), torch.sigmoid(3 * torch.randn(shape, generator=draw) + 2)
     for i, hard in enumerate((0.0, 1.0, 1e-30)):
@@ -49,16 +49,16 @@ def gates(*shape: int) -> Tensor:
 
 
 def half(case: Case, forward: float, gradients: float | None) -> Case:
-    """The case with inputs of bfloat16. (1e-30 stays what it is but for rounding.)"""
+    """The case with inputs of bfloat16. (1e-30 is rounded, but does not become 0.)"""
     inputs = tuple(x.bfloat16() if x.is_floating_point() else x for x in case.inputs)
     return replace(case, shape=f"{case.shape}, bf16", inputs=inputs, forward=forward, gradients=gradients)
 
 
 def rounded(case: Case) -> Case:
-    """The same of an operation that computes in float32."""
+    """`half` for an operation that computes in float32."""
     return half(case, case.forward, None if case.gradients is None else U + case.gradients)
 
 
 def steps(case: Case) -> Case:
-    """The same without gradients, where other paths run."""
+    """The case without gradients, where the operation takes other paths."""
     return replace(case, op=f"{case.op}, no gradients", gradients=None)

@@ -1,4 +1,4 @@
-"""The cases of `perspectron.ops.selftest`: here the operations that recur, in `perspectron.ops.layer_cases` the others.
+"""Cases of `perspectron.ops.selftest`: recurrent operations here, the others in `perspectron.ops.layer_cases`.
 
 Shapes: as the operations have them; B batch, T time, H heads, D and V value widths, R and K columns.
 """
@@ -30,7 +30,7 @@ def _interpreted(device: torch.device) -> bool:
 
 
 def _sizes(device: torch.device) -> list[tuple[int, int, int, int]]:
-    """B, T, D and R of the memories."""
+    """Sizes B, T, D and R of the memories."""
     odd = [(1, T, 96 if device.type == "cuda" else 24, 16) for T in (1, 5, 63, 65, 127, 257)]
     if device.type == "cuda":
         wide = [(4, 1024, 256, 64), (2, 300, 100, 24), (2, 300, 96, 128), (1, 300, 96, 256)]
@@ -39,7 +39,7 @@ def _sizes(device: torch.device) -> list[tuple[int, int, int, int]]:
 
 
 def _kernels(device: torch.device) -> tuple[str, ...]:
-    """Triton's kernels, where they run."""
+    """The backend of Triton's kernels where they run, else none."""
     return ("triton",) if on_gpu.obstacle(1, torch.zeros(1, device=device)) is None else ()
 
 
@@ -70,7 +70,7 @@ def _deltas(device: torch.device) -> Iterator[Case]:
     sizes = [(T, 16, 24) for T in ((7,) if _interpreted(device) else (130, 1, 5, 31, 33, 65))]
     wide = (
         [(70, 64, 64), (70, 128, 128)] if device.type == "cuda" else []
-    )  # as models have them: RWKV-7, the others
+    )  # sizes of models: RWKV-7, then the others
     for T, K, V in sizes + wide:
         q, k, v, state = drawn((B, 2, T, K), (B, 2, T, K), (B, 2, T, V), (B, 2, K, V))
         k, shape = F.normalize(k, dim=-1), f"B {B}, T {T}, H 2, K {K}, V {V}"

@@ -1,5 +1,5 @@
-"""A short causal convolution of each channel over the tokens of its document, with its window as state, then swish
-(Mamba-2's; docs/designs/baselines.md#mamba-2) or nothing.
+"""A short causal convolution of each channel over the tokens of a document, whose state is the window of the last Z
+tokens, then swish (Mamba-2's; docs/designs/baselines.md#mamba-2) or nothing.
 
 Shapes: B batch, T time, C channels, W taps, Z = W − 1 tokens of the window, S = Z + T.
 """
@@ -32,10 +32,9 @@ def convolve(
     swish: bool = True,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum, for each token, the Z tokens of its document before it and itself, weighted by channel, or take the swish of
-    it: (outputs
-    [B,T,C], the window after them). Computes and returns in the window's dtype. cu_seqlens: several sequences in one
-    row (`perspectron.ops.sequences`), each with its own window.
+    """Sum each token and the Z tokens of its document before it, weighted by channel, with a bias, then take the swish
+    unless `swish` is false: (outputs [B,T,C], the window after them). Computes and returns in the window's dtype.
+    cu_seqlens: several sequences in one row (`perspectron.ops.sequences`), each with its own window.
 
         >>> from perspectron.ops import conv
         >>> u, window, weight = torch.rand(1, 5, 3), torch.zeros(1, 3, 3), torch.rand(3, 1, 4)
@@ -71,7 +70,7 @@ def convolve(
 
 
 def _alone(pad_BT: Tensor) -> bool:
-    """True for one row on a CPU, whose numbers can be looked at."""
+    """True for one row on a CPU, whose values can be read."""
     return len(pad_BT) == 1 and pad_BT.device.type == "cpu" and not under_tracing(pad_BT)
 
 
@@ -80,7 +79,7 @@ def _columns(x_BTC: Tensor, order_BS: Tensor) -> Tensor:
 
 
 def _blocks(u_BSC: Tensor, W: int) -> list[slice]:
-    """Blocks of the tokens of u, without the window before them: small ones on a CPU, for its caches, else all in
+    """Blocks of the tokens of u, without the window before them: small ones on a CPU, for its caches, else a single
     one."""
     T = u_BSC.shape[1] - W + 1
     step = BLOCK if u_BSC.device.type == "cpu" else T
@@ -90,7 +89,7 @@ def _blocks(u_BSC: Tensor, W: int) -> list[slice]:
 def _taps(
     u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None, block: slice
 ) -> tuple[list[Tensor], Tensor]:
-    """The tokens that those of a block see at each tap, and their weighted sum."""
+    """The inputs of a block's tokens at each tap, and their weighted sum with the bias."""
     taps, y = [], bias_C
     for j, weight_C in enumerate(weight_WC):
         tap = u_BSC[:, block.start + j : block.stop + j]
@@ -100,15 +99,15 @@ def _taps(
 
 
 def _fast(swish: bool, *tensors: Tensor) -> bool:
-    """True if the native kernel computes these: swish of float32 on a CPU, watched by nothing."""
+    """True if the native kernel can compute these: swish of float32 on a CPU, without tracing."""
     plain = all(x.device.type == "cpu" and x.dtype is torch.float32 for x in tensors)
     some = tensors[0].numel() > 0 and tensors[0].shape[1] >= len(tensors[1])
     return swish and plain and some and not under_tracing(*(x.detach() for x in tensors)) and native.wanted()
 
 
 class _Convolution(torch.autograd.Function):
-    """Σ_j weight_j u_{t+j} + bias, or its swish, zeros in the place of what a token may not see. Keeps only its inputs
-    for the backward pass, which computes the sum again."""
+    """Σ_j weight_j u_{t+j} + bias, or its swish, with zeros for what a token may not see. Keeps only its inputs for the
+    backward pass, which computes the sum again."""
 
     @staticmethod
     def forward(

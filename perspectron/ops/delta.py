@@ -182,7 +182,7 @@ def _on_gpu(backend: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> b
 
 
 def _one(backend: str, v: Tensor) -> bool:
-    """True if the step is to be taken."""
+    """True if `auto` takes the step for one token; logs what `auto` runs."""
     if backend == "auto":
         dispatch.log_once(
             "delta.scan: auto runs the torch chunks on %s, the step for one token, the native kernel in float32",
@@ -215,7 +215,7 @@ def _loop(step: Callable[..., Result], inputs: tuple[Tensor, ...], v: Tensor, st
 
 
 def _step(q: Tensor, k: Tensor, e: Tensor, v: Tensor, alpha: Tensor, S: Tensor) -> Result:
-    """One token, as the equations have it."""
+    """One token, by the equations above."""
     S = alpha.mT * S
     S = S + k.mT * (v - e @ S)
     return q @ S, S
@@ -240,13 +240,13 @@ def _step_rwkv7_(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, alpha: T
 
 
 def _read(q_BH1K: Tensor, S: Tensor) -> Tensor:
-    """q S, in one order of sums whatever the number of rows: a batched product has several."""
+    """q S, summed in the same order for any number of rows, which a batched product does not do."""
     return (q_BH1K.mT * S).sum(2, keepdim=True)
 
 
 # ---------------------------------------------------------------- chunk by chunk
 #
-# Inputs are q, k, v, e, in the order that reads first also b, and the gate α:
+# Inputs are q, k, v, e, then b where the order reads first, and the gate α:
 #   u_t = z_t − S_{t-1}ᵀ e_t,  S_t = diag(α_t) S_{t-1} + k_t u_tᵀ             with z = v,
 #   u_t = z_t − S_{t-1}ᵀ e_t,  S_t = diag(α_t) S_{t-1} + b_t u_tᵀ + k_t v_tᵀ  with z = 0.
 # The queries of a token are e and q, its keys J = 1 or 2: k, or b and k; beside them stand the values W: U, or U and V.
@@ -255,7 +255,7 @@ def _read(q_BH1K: Tensor, S: Tensor) -> Tensor:
 
 
 def _rows(*x: Tensor) -> Tensor:
-    """The rows of each token beside each other [B,H,ML,·]."""
+    """Several rows for each token, those of a token side by side [B,H,ML,·]."""
     return torch.stack(x, 3).flatten(2, 3) if len(x) > 1 else x[0]
 
 
@@ -265,7 +265,7 @@ def _of(x: Tensor, L: int, i: int) -> Tensor:
 
 
 def _solve(A_eu: Tensor, rhs: Tensor, *, transposed: bool = False) -> Tensor:
-    """(I + A)⁻¹ rhs, or (I + A)⁻ᵀ rhs, of what is below A's diagonal."""
+    """(I + A)⁻¹ rhs, or (I + A)⁻ᵀ rhs, with A taken below its diagonal only."""
     A = A_eu.mT if transposed else A_eu
     return torch.linalg.solve_triangular(A, rhs, upper=transposed, unitriangular=True)
 
@@ -290,7 +290,7 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, e: Tensor, *b_gate_state: Tensor) ->
 def _chunk_backward(
     q: Tensor, k: Tensor, v: Tensor, e: Tensor, *b_gate_do_state_dstate: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of the inputs and the state before the chunk; all of it is computed again."""
+    """Gradients of the inputs and the state before the chunk; the forward pass is computed again."""
     *b, gate, do, state, dstate = b_gate_do_state_dstate
     L, J, saved = v.shape[2], len(b) + 1, Saved()
     y, x = _rows(e, q), _rows(*b, k)

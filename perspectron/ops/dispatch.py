@@ -1,6 +1,6 @@
-"""The code that operations share around their arithmetic: the choice of a backend and the log of it, autocast, whether
-gradients are on, who may write into a state, the matrix of a layer that is not called, and errors in the place of
-derivatives that are not there."""
+"""Code that operations share around their arithmetic: choosing a backend and logging the choice, autocast, whether
+gradients are on, which states may be overwritten, the matrix of a layer that is not called, and errors in place of
+missing derivatives."""
 
 import functools
 import logging
@@ -24,14 +24,13 @@ _captured = ContextVar("captured", default=False)
 
 
 def known(backend: str, backends: tuple[str, ...]) -> None:
-    """Raise BackendError for a backend that is not among them."""
+    """Raise BackendError for a backend that is not in `backends`."""
     if backend not in backends:
         raise BackendError(f"backend = {backend!r}, must be one of {', '.join(backends)}")
 
 
 def log_once(message: str, *args: str) -> None:
-    """Write a line of the log, once for each message; not while a compiler traces, which would take it into its
-    graph."""
+    """Log a message, each one once; not while a compiler traces, which would put the call into its graph."""
     if not is_compiling():
         _say(message, *args)
 
@@ -42,8 +41,8 @@ def _say(message: str, *args: str) -> None:
 
 
 def under_tracing(*tensors: Tensor) -> bool:
-    """True if something else than PyTorch's own kernels sees these tensors (a compiler, a trace, a dispatch mode, a
-    functional transform), so that code that reads their memory cannot be used."""
+    """True if anything but PyTorch's own kernels sees these tensors (a compiler, a trace, a dispatch mode, a functional
+    transform), so that code that reads their memory cannot be used."""
     if is_compiling() or _get_tracing_state() is not None:
         return True
     if _len_torch_dispatch_stack() > 0 or _are_functorch_transforms_active():
@@ -52,15 +51,15 @@ def under_tracing(*tensors: Tensor) -> bool:
 
 
 def recorder() -> Any:
-    """The recorder that watches a step (`perspectron.decode.recorder`), or None. It knows nothing of the numbers that a
-    step changes; what depends on them is done by `attended` or `aside`."""
+    """The recorder of the step in progress (`perspectron.decode.recorder`), or None. It does not know the numbers that
+    a step changes; what depends on them goes through `attended` or `aside`."""
     mode = _get_current_dispatch_mode()
     return mode if hasattr(mode, "attended") else None
 
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Context of a step that is captured for a device to repeat (`perspectron.decode.graphs`)."""
+    """Context in which a step is captured, for a device to repeat (`perspectron.decode.graphs`)."""
     token = _captured.set(True)
     try:
         yield
@@ -69,8 +68,8 @@ def capturing() -> Iterator[None]:
 
 
 def captured() -> bool:
-    """True where the host may neither ask the device for a number nor copy one to it. Only a step that is captured asks
-    for so much: what the host would look at there is done for all cases."""
+    """True while a step is captured: the host may neither ask the device for a number nor copy one to it. Code that
+    would look at a number does its work for all cases instead."""
     return _captured.get()
 
 
@@ -80,12 +79,11 @@ def widest(*tensors: Tensor) -> torch.dtype:
 
 
 def check_gates(gate: Tensor) -> None:
-    """Raise ValueError unless all gates are in [0, 1]; where something watches, which sees no values, nothing is
-    checked."""
+    """Raise ValueError unless all gates are in [0, 1]; under tracing, where there are no values, nothing is checked."""
     if gate.numel() == 0 or gate.is_meta or under_tracing(gate.detach()):
         return
     low, high = (float(end) for end in gate.detach().aminmax())
-    if not (low >= 0 and high <= 1):  # as NaN is not
+    if not (low >= 0 and high <= 1):  # NaN fails, too
         raise ValueError(f"gates go from {low:g} to {high:g}, must be in [0, 1]")
 
 
@@ -114,18 +112,18 @@ def in_full_precision(op: Callable[Concatenate[Tensor, P], R]) -> Callable[Conca
 
 
 def gradients_off() -> bool:
-    """True if nothing differentiates: no graph is recorded, and no forward mode is under way (which `no_grad` leaves
-    on). Only then may an operation write into what it was given."""
+    """True if no graph is recorded and no forward-mode derivative is computed (which `no_grad` leaves on). Only then
+    may an operation write into its inputs."""
     return not torch.is_grad_enabled() and not forward_mode()
 
 
 def forward_mode() -> bool:
-    """True if derivatives are computed forwards, beside the numbers (which `no_grad` leaves on)."""
+    """True if forward-mode derivatives are computed (which `no_grad` leaves on)."""
     return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def check_consumed(consume_state: bool) -> None:
-    """Raise ValueError where a state is to be used up though a graph may still need it."""
+    """Raise ValueError if a state is to be consumed though a graph may still need it."""
     if consume_state and not gradients_off():
         raise ValueError(
             "consume_state = True needs gradients off, and they are on: a graph may still read the state; call it "
@@ -134,8 +132,8 @@ def check_consumed(consume_state: bool) -> None:
 
 
 def owned(state: Tensor, consume_state: bool) -> Tensor:
-    """The state to write into: itself if it is to be used up, else a contiguous copy. A state that was expanded, whose
-    places share memory, and one made in inference mode but read outside of it, cannot be written and are copied too."""
+    """The state to write into: itself if it may be consumed, else a contiguous copy. A state that was expanded, whose
+    elements share memory, or made in inference mode but used outside of it, cannot be written and is copied too."""
     shared = any(n > 1 and stride == 0 for n, stride in zip(state.shape, state.stride(), strict=True))
     frozen = state.is_inference() and not torch.is_inference_mode_enabled()
     if consume_state and not shared and not frozen:
@@ -147,8 +145,8 @@ def owned(state: Tensor, consume_state: bool) -> Tensor:
 
 
 def affine(layer: nn.Module) -> tuple[Tensor, Any]:
-    """The matrix and bias (or None) of a linear layer, packed or not, for code that reads them and calls no layer. Of
-    one that an adapter wraps, they are those of the linear function that it computes."""
+    """The matrix and bias (or None) of a linear layer, packed or not, for code that does not call the layer. For one
+    that an adapter wraps, they are those of the linear function that the whole computes."""
     if type(layer).forward is nn.Linear.forward or hasattr(type(layer), "packed"):
         return layer.weight, layer.bias  # type: ignore[return-value]
     weight: Any = layer.weight
@@ -171,11 +169,9 @@ def refuse(message: str) -> Any:
 
 
 def once_differentiable(op: str, backward: Callable[..., tuple[Any, ...]], *inputs: Any) -> tuple[Any, ...]:
-    """The gradients `backward(*inputs)` of an operation, without autocast, of which there is no second derivative.
-
-    They are computed in an autograd.Function of their own, so that differentiating them is an error: torch's
-    `once_differentiable` gives a silent 0 where the same input is also reached another way.
-    """
+    """The gradients `backward(*inputs)` of an operation without a second derivative, computed without autocast. They
+    are computed in an autograd.Function of their own, so that differentiating them is an error: torch's
+    `once_differentiable` gives a silent 0 where the same input is also reached another way."""
     gradients: tuple[Any, ...] = _Once.apply(op, backward, *inputs)
     return gradients
 

@@ -22,12 +22,12 @@ from perspectron.ops.dispatch import gradients_off, once_differentiable
 from perspectron.ops.fused import batch_invariant
 
 HUGE = 1 << 22  # bytes from which huge pages are asked for
-FEW = 64  # tokens, of a step of many texts, that are read in full groups
+FEW = 64  # most tokens of a step of many texts, or of an expert, that are read in full groups
 GROUP = 8
 _silu_backward = torch.ops.aten.silu_backward
 
 Groups = list[tuple[int, slice]] | Tensor
-"""Sorted rows by expert: (expert, rows) of those that have any; or, for a grouped product, where each ends."""
+"""Rows sorted by expert: (expert, rows) of each that has any; or, for a grouped product, where each expert ends."""
 
 
 def swiglu(
@@ -43,8 +43,8 @@ def swiglu(
     """The outputs and a sample of the weights: (y [N,D], sample [E,3S,D]). All in one dtype. Differentiable once, in
     reverse and in forward mode.
 
-    units: hidden units whose weights are handed out as the sample, so that a loss on them costs as much as they are
-    few. rounded: applied to what the down projection reads, row by row, with a straight-through gradient.
+    units: hidden units whose weights are returned as the sample; the fewer, the cheaper a loss on them. rounded:
+    rounding of the down projection's input, row by row, with a straight-through gradient.
     """
     E = gate_EFD.shape[0]
     order_N = expert_N.argsort(stable=True)
@@ -60,10 +60,10 @@ def swiglu(
 
 
 def chosen(x_ND: Tensor, expert_NK: Tensor, *weights: Tensor) -> Tensor:
-    """What each of a token's K experts gives [N,K,D]. weights: gate, up and down of SwiGLUs; or up and down of networks
-    W_down relu(W_up x)², which autograd differentiates. Weights of other dtypes than x's are widened one by one.
+    """Outputs [N,K,D] of each token's K experts. weights: gate, up and down of SwiGLUs; or up and down of networks
+    W_down relu(W_up x)², which autograd differentiates. Weights in other dtypes than x's are converted one by one.
 
-    expert_NK: in order. Without gradients a token's bits do not depend on how many others an expert has.
+    expert_NK: in ascending order. Without gradients a token's bits do not depend on how many others an expert has.
     """
     (N, K), E = expert_NK.shape, len(weights[0])
     x_MD, expert_M = x_ND.repeat_interleave(K, 0), expert_NK.flatten()
@@ -83,8 +83,8 @@ def chosen(x_ND: Tensor, expert_NK: Tensor, *weights: Tensor) -> Tensor:
 
 
 def scores(x_ND: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-    """The logits of a router [N,E]: those of a few tokens by GROUP, so that their bits do not depend on how many there
-    are."""
+    """The logits of a router [N,E]. A few tokens are taken in groups of GROUP, so that their bits do not depend on how
+    many there are."""
     N = len(x_ND)
     if GROUP < N <= FEW and N % GROUP == 0 and gradients_off():
         return torch.cat([F.linear(part, weight_ED, bias_E) for part in x_ND.split(GROUP)])
@@ -193,7 +193,7 @@ def _gradients(
     b_NF: Tensor,
     *rest: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x and, if they learn, of the three weights."""
+    """Gradients of x and, if `learn`, of the three weights."""
     *weights, order_N = rest
     dy_ND = torch.zeros_like(sorted_ND) if dy_ND is None else dy_ND.index_select(0, order_N)
     backward = _backward_grouped if isinstance(groups, Tensor) else _backward
@@ -209,7 +209,7 @@ def _gradients(
 
 
 def _put_back(sorted_ND: Tensor, order_N: Tensor) -> Tensor:
-    """Rows in the order of tokens again. (Reading rows is twice as fast as writing them.)"""
+    """Sorted rows, back in the order of tokens. (Reading rows is twice as fast as writing them.)"""
     place_N = torch.empty_like(order_N)
     place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
     return sorted_ND.index_select(0, place_N)
@@ -234,8 +234,8 @@ def _listed(groups: Groups) -> list[tuple[int, slice]]:
 def _filled(
     x_ND: Tensor, weights: tuple[Tensor, ...], order_N: Tensor, groups: list[tuple[int, slice]], rounded: Any
 ) -> Tensor:
-    """The outputs [N,D], each expert's tokens filled up to a multiple of GROUP, and few read by GROUP: how many others
-    it has then changes no bit of a token's, whatever a processor does with more rows at once."""
+    """The outputs [N,D]. An expert's tokens are filled up to a multiple of GROUP, and few are read GROUP at a time: how
+    many others it has then changes no bit of a token's, whatever a processor does with more rows at once."""
     own, full, end = list[Tensor](), list[tuple[int, slice]](), 0
     for e, rows in groups:
         count = rows.stop - rows.start
@@ -266,7 +266,7 @@ def _forward(
 
 
 def _ungated(x_ND: Tensor, up_EFD: Tensor, down_EDF: Tensor, groups: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """With relu² and no gate; for autograd, too."""
+    """The networks with relu² and no gate; autograd can differentiate them."""
     found = [x_ND[:0]]
     for e, rows in groups:
         hidden = F.relu(torch.mm(x_ND[rows], up_EFD[e].to(x_ND.dtype).T)).square()
@@ -285,7 +285,7 @@ def _backward(
     rounded: Any,
     learn: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Gradients of x and, if they learn, of the three weights."""
+    """Gradients of x and, if `learn`, of the three weights."""
     gate_EFD, up_EFD, down_EDF = weights
     dx_ND = torch.empty_like(x_ND)
     gradients = tuple(_empty_like(weight) for weight in weights) if learn else ()
@@ -308,7 +308,7 @@ def _backward(
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Unwritten memory, in huge pages where the system has them: first touches of small ones took a quarter of the
+    """Uninitialised memory, in huge pages where the system has them: first touches of small pages took a quarter of the
     time of a backward pass."""
     made = torch.empty_like(x)
     advise = _madvise() if made.device.type == "cpu" and made.nbytes >= HUGE else None

@@ -1,9 +1,9 @@
-"""The operations between a model's matrix products, in one pass over memory each: the loss of the logits, RMS norms,
-silu(a) · b, GELU by tanh, decays with what they let in, and mixes of a token with the one before it.
+"""The operations between a model's matrix products, each in one pass over memory: cross entropy of logits, RMS norms,
+silu(a) · b, GELU by tanh, decays with the inputs that they scale, and mixes of a token with the one before it.
 
-With gradients on, float32 on a CPU, and bfloat16 but for norms and mixes, takes `native.training`; all else takes
+With gradients on, float32 on a CPU, and bfloat16 except for norms and mixes, takes `native.training`. All else takes
 PyTorch's operations: no gradients, other devices and dtypes, forward mode, compilers and functional transforms. Second
-derivatives are there: where a gradient is recorded, it is PyTorch's.
+derivatives exist: where a gradient is recorded, it is PyTorch's.
 
 Shapes: N rows, or mixes; V vocabulary, B batch, T time, D width.
 """
@@ -22,9 +22,9 @@ from perspectron.native import training
 from perspectron.ops.dispatch import gradients_off, under_tracing
 
 IGNORE = -100
-LANES = 64  # numbers of half precision in two of the widest vectors, which PyTorch takes at a time
-CUT = 1 << 14  # numbers of a tensor that PyTorch does not yet cut
-GRAIN = 1 << 15  # numbers of which it makes a piece, but for GELU, which it cuts into one for each thread
+LANES = 64  # half-precision numbers in two of the widest vectors, PyTorch's unit of work
+CUT = 1 << 14  # numbers up to which PyTorch does not split a tensor among threads
+GRAIN = 1 << 15  # numbers in one of its pieces; for GELU it makes one piece for each thread
 
 
 def fits(*tensors: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
@@ -44,7 +44,7 @@ def fits(*tensors: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -
 
 
 def plain(*tensors: Tensor) -> bool:
-    """True if native kernels can compute these where nothing differentiates: float32 on a CPU, watched by nothing."""
+    """True if native kernels can compute these without gradients: float32 on a CPU, without tracing."""
     return (
         gradients_off()
         and all(x.device.type == "cpu" and x.dtype is torch.float32 for x in tensors)
@@ -55,9 +55,9 @@ def plain(*tensors: Tensor) -> bool:
 
 
 def recorded(function: Callable[..., Any], inputs: tuple[Tensor, ...], *dy: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of a function's outputs by PyTorch, to be differentiated again."""
+    """The gradients of a function's inputs from those of its outputs, by PyTorch, to be differentiated again."""
     with torch.enable_grad():
-        inputs = tuple(x.view_as(x) for x in inputs)  # one may be made of another
+        inputs = tuple(x.view_as(x) for x in inputs)  # one input may be computed from another
         wanted, y = [x for x in inputs if x.requires_grad], function(*inputs)
         outputs = y if isinstance(y, tuple) else (y,)
         of, by = zip(
@@ -108,7 +108,7 @@ class _Entropies(torch.autograd.Function):
         logits, target, total = ctx.saved_tensors
         if torch.is_grad_enabled():
             return recorded(lambda x: _entropies(x, target), (logits,), g)[0], None
-        if g.stride(0) == 0:  # of their sum
+        if g.stride(0) == 0:  # the gradient of a sum: one number for all
             return training.entropy_backward(logits, target, total, float(g[0])), None
         return training.entropy_backward(logits, target, total, 1.0).mul_(g[:, None]), None
 
@@ -128,7 +128,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class GroupedRMSNorm(nn.RMSNorm):
-    """The same of each of so many parts of the last dimension, with one weight for each number."""
+    """RMS norm of each of `groups` parts of the last dimension, with a weight for each number."""
 
     def __init__(self, width: int, groups: int, eps: float) -> None:
         super().__init__(width, eps)
@@ -172,9 +172,9 @@ def _gated(a: Tensor, b: Tensor) -> Tensor:
 
 
 def batch_invariant(function: Callable[[Tensor], Tensor], x: Tensor, *, least: int = CUT) -> Tensor:
-    """function(x) of each number, which depends neither on how many there are nor on the threads, where nothing
-    differentiates and there are more than `least`. PyTorch cuts a large tensor among its threads, and takes what is
-    left of a vector at the end of a piece by other instructions, which differ by rounding: x is filled up to whole
+    """function(x) of each number, whose bits depend neither on how many numbers there are nor on the threads, without
+    gradients and for more than `least` numbers. PyTorch splits a large tensor among its threads, and takes the
+    incomplete vector at the end of a piece by other instructions, which differ by rounding: x is filled up to whole
     vectors."""
     n = x.numel()
     if under_tracing(x) or not gradients_off() or x.device.type != "cpu" or n <= least:
@@ -226,7 +226,7 @@ class _Gelu(torch.autograd.Function):
 
 
 def decayed(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(γ, √(1 − γ²) · v) with γ = σ(p), float32 at least: decays, and inputs that keep a memory's size."""
+    """(γ, √(1 − γ²) · v) with γ = σ(p), float32 at least: decays, and inputs scaled so that a memory keeps its size."""
     p = p if v.dtype is p.dtype else p.to(torch.promote_types(p.dtype, torch.float32))
     if p.shape == v.shape and fits(p, v, dtypes=(torch.float32, torch.bfloat16)):
         gamma, y = _Decayed.apply(p.contiguous(), v.contiguous())
@@ -262,7 +262,7 @@ class _Decayed(torch.autograd.Function):
 
 def shifted(x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | None) -> tuple[Tensor, ...]:
     """x + (before − x) · mix for each of the N mixes, all of one dtype. before: the token before each in its document;
-    `last` before the first, zeros where `reset` says that a document begins."""
+    `last` for the first token, zeros where `reset` says that a document begins."""
     if fits(x_BTD, last_BD, mix_ND):
         y: tuple[Tensor, ...] = _Shifted.apply(*(x.contiguous() for x in (x_BTD, last_BD, mix_ND)), reset_BT)
         return y
@@ -279,7 +279,7 @@ def _shifted(x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | 
 
 
 def mixed(x_BTD: Tensor, before_BTD: Tensor, mix_ND: Tensor) -> tuple[Tensor, ...]:
-    """The same where the tokens before are given."""
+    """`shifted`, with the tokens before given."""
     apart_BTD = before_BTD - x_BTD
     if x_BTD.shape[1] == 1:  # of one token all mixes at once, in two operations
         return (x_BTD + apart_BTD * mix_ND[:, None, None]).unbind(0)

@@ -1,4 +1,4 @@
-"""The cases of `perspectron.ops.selftest` of operations that do not recur.
+"""Cases of `perspectron.ops.selftest` for operations that do not recur.
 
 Shapes: as the operations have them; B batch, T time, H heads, G key heads, K head width, D width, N tokens.
 """
@@ -13,7 +13,7 @@ from perspectron.ops.case import LOOSE, Case, Tensors, U, drawn, half, steps
 
 
 def cases(gpu: tuple[str, ...] = ()) -> Iterator[Case]:
-    """All of them, their inputs on the CPU. gpu: backends of packed matrices beside PyTorch's."""
+    """All cases, with inputs on the CPU. gpu: backends of packed matrices beside PyTorch's."""
     yield from _attentions()
     yield from _pointwise()
     yield from _networks()
@@ -42,7 +42,7 @@ def _attentions() -> Iterator[Case]:
 
 
 def _seen(q: Tensor, k: Tensor, v: Tensor, before: int, window: int) -> Tensor:
-    """The plain formula: token t of q, the `before + t`-th of the keys, sees so many keys up to its own."""
+    """The plain formula: token t of q, at place `before + t` among the keys, sees `window` keys up to its own."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     back = torch.arange(before, before + q.shape[2], device=q.device)[:, None]
     back = back - torch.arange(k.shape[2], device=q.device)
@@ -71,7 +71,7 @@ def _window(backend: str, q: Tensor, k: Tensor, v: Tensor, old_k: Tensor, old_v:
 
 
 def _cache(backend: str, q: Tensor, k: Tensor, v: Tensor, old_k: Tensor, old_v: Tensor) -> Tensors:
-    """A chunk after as many tokens as a third of the cache has slots."""
+    """A chunk after a third of the cache is filled."""
     B, T, past = len(q), q.shape[2], old_k.shape[2] // 3
     if backend == "naive":
         k, v = torch.cat([old_k[:, :, :past], k], 2), torch.cat([old_v[:, :, :past], v], 2)
@@ -96,7 +96,7 @@ def _rope(backend: str, x: Tensor) -> Tensors:
 
 
 def _pointwise() -> Iterator[Case]:
-    """Each computes in float32 or rounds what it reads again once or twice."""
+    """Operations on single numbers or rows. Each computes in float32, or rounds what it reads again once or twice."""
     x, y, weight, last, mix = drawn((3, 65, 40), (3, 65, 40), (40,), (3, 40), (2, 40))
     target = torch.arange(65) * 7 % 40
     target[::9] = fused.IGNORE
@@ -156,7 +156,7 @@ def _shifted(backend: str, x: Tensor, last: Tensor, mix: Tensor, begins: Tensor)
 
 
 def _networks() -> Iterator[Case]:
-    """Experts of which the last has no tokens; sorted tokens and mixed ones."""
+    """Experts, the last without tokens; tokens sorted by expert, and mixed."""
     K, hidden, E = 16, 24, 4
     for N, order in ((40, "mixed"), (129, "sorted"), (1, "mixed")):
         x, gate, up, down = drawn((N, K), (E, hidden, K), (E, hidden, K), (E, K, hidden))
@@ -176,8 +176,8 @@ def _experts(backend: str, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, ex
 
 
 def _matrices(backends: tuple[str, ...]) -> Iterator[Case]:
-    """Packed matrices of each format, and a network of ternary ones: there a hidden unit may be rounded to the next of
-    127 steps."""
+    """Packed matrices of each format, and a ternary network, in which a hidden unit may be rounded to the next of 127
+    steps."""
     for format, (N, K), T in (
         ("ternary", (37, 200), 5), ("ternary", (203, 600), 1), ("ternary", (37, 1030), 33),
         ("2bit", (37, 200), 5), ("4bit", (37, 200), 5), ("int8", (37, 1100), 5), ("2bit", (37, 333), 1),

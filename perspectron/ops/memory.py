@@ -1,5 +1,5 @@
-"""A matrix memory with gates of its key channels, token by token on the native kernel, for training and reading on a
-CPU: what `gla` and `delta` compute there instead of their chunks.
+"""A matrix memory with gated key channels, token by token on the native kernel, for training and inference on a CPU:
+what `gla` and `delta` run there instead of their chunks.
 
     u_t = z_t − S_{t-1}ᵀ e_t,  S_t = diag(α_t) S_{t-1} + w_t u_tᵀ [+ k_t v_tᵀ],  o_t = S_tᵀ q_t
 
@@ -21,7 +21,7 @@ def scan(
     q_BGTK: Tensor, k_BGTK: Tensor, v_BHTV: Tensor, e_BHTK: Tensor | None, b_BHTK: Tensor | None,
     alpha_BHTA: Tensor, state_BHKV: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(outputs [B,H,T,V], the last state); differentiable once, in reverse mode. H / G heads in a row share q and
+    """(outputs [B,H,T,V], the last state); differentiable once, in reverse mode. H / G consecutive heads share q and
     k."""
     inputs = (q_BGTK, k_BGTK, v_BHTV, e_BHTK, b_BHTK, alpha_BHTA, state_BHKV)
     o_NTV, state_NKV = _Scan.apply(*(None if x is None else x.flatten(0, 1).contiguous() for x in inputs))
@@ -29,7 +29,7 @@ def scan(
 
 
 class _Scan(torch.autograd.Function):
-    """Keeps its inputs and computes the states again."""
+    """The native kernel with its gradients; keeps its inputs and computes the states again."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:

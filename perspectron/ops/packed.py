@@ -1,9 +1,9 @@
 """Products of packed matrices (`perspectron.ops.packing`) with vectors (docs/designs/perspective.md#packed-weights).
 
-What a product reads is rounded to 8 bits, token by token: step = max |x| / 127, x ≈ q·step; what tiles read, for each
-group of 32 columns by itself. Sums of codes times q are exact; the float arithmetic after them has one order, so every
-backend but the reference gives the same bits, whatever other tokens there are. (But for "triton" with more than four
-tokens of a format whose groups have scales; of tiles it has no kernels.)
+The input of a product is rounded to 8 bits, token by token: step = max |x| / 127, x ≈ q·step; that of tiles, in each
+group of 32 columns by itself. Sums of codes times q are exact, and the float arithmetic after them has a fixed order,
+so every backend but the reference gives the same bits, whatever other tokens there are. (An exception is "triton" with
+more than four tokens in a format with scales for groups; it has no kernels for tiles.)
 
 Shapes: T tokens, N rows, K columns, S columns stored, G groups, R rows of a block, L = 16 lanes of a group.
 """
@@ -27,8 +27,8 @@ from perspectron.util.errors import BackendError
 BACKENDS = ("auto", "naive", "torch", "native", "triton")
 EXACT = 1024  # columns whose products of two int8 a float32 sums exactly: 127² · 1024 < 2²⁴
 LANES = 16
-DECODED = 1 << 22  # weights at a time
-PARTS = 1 << 22  # sums of lanes at a time
+DECODED = 1 << 22  # weights that are decoded at a time
+PARTS = 1 << 22  # sums of lanes that are held at a time
 NO_GRADIENT = "packed products have no derivatives, in reverse or in forward mode: train the float model"
 
 
@@ -54,8 +54,8 @@ def linear(x: Tensor, packed: Packed, *, backend: str = "auto") -> Tensor:
 
 
 def swiglu(x: Tensor, gate: Packed, up: Packed, down: Packed, *, backend: str = "auto") -> Tensor:
-    """The network W_down(SiLU(W_gate x) ⊙ W_up x) [..., D]; what each matrix reads is rounded to 8 bits. As
-    `linear`."""
+    """The network W_down(SiLU(W_gate x) ⊙ W_up x) [..., D]; the input of each matrix is rounded to 8 bits. Dtype,
+    backends and errors as in `linear`."""
     if not gate.format == up.format == down.format:
         raise ValueError(f"formats are {gate.format}, {up.format} and {down.format}, want one")
     D, hidden = x.shape[-1], gate.shape[0]
@@ -73,7 +73,7 @@ def swiglu(x: Tensor, gate: Packed, up: Packed, down: Packed, *, backend: str = 
 
 
 def by_native(x: Tensor) -> bool:
-    """True if `native.SwiGLU` may be called with x, where `swiglu` would come to it."""
+    """True if `native.SwiGLU` may be called with x directly, as `swiglu` would call it in the end."""
     return x.is_cpu and x.dtype is torch.float32 and x.is_contiguous() and _plain(x) and native.wanted()
 
 
@@ -106,13 +106,13 @@ def _swiglu(x_TD: Tensor, weights: tuple[Packed, Packed, Packed], backend: str) 
 
 
 def _pair(packed: Packed) -> tuple[Tensor, Tensor]:
-    """Codes and scales as the library reads them; its own tensors where they are so."""
+    """Codes and scales, contiguous, as the library reads them; its own tensors if they are already."""
     return packed.codes.contiguous(), packed.scales.contiguous()
 
 
 def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     """The 8-bit form (q [T,K] whole numbers in −127 … 127, step [T]) in x's dtype: q·step ≈ x. A token that is not
-    finite has step NaN; one too small for 127 / max |x| is 0."""
+    finite has step NaN; one so small that 127 / max |x| is not finite has q = 0."""
     most_T = x_TK.abs().amax(1)
     per_T = torch.full_like(most_T, 127) / most_T  # a number over a tensor would be rounded twice
     fits_T1 = (per_T.isfinite() & most_T.isfinite())[:, None]
@@ -132,7 +132,7 @@ def _naive(x_TK: Tensor, packed: Packed) -> Tensor:
 
 
 def _by_group(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """(q [T,G,32], step [T,G]): each group as `quantise` has a token."""
+    """(q [T,G,32], step [T,G]): `quantise` of each group of 32 columns."""
     x_TGC = F.pad(x_TK, (0, -x_TK.shape[1] % tiles.GROUP)).unflatten(1, (-1, tiles.GROUP))
     q, step = quantise(x_TGC.flatten(0, 1))
     return q.view_as(x_TGC), step.view(x_TGC.shape[:2])
@@ -167,8 +167,8 @@ def _tiles(x_TK: Tensor, packed: Packed) -> Tensor:
 
 
 def _torch(x_TK: Tensor, packed: Packed) -> Tensor:
-    """The product some rows at a time, so that memory stays bounded. A GPU takes more, since each of its many short
-    operations has a price."""
+    """The product, some rows at a time, so that memory stays bounded. A GPU takes more rows, since each of its many
+    short operations has a cost."""
     if packed.format in tiles.FORMATS:
         return _tiles(x_TK, packed)
     (N, K), (blocks, S), R = packed.shape, packed.codes.shape, LAYOUTS[packed.format].rows
@@ -211,8 +211,8 @@ def _rows(q_TS: Tensor, step_T: Tensor, packed: Packed, blocks: slice) -> Tensor
 
 
 def _product(q_TS: Tensor, code_NS: Tensor, zero: int) -> Tensor:
-    """The sums of q times (code − zero), as whole numbers of 32 bits, whose product wants more than 16 tokens, and
-    multiples of 8 else; rounded to float32 once."""
+    """Sums of q times (code − zero), as whole numbers of 32 bits, rounded to float32 once. The integer product needs
+    more than 16 tokens, and multiples of 8 in the other sizes."""
     T = len(q_TS)
     q = F.pad(q_TS, (0, 0, 0, max(0, 32 - T))).to(torch.int8)
     w_NS = (code_NS - zero).view(torch.int8)  # modulo 256
@@ -281,8 +281,8 @@ _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504, 0.693145752, 1.42860677e-6
 
 
 def _fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
-    """a·b + c in float32, rounded once; by way of float64, where products are exact: the same but for about one sum in
-    2²⁹. A number is no tensor: to bring one to a GPU would wait for the GPU."""
+    """a·b + c in float32, rounded once, computed in float64, where products are exact: the same but for about one sum
+    in 2²⁹. Plain numbers are not made tensors: to copy one to a GPU would wait for the GPU."""
     b64, c64 = (part.double() if isinstance(part, Tensor) else _single(part) for part in (b, c))
     return (a.double() * b64 + c64).float()
 
@@ -296,7 +296,7 @@ def _single(number: float) -> float:
 
 
 def _backend(x: Tensor, backend: str, *matrices: Packed) -> str:
-    """The backend that runs."""
+    """The backend to run. BackendError: it cannot."""
     if on_gpu.wanted(backend, x, *matrices):
         return "triton"
     if backend in ("naive", "torch"):
@@ -313,7 +313,7 @@ def _backend(x: Tensor, backend: str, *matrices: Packed) -> str:
 
 
 def _plain(x: Tensor) -> bool:
-    """True if nothing watches: then the dispatcher, which takes longer than a small product, is left out."""
+    """True in inference mode without tracing: the dispatcher, slower than a small product, can then be left out."""
     if torch.compiler.is_compiling():
         # The compiler would trace an autograd.Function's forward and leave out its jvp.
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
@@ -323,14 +323,14 @@ def _plain(x: Tensor) -> bool:
 
 
 def _traced() -> bool:
-    """True if the op itself belongs into a graph."""
+    """True under a compiler or a trace, whose graph should contain the op itself."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def packed_linear(
     x_TK: Tensor, codes: Tensor, scales: Tensor, format: str, rows: int, backend: str
 ) -> Tensor:
-    """The op without the dispatcher, whose first call of a custom op imports the compiler: that takes seconds."""
+    """The op without the dispatcher: the first call of a custom op imports the compiler, which takes seconds."""
     return _linear(x_TK, Packed(codes, scales, format, (rows, x_TK.shape[1])), backend)
 
 
@@ -367,7 +367,7 @@ def _(x_TD: Tensor, *rest: Any) -> Tensor:
 
 
 class _NoGradient(torch.autograd.Function):
-    """Base of products whose derivatives raise: of an op without any, forward mode would make silent zeros."""
+    """Base of products whose derivatives raise: for an op without derivatives, forward mode would give silent zeros."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

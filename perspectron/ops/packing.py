@@ -28,16 +28,16 @@ from perspectron.util.errors import DataError
 
 ALIGN = 64  # columns
 GROUP = 128  # columns
-CHECKED = 1 << 18  # numbers at a time
+CHECKED = 1 << 18  # numbers that are checked at a time
 MAX_COLUMNS = 65536  # 255 · 127 · K must stay below 2³¹
 
 
 class Layout(NamedTuple):
     """One format's layout.
 
-    rows: R of a block. radix: what the code of each of them counts in a byte; of a tile none. lowest, highest: codes.
-    zero: code of weight 0; None: groups of columns have an offset beside their scale. group: columns that share a
-    scale; 0: all of a row."""
+    rows: R, the rows of a block. radix: place value in a byte of the code of each row; none for a tile. lowest,
+    highest: bounds of codes. zero: code of weight 0; None: groups of columns have an offset beside their scale. group:
+    columns that share a scale; 0: all of a row."""
 
     rows: int
     radix: tuple[int, ...]
@@ -79,8 +79,8 @@ class Packed(NamedTuple):
 
 @cache
 def sizes(format: str, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, ...], torch.dtype]:
-    """The sizes (shape of the codes, shape of the scales, dtype of the scales) of a matrix. ValueError: not a
-    possible one."""
+    """The sizes (shape of the codes, shape of the scales, dtype of the scales) of a matrix. ValueError: an unknown
+    format, or an impossible shape."""
     if format not in LAYOUTS:
         raise ValueError(f"format = {format!r}, must be one of {', '.join(LAYOUTS)}")
     N, K = shape
@@ -116,7 +116,7 @@ def _padded(codes_NK: Tensor, format: str) -> Tensor:
 
 
 def pack(codes_NK: Tensor, scale: Tensor, offset_NG: Tensor | None, format: str) -> Packed:
-    """A matrix of these codes, not of tiles. scale: [N], or with `offset_NG` [N,G], in the groups' formats."""
+    """Pack codes, in a format other than tiles. scale: [N], or [N,G] with `offset_NG`, in the formats with groups."""
     shape = (codes_NK.shape[0], codes_NK.shape[1])
     assert format not in tiles.FORMATS
     (blocks, _), scales_shape, dtype = sizes(format, shape)
@@ -132,7 +132,7 @@ def pack(codes_NK: Tensor, scale: Tensor, offset_NG: Tensor | None, format: str)
 def pack_tiles(
     codes_NK: Tensor, unit_N: Tensor, scale_NG: Tensor, offset_NG: Tensor | None, format: str
 ) -> Packed:
-    """A matrix of tiles: u of the rows, and a and b of their groups, whole numbers in 0 … 255."""
+    """Pack codes as tiles. unit_N: u of each row. scale_NG, offset_NG: a and b of groups, whole numbers in 0 … 255."""
     codes = _padded(codes_NK, format).flatten(0, 1)
     room = (0, codes.shape[1] // tiles.GROUP - scale_NG.shape[1], 0, len(codes) - len(codes_NK))
     scale, offset = (
@@ -146,7 +146,7 @@ def pack_tiles(
 
 
 def columns(packed: Packed) -> int:
-    """S."""
+    """S, the number of columns stored."""
     return -(-packed.shape[1] // ALIGN) * ALIGN
 
 
@@ -159,7 +159,7 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def whole(packed: Packed) -> Tensor:
-    """The weights of tiles in units of their rows: whole numbers [N,K] in float32, which has them all."""
+    """The weights of tiles divided by u of their rows: whole numbers [N,K], exact in float32."""
     (N, K), zero = packed.shape, LAYOUTS[packed.format].zero or 0
     a_NG, b_NG = tiles.scales(packed.codes, packed.format, columns(packed))
     numbers = (
@@ -191,7 +191,7 @@ def parameters(packed: Packed) -> tuple[Tensor, Tensor]:
 
 
 def check(packed: Packed, name: str = "matrix") -> None:
-    """Raise DataError unless shapes, dtypes and all bytes are possible ones and all scales are finite."""
+    """Raise DataError unless shapes, dtypes and all bytes are valid and all scales are finite."""
     codes_shape, scales_shape, dtype = sizes(packed.format, packed.shape)
     for part, tensor, shape, kind in (
         ("codes", packed.codes, codes_shape, torch.uint8),
@@ -217,7 +217,7 @@ def finite(tensor: Tensor) -> bool:
 
 
 def illegal(codes: Tensor, format: str) -> Tensor:
-    """The places where a byte is none that packing gives, bool like `codes`."""
+    """Mask, shaped like `codes`, of bytes that packing never gives."""
     if format == "ternary":  # by comparisons, which are quicker than a remainder of 84
         first, second = (codes > 80) & (codes < 84), (codes > 164) & (codes < 168)
         return first | second | (codes > 248)

@@ -136,7 +136,7 @@ def _native(
     state_BDR: Tensor,
     borders_NBDR: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The kernel, which writes into the state: in full size, those before and after would take 500 MB."""
+    """Run the kernel, which writes into the state: at full size, the states before and after would take 500 MB."""
     q_BTR, k_BTR, v_BTD, gamma_BTD = (x.contiguous() for x in (q_BTR, k_BTR, v_BTD, gamma_BTD))
     work_BDR, o_BTD = state_BDR.contiguous(), torch.empty_like(v_BTD)
     native.pdr_scan(q_BTR, k_BTR, v_BTD, gamma_BTD, work_BDR, o_BTD, borders_NBDR)

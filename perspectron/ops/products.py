@@ -1,5 +1,5 @@
-"""The products of queries with the keys before them in a chunk, where every key channel fades by gates that multiply:
-what `gla` and `delta` share.
+"""The products of queries with earlier keys of a chunk, where every key channel decays by a product of gates: what
+`gla` and `delta` share.
 
 A binary tree takes all tokens at once: for blocks of 1, 2, 4, …, the queries of each right half, times the products of
 gates from its start, meet the keys of its left half, times the products of gates to its end. Only products of gates
@@ -107,12 +107,12 @@ def _last(q_NMK: Tensor, L: int) -> Tensor:
 
 
 def _own(A: Tensor, L: int) -> Tensor:
-    """The part of its own keys that the last query of each token sees [N,L,J]; a view."""
+    """The entries of A between each token's last query and its own keys [N,L,J]; a view."""
     return A.unflatten(2, (L, -1)).unflatten(1, (L, -1))[:, :, -1].diagonal(dim1=1, dim2=2).mT
 
 
 def _faded(q_NMK: Tensor, gate_NLK: Tensor) -> Tensor:
-    """The queries, the last of each token times its gate; a copy."""
+    """A copy of the queries, with the last of each token multiplied by its gate."""
     L = gate_NLK.shape[1]
     if q_NMK.shape[1] == L:
         return gate_NLK * q_NMK
@@ -134,8 +134,8 @@ def _ones(q_BGMK: Tensor, k_BGJK: Tensor, gate_BHL1: Tensor) -> tuple[Tensor, Te
 def _tree(
     Q: Tensor, X: Tensor, P: Tensor, saved: Saved | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tree of queries Q [N,ML,K], keys X [N,JL,K] and gates P [N,L,K], without what a token sees of itself: A, 0
-    there, and the three at the end of the chunk. Writes into Q and X; `saved` receives what `_tree_backward` needs."""
+    """Run the tree on queries Q [N,ML,K], keys X [N,JL,K] and gates P [N,L,K]: A, 0 between a token and itself, and the
+    three at the end of the chunk. Writes into Q and X; `saved` receives what `_tree_backward` needs."""
     (N, L, _), M, J = P.shape, Q.shape[1] // P.shape[1], X.shape[1] // P.shape[1]
     A, b = Q.new_zeros(N, M * L, J * L), 1
     while b < L:

@@ -1,6 +1,6 @@
-"""Rotary positions of any share of a head, with the scalings of longer contexts.
+"""Rotary positions for any share of a head's channels, with scalings for longer contexts.
 
-Shapes: B batch, T time, H heads, K head width, R turned channels, F = ⌈R/2⌉ frequencies.
+Shapes: B batch, T time, H heads, K head width, R rotated channels, F = ⌈R/2⌉ frequencies.
 """
 
 import math
@@ -17,18 +17,18 @@ from perspectron.ops.fused import fits
 from perspectron.util.config import one_of, require
 
 MOST = 1_000_000
-"""The greatest factor of a longer context."""
+"""The greatest `factor` of a scaling."""
 Turn = tuple[Tensor, Tensor]
 """Cosine and sine of angles [B,T,F]."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the frequencies are stretched for a longer context; fields as in a `config.json` of transformers.
+    """Scaling of the rotary frequencies for a longer context; fields as in a `config.json` of transformers.
 
-    kind: "linear" divides all by `factor`; "llama3" those of wavelengths above original/low_freq_factor, and between
-    there and original/high_freq_factor by degrees; "yarn" those that turn less than `beta_slow` times in the original
-    positions, and by degrees up to `beta_fast`, and multiplies cosine and sine by `attention_factor` (None: by
+    kind: "linear" divides all by `factor`; "llama3" those of wavelengths above original/low_freq_factor, and
+    gradually fewer down to original/high_freq_factor; "yarn" those that turn less than `beta_slow` times in the
+    original positions, gradually up to `beta_fast`, and multiplies cosine and sine by `attention_factor` (None: by
     0.1 ln(factor) + 1, or the ratio of that for the two mscales). truncate: yarn's ramp begins and ends at whole
     channels."""
 
@@ -59,7 +59,7 @@ class RopeScaling:
             require(self.beta_fast > 0, "beta_fast", self.beta_fast, "> 0")
 
     def scaled(self, frequency_F: Tensor, base: float) -> Tensor:
-        """The frequencies [F] of 2F channels, stretched."""
+        """The scaled frequencies [F] of 2F channels."""
         if self.kind == "linear":
             return frequency_F / self.factor
         if self.kind == "llama3":
@@ -71,7 +71,7 @@ class RopeScaling:
         return (1 - share_F) * frequency_F / self.factor + share_F * frequency_F
 
     def _ramp(self, frequency_F: Tensor, base: float) -> Tensor:
-        """The part of each frequency [F] that is stretched, by yarn."""
+        """The fraction of each frequency [F] that yarn scales."""
         R = 2 * len(frequency_F)
 
         def channel(turns: float) -> float:
@@ -91,7 +91,7 @@ class RopeScaling:
 
     @property
     def amplitude(self) -> float:
-        """The factor of cosine and sine."""
+        """The factor by which cosine and sine are multiplied."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -104,8 +104,8 @@ class RopeScaling:
 
 
 def angles(position_BT: Tensor, width: int, base: float, scaling: RopeScaling | None = None) -> Turn:
-    """Cosine and sine of the rotary angles of R = `width` channels, in float64: a far position costs no precision. Of
-    an odd width, one channel more is turned, as transformers has it."""
+    """Cosine and sine of the rotary angles of R = `width` channels, in float64: a far position costs no precision. If
+    the width is odd, one channel more is rotated, as in transformers."""
     place = position_BT.device
     made = _frequencies.__wrapped__ if under_tracing(position_BT) else _frequencies
     angle_BTF = position_BT[:, :, None] * made(width, base, scaling, place)
@@ -117,7 +117,7 @@ def angles(position_BT: Tensor, width: int, base: float, scaling: RopeScaling | 
 
 @cache
 def _frequencies(width: int, base: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    """The frequencies [F], kept; no tensor of inference mode, which could not be used outside of it."""
+    """The frequencies [F], cached; not in inference mode, whose tensors could not be used outside of it."""
     with torch.inference_mode(False):
         exponent_F = -torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
         frequency_F = base**exponent_F
@@ -125,7 +125,7 @@ def _frequencies(width: int, base: float, scaling: RopeScaling | None, device: t
 
 
 def turned(x_BHTK: Tensor, turn: Turn) -> Tensor:
-    """The first 2F channels of each head turned by `angles`, its two halves paired; products at least in float32."""
+    """The first 2F channels of each head rotated by `turn`, in pairs i and i + F; products at least in float32."""
     R = 2 * turn[0].shape[-1]
     if x_BHTK.shape[3] > R:
         first, rest = x_BHTK.split([R, x_BHTK.shape[3] - R], -1)

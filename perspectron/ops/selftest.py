@@ -1,8 +1,8 @@
 """The test of the operations on a device: each backend that runs there against the reference in float64
 (`perspectron.ops.cases`).
 
-An error is the largest difference over the largest value, of each output, final state and gradient. What raises fails,
-and the others go on.
+An error is the largest difference over the largest value, of each output, final state and gradient. A case that raises
+has failed, and the others go on.
 """
 
 import statistics
@@ -84,8 +84,8 @@ def _errors(case: Case, found: Tensors, exact: Tensors) -> tuple[float, float | 
 
 
 def _passed(case: Case, backend: str, inputs: Tensors) -> Tensors:
-    """The outputs and, of a fixed weighting of them, the gradients. Weights are whole in bfloat16, so that they are the
-    same in every dtype. Without gradients, the inputs are copies: an operation may write into them."""
+    """The outputs, and the gradients of a fixed weighted sum of them. Weights are exact in bfloat16, so that they are
+    the same in every dtype. Without gradients, the inputs are copies: an operation may write into them."""
     if case.gradients is None:
         with torch.no_grad():
             return case.run(backend, *(x.clone() for x in inputs))
@@ -107,7 +107,7 @@ def _error(found: Tensor, exact: Tensor) -> float:
 
 
 def _ms(case: Case, backend: str, inputs: Tensors, device: torch.device) -> float:
-    """The median milliseconds of a pass, which has been made once before."""
+    """The median milliseconds of a pass, after one before to warm up."""
     taken = []
     for _ in range(REPEATS):
         if device.type == "cuda":

@@ -1,10 +1,10 @@
 """Several sequences packed one after another in one row, as `cu_seqlens` [N+1] says: sequence i is the tokens from
 cu_seqlens[i] up to cu_seqlens[i + 1]; the first is 0, the last T.
 
-For a model, which goes on in one row, `resets` says where documents begin. An operation that takes `cu_seqlens` has
-B = 1 and gives each sequence what it has alone: it begins with its own row of the state, and leaves its own. Sequences
-of about one length are rows of one batch, with padding that leaves the state as it is; so work is at most twice that
-of the tokens.
+A model keeps them in one row; `resets` says where documents begin. An operation that takes `cu_seqlens` has B = 1 and
+treats each sequence as if it were alone, with its own row of the first and of the last state. Sequences of similar
+length are rows of one batch, with padding that leaves the state as it is, so the work is at most twice that of the
+tokens.
 
 Shapes: B batch, T time, N sequences, n of them in one batch, L tokens of the longest of those.
 """
@@ -25,7 +25,7 @@ GATES = ("gamma", "gate", "alpha")
 
 
 class Group(NamedTuple):
-    """Sequences of one batch: which [n], the places of their tokens [n,L], and where there is none."""
+    """Sequences of one batch: their indices [n], the places of their tokens [n,L], and where there is none."""
 
     sequence_n: Tensor
     token_nL: Tensor
@@ -47,7 +47,7 @@ def resets(cu_seqlens: Tensor) -> Tensor:
 
 
 def checked(cu_seqlens: Tensor, T: int | None = None) -> int:
-    """The number of tokens. ValueError unless it is whole numbers that rise from 0 to T."""
+    """The number of tokens. ValueError unless `cu_seqlens` is whole numbers that rise from 0 to T."""
     whole = cu_seqlens.ndim == 1 and len(cu_seqlens) > 1 and not cu_seqlens.is_floating_point()
     if not whole or int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() < 1).any()):
         raise ValueError(f"cu_seqlens = {cu_seqlens.tolist()}, must be whole numbers that rise from 0")
@@ -70,8 +70,8 @@ def groups(cu_seqlens: Tensor) -> Iterator[Group]:
 
 
 def packed(*outputs: str) -> Callable[[Op], Op]:
-    """Decorator of an operation whose parameters are named after their shapes, such as q_BTR, and which then takes
-    `cu_seqlens`. outputs: the shapes of what it returns: one with T is of tokens, one without of sequences."""
+    """Decorator that lets an operation take `cu_seqlens`; its parameters must be named after their shapes, such as
+    q_BTR. outputs: shapes of what it returns: with T, it has a row for each token, without, for each sequence."""
 
     def decorated(op: Op) -> Op:
         signature = inspect.signature(op)
@@ -130,14 +130,14 @@ def _run(
 
 
 def _shape(name: str) -> str:
-    """The letters of a parameter's shape, such as BTR of q_BTR; of another parameter none. One of many tensors, such as
-    a state, has a row for each sequence."""
+    """The letters of a parameter's shape, such as BTR of q_BTR; none for other parameters. A state, perhaps of many
+    tensors, has a row for each sequence."""
     letters = name.rpartition("_")[2]
     return letters if letters.isupper() and "B" in letters else "B" if name == "state" else ""
 
 
 def _time(shape: str) -> int:
-    """The dimension of time, which of keys is S."""
+    """The index of the time dimension, T, or S for keys; −1 without one."""
     return max(shape.find("T"), shape.find("S") if "T" not in shape and "B" in shape else -1)
 
 
@@ -153,7 +153,7 @@ def _check(name: str, value: Any, shape: str, N: int) -> None:
 
 
 def _rows(name: str, value: Any, shape: str, group: Group) -> Any:
-    """An input of a batch of sequences."""
+    """An input for one batch of sequences."""
     if shape == "" or value is None:
         return value
     if _time(shape) < 0:
@@ -171,7 +171,7 @@ def _own(x: Tensor, shape: str, group: Group) -> Tensor:
 
 
 def _put(*parts: Any, shape: str, place: Tensor) -> Any:
-    """All batches' tokens or rows in their order."""
+    """The tokens or rows of all batches, in their original order."""
     if not isinstance(parts[0], Tensor):
         return parts[0]
     x = torch.cat(parts).index_select(0, place)

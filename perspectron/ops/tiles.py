@@ -22,7 +22,7 @@ ROWS = 16
 GROUP = 32
 FORMATS = ("4bit32", "8bit32")
 STEPS = 15
-"""What b counts, in units."""
+"""The factor of b in a weight: u·(a·t − 15·b)."""
 
 
 def length(format: str, S: int) -> tuple[int, int]:
@@ -33,7 +33,7 @@ def length(format: str, S: int) -> tuple[int, int]:
 
 
 def put(codes_NS: Tensor, scale_NG: Tensor, offset_NG: Tensor | None, format: str) -> Tensor:
-    """The lines [b,L] of whole tiles: codes, and a and b, uint8."""
+    """The lines [b,L] of whole tiles, from codes and from a and b, uint8."""
     G = scale_NG.shape[1]
     bytes_b = codes_NS.view(-1, ROWS, G, 8, 4).permute(0, 2, 3, 1, 4)
     parts = [scale_NG.view(-1, ROWS, G).mT]
@@ -64,7 +64,7 @@ def scales(lines_bL: Tensor, format: str, S: int) -> tuple[Tensor, Tensor | None
 
 
 def places(ids: Tensor, S: int) -> tuple[Tensor, Tensor]:
-    """Where in all lines of 8 bits the codes [..., S] and the scales [..., G] of rows are."""
+    """The places, in all bytes of 8-bit lines, of the codes [..., S] and of the scales [..., G] of rows `ids`."""
     head, rest = length("8bit32", S)
     tile, row = (ids // ROWS)[..., None], (ids % ROWS)[..., None]
     group, column = (torch.arange(n, device=ids.device) for n in (S // GROUP, S))

@@ -1,7 +1,7 @@
 """A recurrence whose gates multiply, over chunks of tokens: what `pdr`, `gla` and `delta` share.
 
-The state goes from chunk to chunk; inside a chunk a binary tree takes all tokens at once, whose blocks `halves` and
-`blocks` find.
+The state goes from chunk to chunk; inside a chunk a binary tree takes all tokens at once. `halves` and `blocks` find
+its blocks.
 
 Shapes: B batch (and whatever else runs beside it), T time, L tokens of one chunk, D width, b block of the tree, n pairs
 of blocks. Time is the last dimension but one of every input.
@@ -37,11 +37,11 @@ def blocks(A_BRC: Tensor, rows: int, columns: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """One chunk of a recurrence, forward and differentiated; `size` is its most tokens.
+    """One chunk of a recurrence, forward and differentiated; `size` is the greatest number of its tokens.
 
-    Its inputs are q, k, v, …, the last of them the gate; outputs are as v. forward: (*inputs, state) → (o, next state).
-    backward: (*inputs, do, state, d next state) → gradients of the inputs and the state. tangent: (*inputs, their
-    tangents, state, dstate) → (do, next state, its tangent).
+    Its inputs are q, k, v, …, the last of them the gate; outputs have v's shape. forward: (*inputs, state) → (o, next
+    state). backward: (*inputs, do, state, d next state) → gradients of the inputs and the state. tangent: (*inputs,
+    their tangents, state, dstate) → (do, next state, its tangent).
     """
 
     op: str
@@ -94,15 +94,15 @@ class Recurrence:
 
 
 def _chunk(span: slice, inputs: list[Tensor]) -> list[Tensor]:
-    """The chunk of each, the last of which is the gate. A gate of 1, with nothing written, is the recurrence's
-    identity."""
+    """The chunk of each input, the last of which is the gate. Where padding writes nothing, a gate of 1 leaves the
+    state as it is."""
     *others, gate = inputs
     return [*(_cut(span, x) for x in others), _cut(span, gate, past=1.0)]
 
 
 def _cut(span: slice, x: Tensor, past: float = 0.0) -> Tensor:
-    """The chunk of x, with `past` for the tokens that it lacks to a power of two. For all but the gate that is 0:
-    there nothing is written, read, or comes back."""
+    """The chunk of x, padded with `past` to a power of two tokens. That is 0 for all but the gate: padding writes and
+    reads nothing, and has no gradient."""
     L = span.stop - span.start
     pad = (1 << (L - 1).bit_length()) - L
     x = x[..., span, :]
@@ -110,7 +110,7 @@ def _cut(span: slice, x: Tensor, past: float = 0.0) -> Tensor:
 
 
 def _tokens(chunk: Tensor, span: slice) -> Tensor:
-    """The chunk without what was past its end."""
+    """The chunk without its padding."""
     return chunk[..., : span.stop - span.start, :]
 
 

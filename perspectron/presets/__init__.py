@@ -1,8 +1,7 @@
-"""Named models: designs, each a function of its sizes, and presets, designs at certain sizes.
+"""Named models: designs, which are functions of sizes, and presets, which are designs at certain sizes.
 
-The folders of `perspectron.designs` enter them. A design is reached by its own name too, at the sizes that it has
-by default: by `get`, and so by `train --preset`, and by `compare --designs`, which solves its sizes for a budget
-(`fit.py`).
+The folders of `perspectron.designs` enter them. A design is found by its own name, too: at its default sizes by `get`,
+and so by `train --preset`, and by `compare --designs`, which solves its sizes for a budget (`fit.py`).
 """
 
 from perspectron.presets.fit import TOLERANCE, small, solve, vocabulary

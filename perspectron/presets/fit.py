@@ -1,7 +1,7 @@
 """Designs at any number of parameters: what `compare` trains.
 
-Only the budget is given. Width and depth follow from it, the same for all designs that have layers; one size that
-reaches every layer, the knob, is then turned until the parameters match.
+Only the budget is given. Width and depth follow from it, the same for all designs that have layers. One size that
+affects every layer, the knob, is then adjusted until the parameters match.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 
 TOLERANCE = 0.02  # of the parameters
-DEPTHS = ((8e6, 4), (60e6, 8), (math.inf, 12))  # layers below so many parameters
-PER_LAYER = 14  # weights over d²: 3 in a PDR layer and 11 in a SwiGLU of 3.67 d
-LEAST = 8  # of a knob
+DEPTHS = ((8e6, 4), (60e6, 8), (math.inf, 12))  # layers for fewer parameters than these
+PER_LAYER = 14  # weights in units of d²: 3 in a PDR layer and 11 in a SwiGLU of 3.67 d
+LEAST = 8  # least value of a knob
 LEAST_VOCABULARY = 512
 OF_STATE = (
     "rank",
@@ -25,7 +25,7 @@ OF_STATE = (
     "heads",
     "head_dim",
     "expand",
-)  # sizes by which a state grows or shrinks; the first counts
+)  # sizes by which a state grows or shrinks; the first of them that a design has is used
 MOST_OF_STATE = 257
 STATE_TOLERANCE = 0.05
 
@@ -53,7 +53,7 @@ def solve(
     bound += f" {vocab_size * config.d_token:,}"
     bound += "".join(f", {key} = {value} follows from the state" for key, value in more.items())
     require(abs(reached - params) <= TOLERANCE * params, "params", params, bound)
-    if state is not None:  # the knob may turn it too
+    if state is not None:  # the knob may change it, too
         has = state_bytes(config, seq_len) or 0
         near = f"near {has:,}, that of {design} at that many parameters"
         require(abs(has - state) <= STATE_TOLERANCE * state, "state", f"{state:,} bytes", near)
@@ -98,8 +98,8 @@ def _shape(params: int, vocab_size: int, seq_len: int) -> Shape:
 
 
 def _shared(design: Design, shape: Shape) -> dict[str, int]:
-    """The sizes that follow from the shape, of those that the design says (None is unsaid): a quarter as many heads for
-    keys and values, and a window that text goes past (docs/designs/perspective.md#stack)."""
+    """The sizes that follow from the shape, as far as the design has them (with a default other than None): a quarter
+    as many heads for keys and values, and a window shorter than the text (docs/designs/perspective.md#stack)."""
     vocab_size, seq_len, d_model, layers = shape
     heads = d_model // HEAD_WIDTH
     follow = {
@@ -112,8 +112,8 @@ def _shared(design: Design, shape: Shape) -> dict[str, int]:
 
 
 def _fit(name: str, shape: Shape, params: int, more: Sizes = MappingProxyType({})) -> tuple[ModelConfig, int]:
-    """(the design as near to `params` as its knob comes, the fewest parameters that it could have). more: sizes beside
-    those that the name gives."""
+    """(the design as near to `params` as its knob gets, its fewest possible parameters). more: sizes beside those in
+    the name."""
     design, _ = variant(name)
     sizes = _nearest(name, shape, params, more)
 
@@ -127,21 +127,21 @@ def _fit(name: str, shape: Shape, params: int, more: Sizes = MappingProxyType({}
 
 
 def _nearest(name: str, shape: Shape, params: int, more: Sizes = MappingProxyType({})) -> Sizes:
-    """The design's sizes nearest to the budget with its knob at the default; what the name and `more` give stays."""
+    """The design's sizes nearest to the budget, the knob at its default; those in the name and `more` are kept."""
     design, given = variant(name)
     best: tuple[float, Sizes] = (math.inf, {})
     for sizes in design.variants(shape):
         sizes = _shared(design, shape) | dict(sizes) | given | dict(more)
         distance = abs(active_parameters(made(design.make, name, sizes)) - params)
         if distance >= best[0]:
-            break  # variants grow
+            break  # variants grow, so later ones are farther
         best = (distance, sizes)
     return best[1]
 
 
 def _stated(name: str, shape: Shape, state: int) -> Sizes:
-    """Sizes with which the design's state has so many bytes, within STATE_TOLERANCE, and as few layers more or less as
-    can be. ConfigError, with the nearest there are, where none has."""
+    """Sizes at which the design's state has `state` bytes, within STATE_TOLERANCE, and its depth changes least.
+    ConfigError, naming the nearest possible, if there are none."""
     design, given = variant(name)
     usual, known = _nearest(name, shape, 0), sizes_of(design.make)
     bound = "parameters: the state of it grows with the text"
@@ -157,11 +157,11 @@ def _stated(name: str, shape: Shape, state: int) -> Sizes:
         for value in range(1, MOST_OF_STATE) if knobs else [0]:
             sizes = {"layers": depth} if layers else {}
             sizes |= {knobs[0]: value} if knobs else {}
-            with contextlib.suppress(ConfigError):  # it does not divide a width
+            with contextlib.suppress(ConfigError):  # a value may not divide a width
                 size = _state(name, {**usual, **sizes}, shape) or 0
                 found.setdefault(size, sizes)
                 if abs(size - state) > away:
-                    break  # states grow or shrink with the knob: it has passed
+                    break  # states grow or shrink with the knob, so it is past the nearest
                 away = abs(size - state)
         near = min(found, key=lambda size: abs(size - state), default=0)
         if abs(near - state) <= STATE_TOLERANCE * state:

@@ -1,4 +1,4 @@
-"""What designs are made of, for their presets: a stack of the same block, and one with a recurrence in every layer."""
+"""Building blocks of designs' presets: a stack of the same block, and one with a recurrence in every layer."""
 
 from functools import partial
 from typing import Any
@@ -12,8 +12,8 @@ from perspectron.util.config import MixerConfig, require
 
 GPT2_NORM: dict[str, Any] = {"norm": "layer", "norm_eps": 1e-5}
 FRAMES: dict[str, Make] = {}
-"""Designs that take another recurrence for their own, written in brackets: perspective[kda]. `make` has a keyword
-`mixer`."""
+"""Designs whose recurrence can be replaced by another, written in brackets: perspective[kda]. Their `make` has a
+keyword `mixer`."""
 
 
 def stack(
@@ -34,7 +34,7 @@ def layered(
     mixer: MixerConfig,
     embedding_norm: bool = True,
 ) -> ModelConfig:
-    """A recurrence and a SwiGLU in every layer."""
+    """A model with a recurrence and a SwiGLU in every layer."""
     require(layers >= 1, "layers", layers, "≥ 1")
     ffn = SwiGLUConfig(hidden)
     blocks = tuple(BlockConfig(numbered(mixer, layer, layers), ffn) for layer in range(layers))
@@ -42,8 +42,8 @@ def layered(
 
 
 def enter_recurrences() -> None:
-    """Enter the designs of mixers that say no more than `framed` and `hidden`: the mixer and a SwiGLU in every
-    layer; at that size each is the preset "KIND-tiny"."""
+    """Enter a design for each mixer with both `framed` and `hidden`: the mixer and a SwiGLU in every layer. At that
+    size each is the preset "KIND-tiny"."""
     for kind, mixer in mixers().items():
         if mixer.hidden and mixer.framed is not None:
             make = partial(layered, hidden=mixer.hidden, mixer=mixer.framed)

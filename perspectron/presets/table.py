@@ -19,22 +19,22 @@ OF_EVERY_MODEL: Sizes = {"dropout": 0.0, "shift": False, "input_conv": False, "i
                         "first_values": False, "zero_outputs": False}  # fmt: skip
 """Fields of a model's config that are sizes of every design."""
 RELU2 = "relu2"
-"""Of every design, too: true puts a network with ReLU² in the place of each SwiGLU, and is refused where there are
-others."""
+"""A size of every design, too: true replaces each SwiGLU by a network with ReLU²; refused if there are other
+networks."""
 BEST_PARTS: dict[str, Sizes] = {"transformer": {"shift": ("k", "v", "network"), "first_values": True}}
-"""Of designs, the parts that "DESIGN+" has, and docs/designs/baselines.md#the-best-parts says how they were chosen. A
-design that is not here has `shift` as its mixer has it, and `first_values` where values can lean."""
+"""The parts that "DESIGN+" adds, by design; docs/designs/baselines.md#the-best-parts says how they were chosen. A
+design that is not listed gets `shift` as its mixer has it, and `first_values` if its values can lean."""
 OF_TRAINING = ("optimizer", "groups", "weight_decay", "beta1", "beta2")
-"""Options of the optimizer that stand beside sizes in the brackets of a design that is trained: rwkv7[groups=plain]."""
+"""Options of the optimizer that can stand beside sizes in a design's brackets in training: rwkv7[groups=plain]."""
 Make = Callable[..., ModelConfig]
-"""Takes the model's name, and sizes as keywords that all have a default. A keyword whose default is a config is a part
-of the model: each field of it is a size too."""
+"""Makes a config from the model's name and sizes, keywords that all have a default. A keyword whose default is a config
+is a part of the model, each field of which is a size, too."""
 P = ParamSpec("P")
 M = TypeVar("M", bound=Make)
 
 
 class Shape(NamedTuple):
-    """The sizes that the designs of a comparison share. d_model: width of those with layers."""
+    """Sizes that the designs of a comparison share. d_model: width of designs with layers."""
 
     vocab_size: int
     seq_len: int
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
 
 class Design(NamedTuple):
-    """An entry of DESIGNS; `design` describes the fields."""
+    """An entry of DESIGNS. `design` describes the fields."""
 
     make: Make
     about: str
@@ -54,7 +54,7 @@ class Design(NamedTuple):
 
 
 class Preset(NamedTuple):
-    """about: one line. design: the name of its design."""
+    """An entry of PRESETS. about: one line. design: the name of its design."""
 
     make: Make
     about: str
@@ -66,21 +66,21 @@ class Preset(NamedTuple):
 
 
 class Size(NamedTuple):
-    """hint: its type. paths: the keyword, and where that is a part the field in it; of a field that several parts have,
-    all of them, so that it is set in each."""
+    """A size. hint: its type. paths: the keyword, followed by the field if the keyword is a part; a field that several
+    parts share has several paths, and is set in each."""
 
     default: Any
     hint: Any
     paths: tuple[tuple[str, ...], ...]
 
 
-HEAD_WIDTH = 32  # of the designs in a comparison
+HEAD_WIDTH = 32  # width of heads in the designs of a comparison
 DESIGNS: dict[str, Design] = {}
 PRESETS: dict[str, Preset] = {}
 
 
 def as_it_is(_: Shape) -> Iterable[Sizes]:
-    """The one variant of a design that has none."""
+    """The only variant of a design whose sizes do not vary."""
     return [{}]
 
 
@@ -197,8 +197,7 @@ def best_parts(design: str) -> dict[str, Any]:
 
 
 def _parts(name: str) -> tuple[str, bool, dict[str, Any]]:
-    """A design's name, of which a word in brackets is a part; true with a + after its first word; and the sizes beside
-    it."""
+    """A design's name, including words in brackets; True if its first word ends with +; and the sizes in brackets."""
     head, bracket, inside = name.partition("[")
     items = between_commas(inside.removesuffix("]")) if bracket else []
     words = [item for item in items if "=" not in item]
@@ -250,7 +249,7 @@ def variant_of(config: ModelConfig) -> str:
 
 
 def made(make: Make, name: str, overrides: Sizes) -> ModelConfig:
-    """The config that `make` gives under this name with some of its sizes replaced."""
+    """The config that `make` gives under this name, with some of its sizes replaced."""
     known, changes = sizes_of(make), dict[str, Any]()
     for key, value in overrides.items():
         size = known[one_of(key, known, f"{name}: key")]
@@ -276,7 +275,7 @@ def made(make: Make, name: str, overrides: Sizes) -> ModelConfig:
 
 
 def _ungated(block: BlockConfig, name: str) -> BlockConfig:
-    """The block with ReLU² in its network. A network that another block has stays."""
+    """The block with ReLU² in its network. A network tied to another block's stays as it is."""
     ffn = block.ffn
     if isinstance(ffn, TiedConfig):
         return block
@@ -286,15 +285,15 @@ def _ungated(block: BlockConfig, name: str) -> BlockConfig:
 
 
 def _leans(config: ModelConfig) -> bool:
-    """True if values of some mixer lean on the first one's."""
+    """True if some mixer's values lean on the first mixer's."""
     with torch.device("meta"):
         return any(block.first_values is not None for block in LanguageModel(config).blocks)
 
 
 @cache
 def sizes_of(make: Make) -> dict[str, Size]:
-    """The sizes by key. A keyword comes before a field of a part that is called the same, and parts share a field of
-    the same name and type; "PART.FIELD" is that of one part."""
+    """The sizes of a design by key. A keyword takes precedence over a field of a part with the same name. Parts share
+    fields of the same name and type; "PART.FIELD" is that of one part."""
     _, *parameters = inspect.signature(make).parameters.values()
     flat = [p for p in parameters if not is_dataclass(p.default)]
     found = {p.name: Size(p.default, p.annotation, ((p.name,),)) for p in flat}
@@ -305,7 +304,7 @@ def sizes_of(make: Make) -> dict[str, Size]:
                 part_of = len(known.paths[0]) > 1
                 if (
                     part_of and known.default is None and size.default is not None
-                ):  # a part that says it comes first
+                ):  # a part with a default takes precedence
                     found[key], found[".".join(known.paths[0])] = size, known
                 elif known.hint == size.hint and len(known.paths[0]) > 1 and size is not known:
                     found[key] = known._replace(paths=(*known.paths, *size.paths))
@@ -329,7 +328,7 @@ def _fields(part: Any, path: tuple[str, ...]) -> Iterable[tuple[str, Size]]:
 
 
 def _changed(old: Any, new: Any) -> Any:
-    """The new value; of a part, the old one with all changes at once, so that its own checks see them together."""
+    """The new value; for a part, the old one with all changes at once, so that its checks see them together."""
     if not is_dataclass(old) or isinstance(old, type):
         return new
     return replace(old, **{key: _changed(getattr(old, key), value) for key, value in new.items()})

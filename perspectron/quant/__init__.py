@@ -1,1 +1,1 @@
-"""Quantisation."""
+"""Quantisation of trained models into packed matrices."""

@@ -1,6 +1,6 @@
 """Quantising a trained model: linear layers are packed block by block, each block calibrated on the output of the
-packed blocks before it; the embedding and the head get 8 bits, experts become ternary, those of a mixture the blocks'
-format.
+packed blocks before it. The embedding and the head get 8 bits; experts become ternary, but those of a mixture get the
+blocks' format.
 
 Shapes: n texts, T tokens of each, B of them at a time, D model width, N × K a matrix, E experts.
 """
@@ -31,16 +31,16 @@ from perspectron.quant.linear import QuantEmbedding, QuantLinear, bytes_of, is_r
 from perspectron.util.config import one_of, require
 from perspectron.util.hooks import hooked
 
-SMALL = 32  # rows or columns: less is not worth its bits
+SMALL = 32  # rows or columns below which packing is not worth it
 BATCH = 8  # texts at a time
 MATRICES = ("gate_EFD", "up_EFD", "down_EDF")
 
 
 @dataclass
 class Report:
-    """Report on a conversion. kept: matrices that stay float, and why. experts, expert_bytes: number of ternary
-    experts and their packed bytes. bytes: of everything else by format or dtype. before: bytes of the float model
-    including experts."""
+    """Report on a conversion. kept: matrices that stay float, and why. experts, expert_bytes: number of packed experts,
+    and their bytes. bytes: bytes of everything else by format or dtype. before: bytes of the float model including
+    experts."""
 
     before: int
     kept: dict[str, str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor |
 
 
 def pack_expert(ffn: RoutedSwiGLU, expert: int) -> tuple[Packed, Packed, Packed]:
-    """Ternary gate, up and down of an expert: exact where it was trained so, else rounded."""
+    """An expert's gate, up and down in ternary form: exact if it was trained so, else rounded."""
     weights = ffn.weights(torch.tensor([expert], device=ffn.gate_EFD.device))
     gate, up, down = (quantise(weight[0], "ternary") for weight in weights)
     return gate, up, down
@@ -98,7 +98,7 @@ def pack_expert(ffn: RoutedSwiGLU, expert: int) -> tuple[Packed, Packed, Packed]
 
 @torch.no_grad()
 def rounded(ffn: RoutedSwiGLU) -> RoutedSwiGLU:
-    """Float layer that computes what the packed one will: the values that `pack_expert` gives, and 8-bit
+    """The float layer that computes what the packed one will: with the values of `pack_expert`, and 8-bit
     activations."""
     config = replace(ffn.config, base=False, ternary=False, int8_activations=True)
     with torch.device("meta"):
@@ -114,8 +114,8 @@ def rounded(ffn: RoutedSwiGLU) -> RoutedSwiGLU:
 
 @torch.no_grad()
 def packed_mixture(ffn: Mixture, format: str, layer: int) -> PackedMixture:
-    """The layer with packed experts in memory, each weight rounded to nearest. The experts' matrices are given up one
-    by one."""
+    """The layer with its experts packed and in memory, each weight rounded to nearest. Takes each float matrix out of
+    `ffn` once it is packed."""
     with torch.device("meta"):
         made = PackedMixture(ffn.route_proj.in_features, ffn.config, layer, format)
     packed = dict[str, list[Packed]]()
@@ -130,7 +130,7 @@ def packed_mixture(ffn: Mixture, format: str, layer: int) -> PackedMixture:
 
 
 def eight_bits(linear: str) -> str:
-    """The format of 8 bits beside one of the blocks' matrices."""
+    """The 8-bit format that goes with `linear`, the format of the blocks' matrices."""
     return "8bit32" if linear in tiles.FORMATS else "int8"
 
 
@@ -142,15 +142,15 @@ def _embeddings(model: LanguageModel, format: str) -> None:
 
 
 class Text(NamedTuple):
-    """The input of the next block for a batch [B,T,·], and what the blocks below handed on to it."""
+    """The input of the next block for a batch [B,T,·], and what earlier blocks share with it."""
 
     x_BTD: Tensor
     shared: dict[str, Tensor]
 
 
 class _Work:
-    """One conversion under way. texts: what the next block reads, batch by batch; empty without calibration. waiting:
-    what a network has read in blocks that are tied to it and come before its own."""
+    """A conversion in progress. texts: input of the next block, batch by batch; empty without calibration. waiting:
+    statistics of what a network has read in blocks that are tied to it and come before its own."""
 
     def __init__(self, model: LanguageModel, linear: str, report: Report, texts: list[Text]) -> None:
         self.model, self.linear, self.report, self.texts = model, linear, report, texts
@@ -158,7 +158,7 @@ class _Work:
         self.tied = any(isinstance(block.ffn, TiedConfig) for block in model.config.blocks)
 
     def block(self, index: int) -> None:
-        """Pack a block's own matrices, then read on through it."""
+        """Pack a block's own matrices, then run the texts through it."""
         block = cast(Block, self.model.blocks[index])
         ffn = getattr(block, "ffn", None)
         if isinstance(ffn, RoutedSwiGLU):
@@ -187,7 +187,7 @@ class _Work:
         self._own("lm_head", lambda text: self.model.head(self.model.norm(text.x_BTD)))
 
     def _own(self, prefix: str, run: Callable[[Text], Tensor]) -> None:
-        """Pack the matrices whose names begin with `prefix`, those that read the same together."""
+        """Pack the matrices whose names begin with `prefix`; those with the same input are packed together."""
         left, leader = self._linears(prefix), dict[str, str]()
         hessians, first = dict[str, Hessian](), list[tuple[str, Tensor]]()
         norms = {
@@ -234,9 +234,9 @@ class _Work:
     def _even(
         self, linears: list[nn.Linear], norm: nn.Module, hessian: Hessian, run: Callable[[Text], Tensor]
     ) -> None:
-        """Have the channels that these matrices read from a norm differ less in size, so that rounding those of a group
-        to 8 bits loses less, and their columns the more (SmoothQuant: Xiao et al. 2022, arXiv 2211.10438). The norm's
-        weights take it, unless something else reads what it gives. Columns of 4 bits would lose more than it gains."""
+        """Even out the channels that these matrices read from a norm, so that rounding a group of them to 8 bits loses
+        less, though rounding columns loses more (SmoothQuant: Xiao et al. 2022, arXiv 2211.10438). The norm's weights
+        make up for it, unless something else reads its output. Columns of 4 bits would lose more than it gains."""
         if self.linear != "8bit32" or self.tied:
             return
         size_K = hessian.sum_KK.diagonal().sqrt()
@@ -257,7 +257,7 @@ class _Work:
                 x.copy_(old)
 
     def _linears(self, prefix: str) -> dict[str, nn.Linear]:
-        """Matrices with this prefix that are still to be packed; those that stay float are reported."""
+        """Matrices with this prefix that are not packed yet; those that stay float are reported."""
         linears = {}
         for name, module in self.model.named_modules():
             if not isinstance(module, nn.Linear) or not name.startswith(prefix):
@@ -293,7 +293,7 @@ class _Work:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """True of a norm with a weight for each channel."""
+    """True for a norm with a weight for each channel."""
     return isinstance(module, tuple(NORMS.values())) and getattr(module, "weight", None) is not None
 
 

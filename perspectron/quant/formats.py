@@ -14,21 +14,21 @@ from perspectron.util.errors import DataError
 
 SHRINK = tuple(
     1 - step / 20 for step in range(13)
-)  # of a group's range: the ends give way to the many between
+)  # of a group's range: clipping the ends helps the many values between
 REFITS = 4
-ROWS = 1 << 21  # weights at a time
-CACHED = 1 << 17  # of tiles, so that what is made of them stays in the cache
+ROWS = 1 << 21  # weights that are rounded at a time
+CACHED = 1 << 17  # weights of tiles that are rounded at a time, few enough to stay in the cache
 MOST = 255  # units of a tile's scale
 
 
 def quantise(weight_NK: Tensor, format: str) -> Packed:
-    """The nearest packed matrix, by rows and groups; one that is ternary already comes back exactly.
+    """Round a matrix to the nearest packed one, by rows and groups; one that is ternary already comes back exactly.
 
     ternary: T = clip(round(W / s), −1, 1), s of each row refitted to least squared error from mean |W| on, because
-    these weights were not trained to be ternary (docs/designs/perspective.md#ternary-weights).
-    int8: max |w| of a row is 127. 2bit and 4bit: scale and offset, as float16, with the least squared error among some
-    shrunken ranges; 4bit32 as well, in whole units of the row. 8bit32: max |w| of 32 columns is at most 127. DataError
-    for a weight that is not finite, or too large for float16 where scales are.
+    these weights were not trained to be ternary (docs/designs/perspective.md#ternary-weights). int8: max |w| of a row
+    is 127. 2bit and 4bit: scale and offset, as float16, with the least squared error among some shrunken ranges; 4bit32
+    as well, in whole units of the row. 8bit32: max |w| of 32 columns is at most 127. DataError for a weight that is not
+    finite, or too large for float16 in formats with such scales.
     """
     sizes(format, (weight_NK.shape[0], weight_NK.shape[1]))
     weight_NK = weight_NK.detach().to(torch.float32)
@@ -53,7 +53,7 @@ def quantise(weight_NK: Tensor, format: str) -> Packed:
 
 
 def check(weight_NK: Tensor, format: str) -> None:
-    """DataError for weights that the format cannot hold at all."""
+    """Raise DataError for weights that are not finite, or too large for the format's scales."""
     most = weight_NK.abs().amax().item()
     if not most < torch.inf:
         raise DataError(f"weight = {most}, must be finite")
@@ -63,7 +63,7 @@ def check(weight_NK: Tensor, format: str) -> None:
 
 
 def encode(weight: Tensor, scale: Tensor, offset: Tensor | None, format: str) -> Tensor:
-    """The nearest codes, uint8, for scales and offsets that broadcast; of a scale of 0 that of weight 0, or the
+    """The nearest codes, uint8, for scales and offsets that broadcast; where a scale is 0, the code of weight 0, or the
     lowest."""
     layout, scale = LAYOUTS[format], scale.where(scale > 0, torch.inf)
     codes = weight / scale + layout.padding if offset is None else (weight + offset) / scale
@@ -77,12 +77,12 @@ def decode(codes: Tensor, scale: Tensor, offset: Tensor | None, format: str) -> 
 
 
 def rows_scale(weight_NK: Tensor) -> Tensor:
-    """s of int8 rows [N]."""
+    """The scale s of int8 rows [N]."""
     return weight_NK.abs().amax(1) / 127
 
 
 def units(weight_NK: Tensor, format: str) -> Tensor:
-    """u of the rows of tiles [N]: the widest group of a row has a scale of 255 units."""
+    """The unit u of the rows of tiles [N], such that the widest group of a row has a scale of 255 units."""
     weight_NGC = F.pad(weight_NK, (0, -weight_NK.shape[1] % tiles.GROUP)).unflatten(1, (-1, tiles.GROUP))
     if format == "8bit32":
         return weight_NGC.abs().amax((1, 2)) / (127 * MOST)
@@ -91,7 +91,7 @@ def units(weight_NK: Tensor, format: str) -> Tensor:
 
 
 def _tiles(weight_NK: Tensor, format: str) -> tuple[Tensor, ...]:
-    """Codes [N,K], u of the rows, and a and b of the groups."""
+    """Codes [N,K], u of the rows, and a and b of the groups, for rows of tiles."""
     (N, K), unit_N, found = weight_NK.shape, units(weight_NK, format), []
     whole = K // tiles.GROUP * tiles.GROUP
     for part_NC in (weight_NK[:, :whole], weight_NK[:, whole:]):
@@ -110,7 +110,7 @@ def _tiles(weight_NK: Tensor, format: str) -> tuple[Tensor, ...]:
 def tile_grid(
     weight_NC: Tensor, format: str, unit_N: Tensor, importance_C: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """(s, o) [N] of one group of tiles' columns, in whole units; no offset at 8 bits."""
+    """(s, o) [N] of one group of columns of tiles, as multiples of u; no offset at 8 bits."""
     if format == "4bit32":
         return grid(weight_NC, format, importance_C, unit_N)
     needed_N = (weight_NC.abs().amax(1) / (127 * unit_N)).nan_to_num(0).ceil().clamp(0, MOST)
@@ -118,7 +118,7 @@ def tile_grid(
 
 
 def whole_units(scale: Tensor, offset: Tensor | None, unit: Tensor) -> tuple[Tensor, Tensor | None]:
-    """a and b, uint8, of scales and offsets that are whole units already."""
+    """a and b, uint8, of scales and offsets that are whole multiples of their units already."""
     a, b = (
         None if x is None else (x / per).nan_to_num(0).round().clamp(0, MOST).to(torch.uint8)
         for x, per in ((scale, unit), (offset, unit * tiles.STEPS))
@@ -133,7 +133,7 @@ def grid(
     """(s, o) [N] of one group, as float16 or whole units of the row hold them, but in float32: of least squared error,
     each column's counted as much as it is important."""
     low_N, high_N = weight_NC.aminmax(dim=1)
-    if unit_N is not None:  # which have no sign
+    if unit_N is not None:  # units have no sign
         low_N, high_N = low_N.clamp_max(0), high_N.clamp_min(0)
     middle_N, half_N = (low_N + high_N) / 2, (high_N - low_N) / 2
     weight = torch.ones_like(weight_NC[0]) if importance_C is None else importance_C
@@ -202,7 +202,7 @@ def _fit(
 
 
 def _ternary(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, s of each row)."""
+    """Ternary (codes, s of each row)."""
     most_N1 = weight_NK.abs().amax(1, keepdim=True)
     if ((weight_NK == 0) | (weight_NK.abs() == most_N1)).all():
         return (weight_NK.sign() + 1).to(torch.uint8), most_N1[:, 0]
@@ -217,6 +217,6 @@ def _ternary(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fit_trits(weight_NK: Tensor, trits_NK: Tensor) -> Tensor:
-    """s [N,1] of least squared error."""
+    """s [N,1] of least squared error for given trits."""
     count_N = trits_NK.count_nonzero(1).clamp_min(1)
     return (weight_NK * trits_NK).sum(1, keepdim=True) / count_N[:, None]

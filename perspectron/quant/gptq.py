@@ -19,19 +19,19 @@ from perspectron.util.config import one_of, require
 from perspectron.util.errors import DataError
 
 FORMATS = ("2bit", "4bit", "int8", *tiles.FORMATS)
-ATTEMPTS = 5  # each with ten times the damping
+ATTEMPTS = 5  # at a factorisation, each with ten times the damping
 SQUARE = 512  # columns of H at a time
 
 
 class Hessian:
-    """Σ x xᵀ [K,K] of what a layer read, summed in float32 over a call and in float64 over all; its lower triangle and
-    some of the rest."""
+    """Σ x xᵀ [K,K] over a layer's inputs x, summed in float32 within a call and in float64 over all. Only the lower
+    triangle, and some of the rest, is filled."""
 
     def __init__(self, columns: int, device: torch.device | str = "cpu") -> None:
         self.sum_KK = torch.zeros(columns, columns, dtype=torch.float64, device=device)
 
     def add(self, x: Tensor) -> None:
-        """x: [..., K]."""
+        """Add inputs x [..., K]."""
         x_TK = x.detach().reshape(-1, x.shape[-1]).to(torch.promote_types(x.dtype, torch.float32))
         for start in range(0, len(self.sum_KK), SQUARE):
             stop = start + SQUARE
@@ -39,7 +39,7 @@ class Hessian:
 
 
 class _Grid:
-    """Scales and offsets of one matrix while its groups come one after another."""
+    """Scales and offsets of one matrix, determined group by group."""
 
     def __init__(self, weight_NK: Tensor, format: str) -> None:
         self.format, self._groups = format, list[tuple[Tensor, Tensor | None]]()
@@ -48,7 +48,7 @@ class _Grid:
         self.scale_N, self.offset_N = rows_scale(weight_NK), None if self.width == 0 else weight_NK[:, 0]
 
     def begin(self, weight_NC: Tensor, importance_C: Tensor) -> None:
-        """Settle those of the next group."""
+        """Determine the scales and offsets of the next group."""
         if self._unit_N is None:
             self.scale_N, self.offset_N = grid(weight_NC, self.format, importance_C)
         else:
@@ -56,7 +56,7 @@ class _Grid:
         self._groups.append((self.scale_N, self.offset_N))
 
     def packed(self, codes_NK: Tensor, rows: slice) -> Packed:
-        """The matrix of these codes, or some rows of it."""
+        """Pack these rows of the codes."""
         if self.width == 0:
             return pack(codes_NK[rows], self.scale_N[rows], None, self.format)
         scale_NG = torch.stack([scale_N[rows] for scale_N, _ in self._groups], 1)
@@ -72,13 +72,13 @@ class _Grid:
 def together(
     weights: Sequence[Tensor], hessian: Hessian, format: str, *, damping: float = 0.05
 ) -> list[Packed]:
-    """The packed matrices whose products are nearest to those of `weights` on what `hessian` saw. They read the same:
-    their rows are one matrix's.
+    """Pack matrices so that their products stay nearest to those of `weights` on the inputs in `hessian`. All read the
+    same inputs, so their rows are treated as one matrix's.
 
     damping: added to the diagonal, as a share of its mean; the default was chosen on held-out text of one model.
-    A column that never read anything is rounded to the nearest. Columns come in blocks, so that what lies ahead is
-    corrected once for a block; blocks are groups, which get their scales and offsets when their turn comes.
-    DataError: a weight or what was read is not finite, or there is too little of it to factor H with any damping.
+    A column whose input was always 0 is rounded to the nearest. Columns are taken in blocks, so that later ones are
+    corrected once for each block; blocks are groups, whose scales and offsets are determined in turn.
+    DataError: a weight or an input is not finite, or there are too few inputs to factor H with any damping.
     """
     one_of(format, FORMATS, "format")
     require(damping > 0, "damping", damping, "> 0")

@@ -19,11 +19,11 @@ from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 
 EMBEDDED = ("int8", "8bit32")
-"""Formats of embeddings."""
+"""Formats that an embedding can have."""
 
 
 class _Matrix(nn.Module):
-    """Buffers codes and scales, whose dtypes are the format's whatever the model is cast to."""
+    """Module with a packed matrix in the buffers codes and scales, which keep their dtypes when the model is cast."""
 
     codes: Tensor
     scales: Tensor
@@ -41,7 +41,7 @@ class _Matrix(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix in float32, made anew each time."""
+        """The matrix in float32, dequantised anew each time."""
         return dequantise(self.packed)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -62,7 +62,7 @@ class QuantLinear(_Matrix):
 
     @classmethod
     def of(cls, matrix: Packed, bias: Tensor | None = None) -> Self:
-        """A layer with these numbers, not copied."""
+        """A layer with this matrix and bias, not copied."""
         N, K = matrix.shape
         with torch.device("meta"):
             made = cls(K, N, matrix.format, bias is not None)
@@ -80,7 +80,7 @@ class QuantLinear(_Matrix):
 
 
 class QuantEmbedding(_Matrix):
-    """Rows of 8 bits, to look up and, as a tied head, to multiply with."""
+    """Rows in 8 bits, to look up and, as a tied head, to multiply with."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, format: str = "int8") -> None:
         require(format in EMBEDDED, "format", format, f"{' or '.join(EMBEDDED)} for an embedding")
@@ -89,7 +89,7 @@ class QuantEmbedding(_Matrix):
 
     @classmethod
     def of(cls, matrix: Packed) -> Self:
-        """A layer with these numbers, not copied."""
+        """A layer with this matrix, not copied."""
         with torch.device("meta"):
             made = cls(*matrix.shape, matrix.format)
         made.codes, made.scales = matrix.codes, matrix.scales
@@ -109,7 +109,7 @@ class QuantEmbedding(_Matrix):
         return numbers.flatten(-2)[..., : self.embedding_dim] * unit
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V] of [..., D]: the product with every row."""
+        """Logits [..., V] of hidden states [..., D]: their products with every row."""
         return packed.linear(hidden, self.packed)
 
     def extra_repr(self) -> str:
@@ -117,8 +117,8 @@ class QuantEmbedding(_Matrix):
 
 
 def bytes_of(module: nn.Module, *, without: Collection[str] = ()) -> dict[str, int]:
-    """The bytes of parameters and buffers, by what they are: a format's name, or a dtype's for what is not packed.
-    without: names that modules have for those not to count."""
+    """Bytes of parameters and buffers, by format of packed matrices, else by dtype. without: names, in their module, of
+    tensors that do not count."""
     found = Counter[str]()
     for name, tensor in (*module.named_buffers(), *module.named_parameters()):
         owner, _, own = name.rpartition(".")
@@ -137,7 +137,7 @@ def is_router(model: nn.Module, name: str) -> bool:
 
 
 def make_room(model: nn.Module, formats: Mapping[str, str]) -> None:
-    """Put packed matrices without numbers in the place of a model's own, by name. ConfigError: one is none."""
+    """Replace a model's matrices, by name, with empty packed ones. ConfigError: a name is of no such matrix."""
     for name, format in formats.items():
         parent, _, last = name.rpartition(".")
         try:

@@ -78,7 +78,7 @@ class Fact(NamedTuple):
 
 @cache
 def facts() -> tuple[Fact, ...]:
-    """All of them. The country that is asked for is told in every phrasing but the one it is asked in."""
+    """All facts. The country that is asked for is told in every phrasing but the one it is asked in."""
     draw, every = random.Random(SEED), range(len(PHRASINGS))
     pairs = [pair.replace("_", " ").split(":") for pair in CAPITALS.split()]
     unknown = set(draw.sample([country for country, _ in pairs if country != ASKED], UNKNOWN))

@@ -147,7 +147,7 @@ def _met(h: Tensor, plan: Plan) -> Tensor:
 
 
 def _walk(gates: Tensor, n: Tensor, h: Tensor, wh: Tensor, plan: Plan) -> None:
-    """Fill the memories token by token, in place. Comes in: what inputs and biases give, in gates and n, and h[0]."""
+    """Fill the memories token by token, in place. Before, gates and n hold inputs and biases, and h[0] is set."""
     D = n.shape[-1]
     # Cut into tokens beforehand: in the loop an index costs as much as a small product.
     parts = [gates, gates[..., : 2 * D], *gates.split(D, -1), n]
@@ -254,8 +254,8 @@ def _backward(
 
 
 def _slopes(gates: Tensor, n: Tensor, met: Tensor, rate: float | Tensor) -> tuple[Tensor, Tensor]:
-    """The factors that turn the gradient of h_t into that of the gates [L,G,N,4,D], and, past the gates, of what it
-    met.
+    """The factors that turn the gradient of h_t into that of the gates [L,G,N,4,D], and, past the gates, of the
+    memory that it met.
 
     None of it depends on a gradient, so it is made for all tokens of a chunk at once and the loop only multiplies.
     """
@@ -277,7 +277,7 @@ def _slopes(gates: Tensor, n: Tensor, met: Tensor, rate: float | Tensor) -> tupl
 def _walk_back(
     dgates: Tensor, dh: Tensor, draw: Tensor | None, slopes: Tensor, through: Tensor, wh_T: Tensor, plan: Plan
 ) -> None:
-    """Walk back token by token. Comes in: dh with what the outputs give. Goes out: dgates [G,L,N,4,D] and dh
+    """Walk back token by token. Before, dh holds the outputs' gradients; after, dgates [G,L,N,4,D] and dh are
     complete."""
     # Cut into tokens beforehand, as in `_walk`. A seed takes part in all four gates: it is spread over their dimension.
     recurrent = dgates[..., :3, :].flatten(-2).unbind(1)

@@ -20,7 +20,7 @@ TYPES_BACK = (*[c_void_p] * 2, c_double, *[c_void_p] * 5, *[c_int64] * 4, *[c_vo
 
 
 def _reset(reset_L1N1: Tensor | None, L: int, N: int) -> Tensor | None:
-    """Bytes."""
+    """The reset mask, one byte for each entry, checked."""
     if reset_L1N1 is not None:
         _check(reset_L1N1, torch.bool, (L, 1, N, 1))
     return reset_L1N1
@@ -36,7 +36,7 @@ def _check_all(shapes: Sequence[tuple[Tensor, tuple[int, ...]]]) -> None:
 
 
 def _rates(rate: float | Tensor, G: int, N: int) -> tuple[Tensor | None, float]:
-    """(one for each memory, or None; the one for all)."""
+    """(rates of each memory, or None; the rate of all)."""
     if not isinstance(rate, Tensor):
         return None, rate
     _check(rates := rate.expand(G, N, 1).contiguous(), torch.float32, (G, N, 1))

@@ -12,7 +12,7 @@ GAMMA = 0.97
 
 
 class _Memory(nn.Module):
-    """One state for whatever calls it, kept from call to call."""
+    """A memory with one state for all its callers, kept from call to call."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

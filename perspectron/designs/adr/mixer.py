@@ -47,7 +47,7 @@ class ADRConfig(MixerConfig):
 
     @property
     def remembered(self) -> slice:
-        """A flag each for keys and values: whether they have memories."""
+        """The slice of (keys, values) that have memories."""
         return {"both": slice(0, 2), "keys": slice(0, 1), "values": slice(1, 2)}[self.remember]
 
     @property
@@ -83,8 +83,8 @@ class ADRState:
 class Remembered(NamedTuple):
     """The input of attention, and the memories behind it.
 
-    plain: queries, keys and values, before any memory. memory: those remembered. seen: keys and values that
-    attention reads. last: the memories after the last token."""
+    plain: queries, keys and values, before any memory. memory: the memories after each token. seen: keys and values
+    that attention reads. last: the memories after the last token."""
 
     plain_BT3HK: Tensor
     memory_BT2HK: Tensor
@@ -132,7 +132,7 @@ class ADR(Mixer):
         return torch.sigmoid(self.decay.to(full)).clamp(max=most).expand(self.config.heads)
 
     def _of_groups(self, gamma: float | Tensor) -> float | Tensor:
-        """The same, one for each group and row [G,R]."""
+        """`gamma`, one for each group and row [G,R]."""
         if not isinstance(gamma, Tensor):
             return gamma
         streams = self.config.streams

@@ -42,9 +42,9 @@ def adr(
     """GPT-2 whose keys and values are memories (docs/designs/adr.md#memories).
 
     halflife: of a memory in the first layer and in the last, in tokens; between them it grows by equal factors
-    (default: 4 and 128; 16 in every layer where they are learned). learned: half-lives are only where they start, of
-    each layer or head. norm: "post", law 5 as written, or "pre", memories added to a residual that is normed where it
-    is read.
+    (default: 4 and 128; 16 in every layer where they are learned). learned: layers or heads learn half-lives, which
+    start from these. norm: "post", law 5 as written, or "pre", memories added to a residual that is normed where it is
+    read.
     """
     residual = Law5Config() if norm == "post" else SequentialConfig()
     blocks = []

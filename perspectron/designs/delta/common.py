@@ -46,8 +46,8 @@ class Delta(Mixer):
     """q, k, v = swish(conv(W x)), q and k of length 1; α = exp(−e^{A_log} softplus(f + b));
     S ← diag(α) S;  S ← S + k (w ⊙ v − Sᵀ (β ⊙ k))ᵀ;  y = W_o (norm(Sᵀ q / √K) ⊙ g), with f, β, w, g by `gates`.
 
-    rates: what e^{A_log} starts at, evenly between. A: 1, or K for decays of each channel. key_heads: G, which H / G
-    heads in a row share; None is H."""
+    rates: bounds between which e^{A_log} starts, evenly. A: 1, or K for a decay of each channel. key_heads: G, each of
+    which H / G heads in a row share; None is H."""
 
     inputs = ("q", "k", "v", "g")
     exact_cells = 8
@@ -77,7 +77,7 @@ class Delta(Mixer):
 
     @abc.abstractmethod
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The numbers that decays are made of [B,T,H,A], β [B,T,H,E], w [B,T,H,W] and the output's gate [B,T,HV]."""
+        """f, of which decays are made [B,T,H,A], β [B,T,H,E], w [B,T,H,W] and the gate of the output [B,T,HV]."""
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Spread the rates over the heads, and the steps as Mamba-2 does. KDA's paper starts its own at softplus(0): a

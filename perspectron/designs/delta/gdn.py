@@ -22,7 +22,7 @@ class GDNConfig(MixerConfig):
     heads: H. conv: tokens that the short convolution sees. negative: β up to 2 instead of 1, so that a token can negate
     what its key holds (arXiv 2411.12537). key_heads: G, each of which H / G heads in a row share; None is H.
     key_dim: K; None is 3D/4H, and H must then divide ¾ of the model width. value_dim: V; None is 2K. norm_eps: of the
-    norm of what is read; None is the model's."""
+    output's norm; None is the model's."""
 
     kind = "gdn"
     heads: int

@@ -41,7 +41,7 @@ class Solved(NamedTuple):
 
 
 class Made(NamedTuple):
-    """The values that making a geometry leaves for the backward pass: the trunks before their last GELU, and what came
+    """Values from computing a geometry that the backward pass needs: the trunks before their last GELU, and what came
     before basis, norm, top-k, softplus and basis, where there is such a step."""
 
     q_2BH: Tensor
@@ -115,7 +115,7 @@ class Adjoint:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Slopes over all time, and where the ball's edge was met."""
+        """Compute the slopes for all tokens, and note where states left the ball."""
         columns, law = self.columns, self.law
         a_TBN = self.solved.a_BN if law.geometry_interval == 1 else self.solved.a_BN[self.when.slot]
         # Slopes of tanh from its values: its arguments need not be kept.
@@ -175,7 +175,7 @@ class Adjoint:
         self.dz_BS = dz_BS
 
     def run_on_kernel(self) -> None:
-        """The same walk by the native kernel, for what `drm_loop.fits`."""
+        """`run` on the native kernel, where `drm_loop.fits`."""
         law, columns, solved, norm_BN1 = self.law, self.columns, self.solved, self.made.norm_BN1
         assert solved.inverse_BS is not None and solved.Q_BRS is not None  # noqa: PT018
         read = kernel.Read(
@@ -276,7 +276,7 @@ class Adjoint:
         return self.dp_TBG, self.dz_BS, geometry_BF
 
     def weights(self) -> tuple[Tensor | None, ...]:
-        """Gradients of the weights, in their order; those of what only the drive reads are autograd's."""
+        """Gradients of the weights, in order; None for those that only the drive reads, left to autograd."""
         kept, H = self.kept, self.w.trunk_w.shape[-1]
         h_TBG = F.gelu(self.columns.p_BG)
         # Columns without a refresh had no part in the trunks' weights: only the others are multiplied.

@@ -31,15 +31,15 @@ RECURRENT = 0.05  # share of pairs of points that count as near
 DIAGONAL = 4  # points of a diagonal that count as one
 THEILER = 16  # tokens: pairs of points that are nearer in time say nothing
 PLANES = 3
-RING = 0.2  # least radius (1% quantile over the mean) of what goes around something
+RING = 0.2  # least radius (1% quantile over the mean) of a path that goes around its middle
 NOISE = 0.01
 
 
 @dataclass(frozen=True)
 class Options:
-    """How much is looked at. tokens: of the text. sampled: tokens whose geometry is looked at. pairs: paths of the
-    low-action test. span: tokens of such a path. rounds: its steps of gradient descent. points: compared for
-    recurrence. steps: tokens of the Lyapunov exponent. seed: of what is drawn."""
+    """Amount of text and samples to measure. tokens: read from the text. sampled: tokens at which the geometry is
+    measured. pairs: paths of the low-action test. span: tokens of such a path. rounds: steps of gradient descent that
+    relax it. points: compared for recurrence. steps: tokens of the Lyapunov exponent. seed: of random draws."""
 
     tokens: int = 100_000
     sampled: int = 256
@@ -64,7 +64,7 @@ class Walk(NamedTuple):
 
 
 def mixer_of(model: LanguageModel) -> DRM:
-    """The DRM layer. ConfigError for a model without one, or whose geometry is not that of every token."""
+    """The DRM layer. ConfigError for a model without one, or whose geometry is not computed anew at every token."""
     found = [module for module in model.modules() if isinstance(module, DRM)]
     require(len(found) == 1, "design", model.config.name, "drm or drm2, which have a geometry")
     interval = found[0].config.geometry_interval
@@ -76,7 +76,7 @@ def mixer_of(model: LanguageModel) -> DRM:
 
 
 def measure(model: LanguageModel, ids: list[int], options: Options = Options()) -> dict[str, Any]:
-    """All of it, as plain JSON values. DataError for a text that is too short."""
+    """All measurements, as plain JSON values. DataError for a text that is too short."""
     mixer = mixer_of(model)
     need = max(SETTLED + 2 * SEGMENT, SETTLED + options.points, options.pairs + SETTLED + options.span)
     if len(ids) < need:
@@ -134,7 +134,7 @@ def field(mixer: DRM, z_TS: Tensor) -> Geometry:
 
 
 def _metric(mixer: DRM, z_TS: Tensor) -> tuple[Tensor, Tensor]:
-    """Diagonal [T,S] and factor [T,R,S] of the metric at points, without directions."""
+    """Diagonal [T,S] and factor [T,R,S] of the metric at points, computed without the directions."""
     H, w, law = mixer.config.hidden, mixer.weights(), mixer.law()
     bare = law._replace(directions=0)
     none = w._replace(
@@ -324,7 +324,7 @@ def exponent(inputs_TE: Tensor, w: Weights, law: Law, draw: torch.Generator) -> 
 
 
 def _step(drive_G: Tensor, w: Weights, law: Law) -> Callable[[Tensor], Tensor]:
-    """The law for one token, of the state."""
+    """The state's update by one token, as a function of the state."""
 
     def step(z_S: Tensor) -> Tensor:
         h_BG = F.gelu(drive_G + F.linear(z_S, w.read_w))[None]

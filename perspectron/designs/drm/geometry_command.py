@@ -138,7 +138,7 @@ def numbers(results: dict[str, Any]) -> PageTable:
 
 
 def page(results: dict[str, Any]) -> str:
-    """The page."""
+    """The results as an HTML page."""
     (_, first), *_ = found = findings(results)
     paths, lyapunov = results["paths"], results["lyapunov"]
     ratios = [

@@ -43,7 +43,7 @@ class Emitter(nn.Module):
         return self.out_proj(batch_invariant(F.gelu, self.up_proj(x_BTD)))
 
     def terms(self, logits_BTV: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> dict[str, Term]:
-        """Terms of the loss in the logits themselves."""
+        """The loss terms that depend on the logits themselves."""
         if self.config.stability == 0:
             return {}
         return {"stability": Term(drm.logit_change(logits_BTV, reset_BT, pad_BT), self.config.stability)}

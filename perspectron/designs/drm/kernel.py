@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """The weights of products, as `nn.Linear` has them: what looks at z, both trunks, and the heads."""
+    """The matrices of products, laid out as in `nn.Linear`: the map that reads z, both trunks, and the heads."""
 
     read_GS: Tensor
     trunk_2HH: Tensor
@@ -69,7 +69,7 @@ class Made(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The values of them that `backward` reads itself."""
+    """Those of `Made` that `backward` reads itself."""
 
     c_TBC: Tensor
     x_TBS: Tensor
@@ -96,7 +96,7 @@ class Slopes(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of the heads' outputs, which come with what they get from elsewhere, and room for those of c, q and
+    """Gradients of the heads' outputs, which first hold the parts from elsewhere, and memory for those of c, q and
     p."""
 
     dX_TBM: Tensor
@@ -136,7 +136,7 @@ def forward(
     rank: int,
     unit: bool,
 ) -> Made:
-    """All tokens. biases: of trunks [2H], directions [M], metric [Y], flow [C]. law: dt, radius, strength, damping,
+    """Run all tokens. biases: of trunks [2H], directions [M], metric [Y], flow [C]. law: dt, radius, strength, damping,
     least d, bias and temperature of the gates; then 1 or 0: clip, squash. unit: directions are unit vectors."""
     T, B, _ = drive_TBG.shape
     sizes = Sizes(T, B, len(start_S), matrices.trunk_2HH.shape[-1], directions, rank)
@@ -166,7 +166,7 @@ def backward(
     reset_TB1: Tensor | None,
     pad_TB1: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The adjoint of all tokens, into `into`; the gradients of z0 and of the first state. law: dt, radius, strength."""
+    """Write the adjoints into `into`; return the gradients of z0 and the first state. law: dt, radius, strength."""
     (T, B, N, S), R = read.V_TBNS.shape, read.U_TBRS.shape[2]
     sizes = Sizes(T, B, S, matrices.trunk_2HH.shape[-1], N, R)
     for named in (read, matrices, slopes, into):

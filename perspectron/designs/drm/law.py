@@ -16,8 +16,8 @@ from perspectron.ops.attention import Places, places
 class Weights(NamedTuple):
     """The weights of the law.
 
-    z0: the state before any token. read: what looks at z, the trunks of directions and metric and the flow, in
-    one matrix; token: what the flow sees of the token; trunk: the second layers of both trunks. direction: N·S rows
+    z0: the state before any token. read: the maps of z, to the trunks of directions and metric and to the flow,
+    in one matrix; token: the flow's map of the token; trunk: the second layers of both trunks. direction: N·S rows
     (N·K, coefficients of a basis), then one for each gate; metric: S rows for the diagonal, then R·S (R·K) for U."""
 
     z0_S: Tensor
@@ -106,7 +106,7 @@ def of_lines(lines_BF: Tensor, S: int, law: Law) -> Geometry:
 
 
 def thin(a_BN: Tensor, law: Law) -> Tensor:
-    """The gates of which only the `gate_top_k` largest stay open."""
+    """The gates, with all but the `gate_top_k` largest set to 0 (0: all stay open)."""
     if law.gate_top_k == 0:
         return a_BN
     kept_BN = torch.zeros_like(a_BN).scatter(-1, a_BN.topk(law.gate_top_k).indices, 1)

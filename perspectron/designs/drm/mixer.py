@@ -245,11 +245,11 @@ class DRM(Mixer):
 
     @property
     def _caches(self) -> bool:
-        """True if the risk stands from one refresh of the geometry to the next."""
+        """True if the risk is kept from one refresh of the geometry to the next."""
         return self.config.risk is not None and self.config.risk.cached and self.config.geometry_interval > 1
 
     def _met(self, z_BD: Tensor, z_BTD: Tensor, reset_BT: Tensor | None) -> Tensor:
-        """The state that each token met, of which inference keeps no trace."""
+        """The state before each token, put together here because inference keeps no trace."""
         met_BTD = torch.cat([z_BD[:, None], z_BTD[:, :-1]], 1)
         return (
             met_BTD
@@ -298,7 +298,7 @@ class DRM(Mixer):
         return Law(**numbers)
 
     def risk_of(self, z_BTD: Tensor) -> Tensor | None:
-        """The risk ρ [B,T] of each state; None where there is no risk. q^β = exp(β ln σ), so that no q is too small."""
+        """The risk ρ [B,T] of each state; None where there is no risk. q^β = exp(β ln σ), so that no q underflows."""
         if (bounds := self.config.risk) is None:
             return None
         w = [p.to(z_BTD.dtype) for layer in (self.risk_in, self.risk_out) for p in affine(layer)]

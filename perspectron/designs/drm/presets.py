@@ -11,7 +11,7 @@ from perspectron.presets.table import DESIGNS, Shape, Sizes, design, preset
 
 
 def _widths(_: Shape) -> Iterable[Sizes]:
-    """One block of any width, by itself about 30 S² weights."""
+    """Sizes of a block of any width, which alone has about 30 S² weights."""
     for width in range(16, 1 << 14, 16):
         yield {"d_model": width, "d_token": width * 3 // 4, "hidden": width, "emitter": width, "rank": 8}
 

@@ -82,7 +82,7 @@ class GLA(Mixer):
         return GLAConfig(heads) if fits else None
 
     def take(self, heads: Heads) -> None:
-        """Keys and queries are half as wide as values: the part of theirs that matters most."""
+        """Keys and queries, half as wide as values, take over only the part of attention's that matters most."""
         K = self.q_proj.out_features // self.config.heads
         for linear, part_HKD in zip((self.q_proj, self.k_proj), heads.narrowed(K), strict=True):
             fill(linear, part_HKD)

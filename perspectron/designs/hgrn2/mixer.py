@@ -20,7 +20,7 @@ from perspectron.ops.fused import RMSNorm, batch_invariant
 from perspectron.util.config import MixerConfig, at_least, divides, require
 from perspectron.util.terms import Term
 
-BOUNDS = "hgrn2.bounds"  # what layer 0 hands on: of the gates of all layers [N,D]
+BOUNDS = "hgrn2.bounds"  # key in `shared` of the lower bounds of all layers' gates [N,D], set by layer 0
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class HGRN2State:
 class HGRN2(Mixer):
     """α = l + (1 − l) σ(W_f x); S ← diag(α) S + (1 − α)(W_i x)ᵀ; y = W_o norm(Sᵀ swish(W_q x) / √K).
 
-    l [D] is the layer's bound: what layers below it have of softmax(Γ) over the layers. It is 0 in layer 0, and in a
-    layer that is run by itself."""
+    l [D] is the layer's bound: the sum over the layers below it of softmax(Γ), which is taken over all layers. It is 0
+    in layer 0, and in a layer that is run by itself."""
 
     small = HGRN2Config(heads=2)
     about = "HGRN2: a matrix memory that writes as much as it forgets, with lower bounds by layer"
@@ -61,7 +61,7 @@ class HGRN2(Mixer):
     hidden = 448
 
     takes_shared = True
-    inputs = ("q", "k", "v")  # keys are made of what decays are
+    inputs = ("q", "k", "v")  # keys are computed from the same projection as decays
     exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: HGRN2Config) -> None:
@@ -79,7 +79,7 @@ class HGRN2(Mixer):
             self.no_decay = ("gamma_ND",)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Bounds that rise evenly, by 1/N a layer."""
+        """Start with bounds that rise evenly, by 1/N per layer."""
         if hasattr(self, "gamma_ND"):
             self.gamma_ND.zero_()
 

@@ -10,7 +10,7 @@ from perspectron.ops.case import LOOSE, Case, Tensors, drawn
 
 
 def cases() -> Iterator[Case]:
-    """A prompt."""
+    """The case of a prompt."""
     B, T, K = 2, 70, 16
     q, k, v, u, w = drawn((B, 2, T, K), (B, 2, T, K), (B, 2, T, K), (2, K), (2, 3))
     yield Case("lens", f"B {B}, T {T}, H 2, K {K}", _lens, ("torch",), (q, k, v, u, w), *LOOSE)

@@ -147,6 +147,6 @@ class Lens(Mixer):
         return self.o_proj(o_BTD), state, {}
 
     def _turned(self, x_BHTF: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-        """Features, each as wide as a head, turned by their position."""
+        """Features, cut into parts as wide as a head, rotated by position."""
         K = self.o_proj.in_features // self.config.heads
         return torch.cat([rope.turned(part, turn) for part in x_BHTF.split(K, -1)], -1)

@@ -30,7 +30,7 @@ def route_gates(model: LanguageModel) -> list[tuple[float, int]]:
 
 @torch.no_grad()
 def prune(model: LanguageModel, blocks: Collection[int]) -> LanguageModel:
-    """A new model that computes what `model` does when the mixers of `blocks` give nothing; nothing is shared.
+    """A new model that computes what `model` does when the mixers of `blocks` add nothing; it shares no tensor with it.
 
     ConfigError when another block is tied to a network that would change.
     """

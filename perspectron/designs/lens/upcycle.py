@@ -1,4 +1,4 @@
-"""A GPT-2 as a lens model that computes the same, to go on from (`perspectron import --lens`)."""
+"""A GPT-2 as a lens model that computes the same function, to be trained further (`perspectron import --lens`)."""
 
 from dataclasses import replace
 
@@ -23,8 +23,8 @@ def config_of_gpt2(config: ModelConfig) -> ModelConfig:
 
 
 def weights_of_gpt2(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """GPT-2's weights for the model of `config_of_gpt2`, its new parts at rest: attention sees by the standard lens
-    alone, the network ignores the context and its gate is open, and the route gate is at ½: it is the same function."""
+    """GPT-2's weights for the model of `config_of_gpt2`, its new parts neutral: attention uses the standard lens alone,
+    the network ignores the context and its gate is open, and the route gate is at ½, so the function is the same."""
     D, all_weights = config.d_model, dict(weights)
     for i, block in enumerate(config.blocks):
         at, heads = f"blocks.{i}", block.mixer.heads  # type: ignore[union-attr]

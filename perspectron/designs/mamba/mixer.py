@@ -29,9 +29,9 @@ from perspectron.util.terms import Term
 class MambaConfig(MixerConfig):
     """The options of Mamba.
 
-    state: N. expand: the inner width is so many times the model's. conv: W, tokens that the short convolution sees.
-    rank: R; None is D/16, rounded up. bias: of both projections of the model's width; conv_bias: of the convolution.
-    norm: Falcon Mamba's, of the low rank of the steps and of b and c, without weights; norm_eps: of it."""
+    state: N. expand: the inner width in multiples of the model's. conv: W, tokens that the short convolution sees.
+    rank: R; None is D/16, rounded up. bias: of the first and the last projection; conv_bias: of the convolution. norm:
+    norms without weights of the steps' low rank, b and c, as in Falcon Mamba; norm_eps: their epsilon."""
 
     kind = "mamba"
     state: int = 16
@@ -73,7 +73,7 @@ class Mamba(Mixer):
     source = "docs/designs/baselines.md#mamba"
 
     recipe: ClassVar = {"A_log": (1.0, 0.0)}
-    """state-spaces/mamba: exp(A_log) is a rate, and has no decay; D and the bias of Δ are vectors, which have none."""
+    """As in state-spaces/mamba: exp(A_log) is a rate, and has no weight decay; D and Δ's bias, vectors, have none."""
 
     def __init__(self, d_model: int, norm_eps: float, config: MambaConfig) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Mamba(Mixer):
         self.o_proj = nn.Linear(inner, d_model, bias=config.bias)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """As the authors start: A = −1 … −N in each channel, steps spread over the channels, D = 1."""
+        """Initialise as the authors do: A = −1 … −N in each channel, steps spread over the channels, D = 1."""
         edge = self.split[0] ** -0.5
         self.conv1d.draw(generator)
         self.dt_proj.weight.uniform_(-edge, edge, generator=generator)

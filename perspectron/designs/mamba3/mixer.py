@@ -36,8 +36,8 @@ SLOWEST = 1e-4  # the least rate of decay
 class Mamba3Config(MixerConfig):
     """The options of Mamba-3.
 
-    head_dim: P, must divide the inner width. state: N, rows of a head's memory, a multiple of 4: the first half of them
-    turns, in pairs of neighbours. expand: the inner width is so many times the model's."""
+    head_dim: P, must divide the inner width. state: N, rows of a head's memory, a multiple of 4, of which the first
+    half rotates, in pairs of neighbours. expand: the inner width in multiples of the model's."""
 
     kind = "mamba3"
     head_dim: int
@@ -131,7 +131,7 @@ class Mamba3(Mixer):
         delta_BTH = softplus(tuned.decays(delta_BTH) + self.dt_bias)
         delta_BTH = filled(delta_BTH, pad_BT, 0)  # gate 1, nothing written or turned
         gate_BTH = torch.exp(-delta_BTH * softplus(rate_BTH).clamp_min(SLOWEST))
-        before_BTH = sigmoid(-mix_BTH) * delta_BTH  # by which the token before is written once more
+        before_BTH = sigmoid(-mix_BTH) * delta_BTH  # with which the token before is written again
         gate_BTH, before_BTH = (filled(x, reset_BT, 0) for x in (gate_BTH, before_BTH))
         turn_BTHF = math.pi * delta_BTH[..., None] * torch.tanh(theta_BTF)[:, :, None]
         angle_BTHF = _angles(turn_BTHF, state.angle_BHF, reset_BT)
@@ -139,11 +139,11 @@ class Mamba3(Mixer):
         q_BTHN = _turned(self.c_norm(c_BTN).to(full)[:, :, None] + self.c_bias, angle_BTHF)
         v_BTI = v_BTI if value_residual is None else value_residual(v_BTI, x_v)
         v_BTHP = v_BTI.to(full).unflatten(-1, (-1, self.config.head_dim))
-        # A token is written for itself and, before it has faded, for the next one: both at once, into a memory that is
-        # ahead of S by the second part. The outputs are read from it, less that part of the token that reads.
+        # A token is written for itself and again, before it decays, for the next: both at once, into a memory that is
+        # ahead of S by the second part. Outputs are read from it, less that part of the token that reads.
         late_BSH = _next(before_BTH, pad_BT)
         first_BHN, late_BTH = late_BSH[:, 0, :, None] * state.key_BHN, late_BSH[:, 1:]
-        late_BTH = filled(late_BTH, pad_BT, 0)  # where values have a residual, there may be some
+        late_BTH = filled(late_BTH, pad_BT, 0)  # a value residual may give padding some value
         ahead_BHNP = torch.addcmul(state.memory_BHNP, first_BHN[..., None], state.input_BHP[:, :, None])
         write_BTH = sigmoid(mix_BTH) * delta_BTH + late_BTH
         inputs = (q_BTHN, k_BTHN, v_BTHP * write_BTH[..., None], gate_BTH[..., None])
@@ -161,8 +161,8 @@ class Mamba3(Mixer):
 
 
 def _angles(turn_BTHF: Tensor, start_BHF: Tensor, reset_BT: Mask) -> Tensor:
-    """Φ after each token, from 0 at the start of a document; summed in float64, because what a long text adds up to
-    has no digits left for the angle in float32."""
+    """Φ after each token, from 0 at the start of a document; summed in float64, because in float32 the sum over a long
+    text would leave no digits for the angle."""
     steps = torch.cat([start_BHF[:, None], turn_BTHF], 1).double() % math.tau
     sum_BSHF = steps.cumsum(1)
     angle_BTHF = sum_BSHF[:, 1:]
@@ -175,14 +175,14 @@ def _angles(turn_BTHF: Tensor, start_BHF: Tensor, reset_BT: Mask) -> Tensor:
 
 
 def _turned(x_BTHN: Tensor, angle_BTHF: Tensor) -> Tensor:
-    """Each of the first F pairs of neighbours, turned by its angle; the rest as it is."""
+    """Each of the first F pairs of neighbouring channels, rotated by its angle; the rest unchanged."""
     turning, rest = x_BTHN.tensor_split([2 * angle_BTHF.shape[-1]], -1)
     (a, b), cos, sin = turning.unflatten(-1, (-1, 2)).unbind(-1), angle_BTHF.cos(), angle_BTHF.sin()
     return torch.cat([torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2), rest], -1)
 
 
 def _next(x_BTH: Tensor, pad_BT: Mask) -> Tensor:
-    """The value at the first token, and at the one after each [B,T+1,H]; 0 where there is none."""
+    """x at the first token, and at the next token after each [B,T+1,H]; 0 where there is none."""
     x_BSH, T = F.pad(x_BTH, (0, 0, 0, 1)), x_BTH.shape[1]
     if pad_BT is None:
         return x_BSH
@@ -192,8 +192,8 @@ def _next(x_BTH: Tensor, pad_BT: Mask) -> Tensor:
 
 
 def _last(x_BTHK: Tensor, before_BHK: Tensor, reset_BT: Mask, pad_BT: Mask) -> Tensor:
-    """The value at the document's last token [B,H,K]: the one before x where all is padding, 0 where a document begins
-    in it."""
+    """x at the document's last token [B,H,K]: `before` where all is padding, 0 where another document begins after
+    it."""
     if pad_BT is None:
         return x_BTHK[:, -1].clone()
     row_B, count_T = (torch.arange(size, device=pad_BT.device) for size in pad_BT.shape)

@@ -23,7 +23,7 @@ from perspectron.util.terms import Term
 class MinGRUConfig(MixerConfig):
     """The options of minGRU.
 
-    expand: the inner width is so many times the model's. conv: W, tokens that the short convolution sees."""
+    expand: the inner width in multiples of the model's. conv: W, tokens that the short convolution sees."""
 
     kind = "mingru"
     expand: int = 2

@@ -1,4 +1,4 @@
-"""How far distributions over tokens lie apart, and which token most of them name.
+"""Measures of how far distributions over tokens lie apart, and the token that most of them favour.
 
 Shapes: N tokens, P perspectives with the base first, V vocabulary. Everything is float64.
 """
@@ -23,7 +23,7 @@ def entropy(p: Tensor) -> Tensor:
 
 
 def divergence(p: Tensor, q: Tensor) -> Tensor:
-    """Jensen–Shannon divergence in bits over the last dimension: 0 of equals, 1 of what has nothing in common."""
+    """Jensen–Shannon divergence in bits over the last dimension: 0 of equal distributions, 1 of disjoint ones."""
     m = (p + q) / 2
     halves = (torch.where(x > 0, x * (x / m).log2(), 0).sum(-1) for x in (p, q))
     return sum(halves, torch.zeros(())) / 2
@@ -38,8 +38,8 @@ def compared(p_NPV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def majority(votes: Sequence[int]) -> int | None:
-    """The token of two votes or more, the base's of equals, and then that of the earliest perspectives; None without
-    one."""
+    """The token with the most votes, if two or more; of equals the base's, and then that of the earliest perspectives.
+    None without one."""
     counts = Counter(votes)
 
     def rank(token: int) -> tuple[int, bool, int]:

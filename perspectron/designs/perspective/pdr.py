@@ -67,7 +67,7 @@ class Adapted:
     """Part of a state whose gates each row adapts: p = W_p x + B A x + b_p (docs/designs/perspective.md#adaptation).
 
     down: A [B,r,D], up: B [B,D,r]. trace: how the memory depends on B [B,r,D,R]; where none is kept, [B,0,D,R]. With
-    traces, B has a gradient through all tokens before these, too, and these need no more than their own graph."""
+    traces, B gets a gradient through all earlier tokens, too, while the graph covers only the present ones."""
 
     down_BrD: Tensor
     up_BDr: Tensor
@@ -195,7 +195,7 @@ class PDR(Mixer):
         if self.config.renorm_every == 0:
             return scan(*inputs, memory, consume_state=consume_state)
         due_BT = at.valid_BT & ((at.position_BT + 1) % self.config.renorm_every == 0)
-        if captured():  # one token: who is due is not asked
+        if captured():  # one token: which rows are due is not looked up
             o, memory = scan(*inputs, memory, consume_state=consume_state)
             return o, torch.where(due_BT[:, :, None], pdr.renormalise(memory), memory)
         outputs, start, T = [inputs[2][:, :0].to(memory.dtype)], 0, due_BT.shape[1]

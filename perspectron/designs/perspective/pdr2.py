@@ -103,7 +103,7 @@ class PDR2(Mixer):
         return PDR2Config(key, heads, gated=True) if heads * value == d_model else None
 
     def take(self, heads: Heads) -> None:
-        """Decays hardly depend on the token at first."""
+        """Take over attention's heads. At first decays hardly depend on the token."""
         fill(self.q_proj, heads.q_HKD)
         fill(self.k_proj, heads.k_HKD)
         fill(self.v_proj, heads.v_HVD)

@@ -39,7 +39,7 @@ def perspective(
 ) -> ModelConfig:
     """A recurrence, PDR, and in every fourth layer windowed GQA (docs/designs/perspective.md#stack).
 
-    period: every so many layers, attention. ffn: "dense", a SwiGLU in every layer; "routed", experts on a torus in
+    period: every period-th layer is attention. ffn: "dense", a SwiGLU in every layer; "routed", experts on a torus in
     the recurrent layers, each as large; "seed", the recurrent layers use the network of the next GQA layer, which
     leaves what the routed model shares. hidden: of every network, of experts too. residual: whether a layer's network
     reads what its mixer added.
@@ -104,7 +104,7 @@ preset("perspective-1t", "80 layers, 128 experts in each of 60; 14.9 B active", 
 
 
 def _ungrouped(shape: Shape) -> Iterable[Sizes]:
-    """Keys and values for each head."""
+    """As many heads of keys and values as of queries."""
     return [{"kv_heads": shape.d_model // HEAD_WIDTH}]
 
 

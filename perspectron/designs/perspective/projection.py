@@ -1,4 +1,4 @@
-"""Projection on a polytope {x : N x ≤ b}, its Jacobian, and the radial way out of rounding
+"""Projection on a polytope {x : N x ≤ b}, its Jacobian, and a radial correction of rounding
 (docs/designs/perspective.md#safety-polytope).
 
 The dual, min ½ λᵀGλ − λᵀr with λ ≥ 0, G = N Nᵀ and r = N h − b, is solved by block principal pivoting (Júdice and
@@ -99,7 +99,7 @@ def _dual(made: Faces, excess_H: Tensor, size: float) -> tuple[Tensor, int]:
 
 
 def _least(value_H: Tensor, among_H: Tensor, count: int) -> Tensor:
-    """The `count` least among some [H]."""
+    """Mask [H] of the `count` smallest values among those of `among_H`."""
     chosen_H = torch.zeros_like(among_H)
     chosen_H[value_H.where(among_H, torch.inf).argsort(stable=True)[:count]] = True
     return chosen_H & among_H

@@ -1,4 +1,4 @@
-"""A safe set of what the head reads: half-spaces that keep directions of meaning, or tokens, out
+"""A safe set of the head's input: half-spaces that keep directions of meaning, or tokens, out
 (docs/designs/perspective.md#safety-polytope).
 
 The set is P = {h : N h ≤ b}. Membership is a fact about directions, not about meaning: what the probes do not tell
@@ -40,7 +40,7 @@ ACTIONS: tuple[Action, ...] = ("project", "flag", "stop", "mask")
 
 @dataclass(frozen=True)
 class About:
-    """Words of a file about its polytope, beside the tensors; the fields are the polytope's."""
+    """Metadata of a polytope's file, beside its tensors; fields as in `Polytope`."""
 
     labels: tuple[str, ...]
     epsilon: float
@@ -94,7 +94,7 @@ class Polytope:
 
     @property
     def tokens(self) -> list[int]:
-        """Ids that half-spaces keep under a reference."""
+        """Ids of the tokens that half-spaces keep below a reference."""
         return [int(label[6:]) for label in self.labels if label.startswith("token:")]
 
     def scores(self, h_ND: Tensor) -> Tensor:
@@ -306,7 +306,7 @@ class Safety(Hook):
     """A polytope and what is done with a state outside. "project": the head reads the nearest state inside; "flag":
     the token is marked; "stop": the text ends before it; "mask": tokens that the polytope names are never drawn.
 
-    window: the mean of so many states, one after another, is tested too, and marks or stops; 0: not. on_both: "stop"
+    window: the mean of each `window` states in a row is tested too, and marks or stops; 0: never. on_both: "stop"
     ends a text where a hook before it, such as the perspectives, flags a token and the projection moves the state by
     more than `kappa` of its length.
     """
@@ -343,7 +343,7 @@ class Safety(Hook):
 
 
 class _Guard(Hook):
-    """The safe set as it follows a row. projected: what became of its last state. window: states not tested yet."""
+    """The hook of one row. projected: report on its last state. window: states not tested yet."""
 
     name = Safety.name
 

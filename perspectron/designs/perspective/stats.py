@@ -19,7 +19,7 @@ from perspectron.util.hooks import hooked
 
 @contextlib.contextmanager
 def loads(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Tokens that each expert gets [E], by layer, of all that the model reads meanwhile."""
+    """Context that counts, by layer, the tokens that each expert gets [E] while the model reads."""
     layers = experts_of(model)
     found = {name: torch.zeros(len(ffn.gate_EFD), dtype=torch.int64) for name, ffn in layers.items()}
     hooks = []

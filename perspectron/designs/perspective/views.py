@@ -40,15 +40,15 @@ NOISE, WARM, MASKED = 0.5, 2.0, 0.1  # of the surrogates: of logits, times T, sh
 
 @dataclass(frozen=True)
 class PerspectivesConfig:
-    """The perspectives that there are, when they are asked, and what follows from their answers.
+    """The perspectives, when they are asked, and what follows from their answers.
 
     kinds: "base" first; one that comes again draws by another seed. trigger_p, trigger_entropy, every: the perspectives
     are asked where the likeliest token has less probability, the entropy is above so many nats, or the position in the
-    document is a multiple (0: off). probe, trigger_probe: and where what the head reads has a greater product with
-    these D numbers (none: off). threshold: of disagreement, in bits. temperature, base_temperature: of the mixture
-    and of the base where they become a confidence. from_layer: layers below route as ever. gate: of a "soft" router.
-    persistent: the perspectives keep states of their own, and read all tokens. surrogate: of a model without experts,
-    noise on logits, a temperature and a mask on what the head reads stand in for views. seed: of what is drawn.
+    document is a multiple (0: off). probe, trigger_probe: and where the head's input has a greater product with these D
+    numbers (none: off). threshold: of disagreement, in bits. temperature, base_temperature: of the mixture and of the
+    base where they become a confidence. from_layer: layers below it route as usual. gate: of a "soft" router.
+    persistent: the perspectives keep states of their own, and read all tokens. surrogate: in a model without experts,
+    noise on logits, a temperature and a mask on the head's input stand in for views. seed: of random draws.
     """
 
     kinds: tuple[str, ...] = ("base", "second", "antipode", "random")
@@ -90,8 +90,7 @@ class PerspectivesConfig:
         return torch.tensor(self.probe, dtype=torch.float64)
 
     def unsure(self, top_N: Tensor, entropy_N: Tensor, hidden_ND: Tensor) -> Tensor:
-        """True [N] where the greatest of the base's probabilities, their entropy or what the head reads asks for the
-        perspectives."""
+        """True [N] where the base's greatest probability, its entropy or the probe asks for the perspectives."""
         asked_N = (top_N < self.trigger_p) | (entropy_N > self.trigger_entropy)
         if self.probe:  # summed row by row: no other row changes a bit
             asked_N |= (hidden_ND.cpu().double() * self._probe_D).sum(1) > self.trigger_probe
@@ -120,10 +119,9 @@ class Verdict(NamedTuple):
 
 
 class Perspectives(Hook):
-    """A model and how it is looked at: as a hook, of unsure tokens the views are asked, and the majority of those that
-    disagree is taken. ConfigError: a model without experts and no `surrogate`, a "second" of layers
-    with one expert, layers that the model does not have, or a model whose state does not count tokens where that is
-    needed."""
+    """A model and its perspectives, as a hook: the views are asked about unsure tokens, and where they disagree, their
+    majority is taken. ConfigError: a model without experts and no `surrogate`, a "second" of layers with one expert,
+    layers that the model does not have, or a model whose state does not count tokens where that is needed."""
 
     name = "perspectives"
     shares_prefixes = False
@@ -182,7 +180,7 @@ class Perspectives(Hook):
         return Views(kinds, seeds, torch.empty(0), self.config.from_layer, self.config.gate)
 
     def views(self, index: int, rows: int) -> Views:
-        """Those of one perspective for so many rows; the positions are missing."""
+        """The views of one perspective for `rows` rows, without the positions."""
         one = self._views
         return replace(one, view_B=(one.view_B[index - 1],) * rows, seed_B=(one.seed_B[index - 1],) * rows)
 
@@ -199,8 +197,8 @@ class Perspectives(Hook):
         fresh: Sequence[bool],
         reset: int | None,
     ) -> tuple[Tensor, LMState]:
-        """Read tokens from the other perspectives, after their states, which are used up: what the head reads after
-        the last [N, P − 1, D], and the new states. fresh, reset: as `reading.read` has them."""
+        """Let the other perspectives read tokens after their states, which are consumed: the head's input after the
+        last [N, P − 1, D], and the new states. fresh, reset: as `reading.read` has them."""
         N, K, views = len(parts), len(self.config.kinds) - 1, self._views
         views = replace(views, view_B=views.view_B * N, seed_B=views.seed_B * N)
         rows, begins = [part for part in parts for _ in range(K)], [new for new in fresh for _ in range(K)]
@@ -270,11 +268,11 @@ class Perspectives(Hook):
 
 
 class _Asked(Hook):
-    """The perspectives as they follow a row.
+    """The hook of one row.
 
-    chunk: the tokens of the prompt that were read last, the state before them, and whether they begin a text; until
-    the first draw. views: states [P − 1] of persistent perspectives. seen: what the head reads of them [P − 1, D] after
-    the last token.
+    chunk: the tokens of the prompt that were read last, the state before them, and whether they begin a text; until the
+    first draw. views: states [P − 1] of persistent perspectives. seen: the input of their heads [P − 1, D] after the
+    last token.
     """
 
     name, shares_prefixes = Perspectives.name, Perspectives.shares_prefixes

@@ -1,5 +1,5 @@
-"""The real-gated linear recurrent unit: each channel fades by a gate, and what it takes in is scaled so that its size
-stays, behind a short convolution and beside a gated branch (De et al. 2024, arXiv 2402.19427; RecurrentGemma;
+"""The real-gated linear recurrent unit: each channel decays by a gate, and its input is scaled so that the channel
+keeps its size, behind a short convolution and beside a gated branch (De et al. 2024, arXiv 2402.19427; RecurrentGemma;
 docs/designs/baselines.md#rg-lru).
 
 Shapes: B batch, T time, D model width, I inner width, H blocks of the gates, K = I/H width of a block, W taps of the
@@ -22,7 +22,7 @@ from perspectron.util.config import MixerConfig, at_least, require
 from perspectron.util.terms import Term
 
 DECAY = 8.0
-RADIUS = (0.9, 0.999)  # of the decays at the start
+RADIUS = (0.9, 0.999)  # between which decays start
 LEAST = 1e-30
 
 
@@ -79,7 +79,7 @@ class RGLRU(Mixer):
         self.o_proj = nn.Linear(inner, d_model)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Decays of open gates spread between two radii, as the authors start."""
+        """Spread the decays of open gates between two radii, as the authors do."""
         self.conv1d.draw(generator)
         low, high = (radius**2 for radius in RADIUS)
         square = self.decay_I.uniform_(low, high, generator=generator).double()

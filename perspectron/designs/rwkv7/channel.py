@@ -22,7 +22,7 @@ from perspectron.util.terms import Term
 class RWKV7ChannelConfig(MixerConfig):
     """The options of RWKV-7's channel mix.
 
-    hidden: F. layer: its place among the `layers` of this kind, from 0, by which it starts."""
+    hidden: F. layer: its index among the `layers` of this kind, on which its initialisation depends."""
 
     kind = "rwkv7_channel"
     hidden: int
@@ -37,7 +37,7 @@ class RWKV7ChannelConfig(MixerConfig):
 @register
 @dataclass(frozen=True)
 class RWKV7ChannelState:
-    """last: what the last token read [B,D], zeros before the document's first; float32 or float64."""
+    """last: the input of the last token [B,D], zeros before the document's first; float32 or float64."""
 
     last_BD: Tensor
 
@@ -60,7 +60,7 @@ class RWKV7Channel(Mixer):
         self.v_proj = nn.Linear(config.hidden, d_model, bias=False)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """The mix spread over the channels, by the layer; outputs start at 0."""
+        """Spread the mix over the channels, depending on the layer; outputs start at 0."""
         D = len(self.mix_D)
         self.mix_D.copy_(mixes(D, (1 - self.config.layer / self.config.layers) ** 4))
         self.k_proj.weight.uniform_(-0.5 * D**-0.5, 0.5 * D**-0.5, generator=generator)

@@ -42,10 +42,10 @@ NORM_EPS = 64e-5
 class RWKV7Config(MixerConfig):
     """The options of RWKV-7's time mix.
 
-    head_dim: K, must divide the model width. layer: its place among the `layers` of this kind, from 0. It starts by it,
-    and the first one hands its values on to the others. w_rank, a_rank, v_rank, g_rank: of the low ranks of decays,
-    rates, values and gates; None follows from the width. group_eps: of the norm of each head. unit_eps: added to the
-    square of a key's length before it is divided by it; 0 only keeps the length above 10⁻¹²."""
+    head_dim: K, must divide the model width. layer: its index among the `layers` of this kind, on which its
+    initialisation depends; the first hands its values on to the others. w_rank, a_rank, v_rank, g_rank: low ranks of
+    decays, rates, values and gates; None follows from the width. group_eps: of the norm of each head. unit_eps: added
+    to a key's squared length before it is divided by it; 0 only keeps the length above 10⁻¹²."""
 
     kind = "rwkv7"
     head_dim: int
@@ -71,7 +71,7 @@ class RWKV7Config(MixerConfig):
 @register
 @dataclass(frozen=True)
 class RWKV7State:
-    """memory: S [B,H,K,K]; last: what the last token read [B,D], zeros before the document's first. Both float32 or
+    """memory: S [B,H,K,K]; last: the input of the last token [B,D], zeros before the document's first. Both float32 or
     float64."""
 
     memory_BHKK: Tensor
@@ -79,7 +79,7 @@ class RWKV7State:
 
 
 class RWKV7(Mixer):
-    """x_r, x_w, x_k, x_v, x_a, x_g lie between x and the token before; r, k, v are linear in theirs, and v goes to the
+    """x_r, x_w, x_k, x_v, x_a, x_g lie between x and the token before; r, k, v are linear in theirs, and v nears the
     first layer's by σ(v₂ v₁ x_v + v₀). α = exp(−e^{−½} σ(w₂ tanh(w₁ x_w) + w₀)), η = σ(a₂ a₁ x_a + a₀), κ = k ⊙ k_k of
     length 1 in each head, k ← k ⊙ (1 + (η − 1) ⊙ k_a);  S ← diag(α) S − (κ ⊙ η) (Sᵀ κ)ᵀ + k vᵀ;
     y = W_o ((norm(Sᵀ r) + (Σ r ⊙ r_k ⊙ k) v) ⊙ g₂ σ(g₁ x_g))."""
@@ -112,7 +112,7 @@ class RWKV7(Mixer):
         self.o_proj = nn.Linear(D, D, bias=False)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Mixes, decays and rates spread over the channels, by the layer; low ranks and outputs start at 0."""
+        """Spread mixes, decays and rates over the channels, by layer; low ranks and outputs start at 0."""
         D, K, (layer, layers) = len(self.k_k), self.config.head_dim, (self.config.layer, self.config.layers)
         channel = torch.arange(D, dtype=torch.float64)
         line, zigzag = channel / (D - 1), 2 * (channel % K) / (K - 1) - 1
@@ -186,7 +186,7 @@ class RWKV7(Mixer):
         kappa = read = unit(kappa, self.config.unit_eps)
         k, kappa, read = (filled(x, pad_BT, 0) for x in (k, kappa, read))
         alpha = filled(alpha, pad_BT, 1)
-        # it reads before it fades: there is nothing to read
+        # the memory is read before it decays: at a reset there must be nothing to read
         alpha, read = (filled(x, reset_BT, 0) for x in (alpha, read))
         own_BTD = (
             (r * k * self.r_k.unflatten(0, (-1, self.config.head_dim))).sum(-1, keepdim=True) * v

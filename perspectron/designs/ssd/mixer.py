@@ -31,17 +31,17 @@ from perspectron.ops.fused import GroupedRMSNorm, RMSNorm, batch_invariant
 from perspectron.util.config import MixerConfig, at_least, one_of, require
 from perspectron.util.terms import Term
 
-DECAY = (1.0, 16.0)  # what A is drawn from, evenly
+DECAY = (1.0, 16.0)  # between which A is drawn, evenly
 
 
 @dataclass(frozen=True)
 class SSDConfig(MixerConfig):
     """The options of SSD.
 
-    head_dim: P, must divide the inner width. state: N, rows of a head's memory. expand: the inner width is so many
-    times the model's. conv: W, tokens that the short convolution sees. heads: H, so that the inner width is H P,
-    whatever `expand` is; None leaves that to `expand`. groups: G, each of which H / G heads in a row share b and c of,
-    and has a norm of its own. bias: of both projections; out_bias: of the second; None is as `bias`. conv_bias: of the
+    head_dim: P, must divide the inner width. state: N, rows of a head's memory. expand: the inner width in multiples of
+    the model's. conv: W, tokens that the short convolution sees. heads: H, which makes the inner width H P, whatever
+    `expand` is; None leaves that to `expand`. groups: G; the H / G heads of a group share b and c, and each group has a
+    norm of its own. bias: of both projections; out_bias: of the second; None is as `bias`. conv_bias: of the
     convolution. dt_min, dt_max: bounds of Δ; None is no upper one. norm: after the gate or before it, or no norm."""
 
     kind = "ssd"
@@ -125,7 +125,7 @@ class SSD(Mixer):
         return SSDConfig(value, key, heads=heads, groups=heads)
 
     def take(self, heads: Heads) -> None:
-        """Steps of 1, so that values are written as they are."""
+        """Take over attention's heads, with steps of 1, so that values are written unchanged."""
         inner = self.split[0]
         taken = torch.cat([part.flatten(0, 1) for part in (heads.v_HVD, heads.k_HKD, heads.q_HKD)])
         self.in_proj.weight[inner : inner + len(taken)] = taken

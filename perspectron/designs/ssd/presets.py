@@ -9,7 +9,7 @@ from perspectron.presets.table import Shape, Sizes, design, preset
 
 
 def _depths(shape: Shape) -> Iterable[Sizes]:
-    """Two mixers where others have a mixer and a network, give or take two."""
+    """Depths of two mixers for each layer, a mixer and a network, of other designs, give or take two."""
     return [{"layers": n} for n in range(max(1, 2 * shape.layers - 2), 2 * shape.layers + 3)]
 
 

@@ -30,15 +30,14 @@ class AttentionConfig(MixerConfig):
     """The options of attention.
 
     heads: H. kv_heads: G, divides H; None is H. head_dim: K; None is D/H, which H must divide (into even widths where
-    all of a head is turned). window: tokens a query sees, itself counted; None is all.
-    rope_base: of the rotary frequencies; None is no rotation. rope_share: share of a head's channels that are turned,
-    its first ones. rope_scaling: of the frequencies. bias: of queries, keys, values and the gate. out_bias: of the
-    output; None is as `bias`. qk_norm: RMS norm of queries and keys with weights, before the rotation: of each head's
-    K channels ("head") or of all heads' together ("all"). scale: of the scores; None is K^-½. cap: scores s become
-    cap · tanh(s / cap). gate: "sigmoid" multiplies what is attended to by a gate for each channel, of the same input.
-    clip: queries, keys and values are clipped to ± it, before the rotation; None is not.
-    cache: keys and values in the model's dtype, or rounded to bfloat16 where they are made, so that all readings of a
-    text see the same ones."""
+    all of a head is rotated). window: tokens a query sees, itself counted; None is all. rope_base: of the rotary
+    frequencies; None is no rotation. rope_share: share of a head's channels that are rotated, its first ones.
+    rope_scaling: of the frequencies. bias: of queries, keys, values and the gate. out_bias: of the output; None is as
+    `bias`. qk_norm: RMS norm of queries and keys with weights, before the rotation: of each head's K channels ("head")
+    or of all heads' together ("all"). scale: of the scores; None is K^-½. cap: scores s become cap · tanh(s / cap).
+    gate: "sigmoid" multiplies the heads' output by a gate for each channel, from the same input. clip: bound ± to which
+    queries, keys and values are clipped, before the rotation; None is no clipping. cache: keys and values in the
+    model's dtype, or rounded to bfloat16 once computed, so that all ways to read a text see the same ones."""
 
     kind = "attention"
     heads: int
@@ -84,7 +83,7 @@ class AttentionConfig(MixerConfig):
         return self.kv_heads or self.heads
 
     def width(self, d_model: int) -> int:
-        """K. ConfigError where the heads do not fit the model width, or cannot be turned."""
+        """K. ConfigError where the heads do not fit the model width, or cannot be rotated."""
         even = self.rope_base is not None and self.rope_share == 1
         if self.head_dim is None:
             divides(self.heads, d_model, even=even)
@@ -125,7 +124,7 @@ class Attention(Mixer):
         self.qkv_proj = nn.Linear(d_model, (H + 2 * G) * self.width, bias=self.options.bias)
 
     def require_onnx(self, name: str) -> None:
-        """Refused with keys and values in bfloat16, which NumPy does not have."""
+        """ConfigError with keys and values in bfloat16, which NumPy does not have."""
         bound = "'full' to be exported to ONNX: import the model without --cache"
         require(self.options.cache == "full", f"{name}.cache", self.options.cache, bound)
 
@@ -171,7 +170,7 @@ class Attention(Mixer):
         pad_BT: Mask,
         value_residual: ValueFunction | None = None,
     ) -> tuple[attention.Places, tuple[Tensor, Tensor, Tensor], Tensor]:
-        """Where tokens stand, the queries, keys and values of each head as they meet, and what queries are made of."""
+        """Places of the tokens, queries, keys and values of each head as scores use them, and the input of queries."""
         config = self.options
         (q_BTC, k_BTC, v_BTC), (x_q, x_kv) = self._inputs(x_BTD)
         if value_residual is not None:
@@ -192,7 +191,7 @@ class Attention(Mixer):
         return at, (q, k, v), x_q
 
     def heads(self, x_BTD: Inputs) -> Heads:
-        """The first token of the inputs counts for no distance: what heads give it, they give to nothing."""
+        """The heads. Attention to the inputs' first token counts for no distance: it is attention to nothing."""
         H, G, K, config = self.options.heads, self.options.groups, self.width, self.options
         q, k, v = (part.detach().float().unflatten(0, (-1, K)) for part in self._matrices())
         if config.qk_norm != "none":
@@ -226,12 +225,12 @@ class Attention(Mixer):
         return mass_HT / mass_HT.sum(1, keepdim=True)
 
     def _matrices(self) -> tuple[Tensor, ...]:
-        """Those of queries, keys and values, each [·,D]."""
+        """The matrices of queries, keys and values, each [·,D]."""
         H, G, K = self.options.heads, self.options.groups, self.width
         return self.qkv_proj.weight.split([H * K, G * K, G * K])
 
     def _inputs(self, x: Inputs) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Queries, keys and values of all heads, and what queries, and keys and values, are made of."""
+        """Queries, keys and values of all heads, and the inputs of queries, and of keys and values."""
         H, G, K = self.options.heads, self.options.groups, self.width
         x_q, x_k, x_v = split_inputs(x, 3)
         sizes = [H * K, G * K, G * K]
@@ -240,5 +239,5 @@ class Attention(Mixer):
 
 
 def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
-    """In the dtype of the weight, which under autocast is wider; the result in x's."""
+    """The norm in the dtype of its weight, which is wider under autocast; the result in x's."""
     return norm(x.to(norm.weight.dtype)).to(x.dtype)

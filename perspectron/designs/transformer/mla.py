@@ -1,9 +1,9 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434) without positions, as Kimi Linear has it: each token
-keeps one small vector, of which all heads make their keys and values.
+"""Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434) without positions, as in Kimi Linear: each token
+keeps one small vector, the latent, from which all heads compute their keys and values.
 
-A head's key is made of the latent by a matrix, so its product with a query is that of the latent with the query times
-that matrix; so, too, what is attended to is a mean of latents before it is one of values. Heads then share one key, the
-latent itself, and nothing else is kept of a token.
+A head's key is a matrix times the latent, so its product with a query is that of the latent with the query times that
+matrix. Likewise attention averages latents first, and turns the mean into a value. Heads then share one key, the latent
+beside the shared part, and nothing else of a token is kept.
 
 Shapes: B batch, T time, D model width, H heads, R latent width, N width of a head's own part of a key, P width of the
 part that all heads share, V value width.
@@ -30,8 +30,8 @@ class MLAConfig(MixerConfig):
     """The options of latent attention.
 
     heads: H. rank: R. key_dim: N. shared_dim: P. value_dim: V. norm_eps: of the latent's norm; None is the model's.
-    cache: of latents and shared parts in the model's dtype, or rounded to bfloat16 where they are made, so that all
-    readings of a text see the same ones."""
+    cache: latents and shared parts in the model's dtype, or rounded to bfloat16 once computed, so that all ways to read
+    a text see the same ones."""
 
     kind = "mla"
     heads: int
@@ -70,12 +70,12 @@ class MLA(Mixer):
         self.o_proj = nn.Linear(H * V, d_model, bias=False)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Keys and values as large as latents."""
+        """Initialise the matrices so that keys and values are as large as latents."""
         for weight in (self.key_HRN, self.value_HVR):
             weight.normal_(0, self.config.rank**-0.5, generator=generator)
 
     def require_onnx(self, name: str) -> None:
-        """Refused: its cache has values of no width, which a step in ONNX does not take."""
+        """ConfigError: values in its cache have no width, which a step in ONNX does not take."""
         require(False, name, self.config.kind, "another mixer to be exported to ONNX")
 
     def init_state(

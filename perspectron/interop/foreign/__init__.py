@@ -1,8 +1,7 @@
-"""Models of other programs as runs: a folder with a config.json, safetensors and a tokenizer.json, as transformers
-writes it, a GGUF, or a .pth of RWKV's author.
+"""Import of other programs' models as runs: a folder with a config.json, safetensors and a tokenizer.json, as
+transformers writes it, a GGUF, or a .pth of RWKV's author.
 
-`read` knows the kinds of model in KINDS; each family is a file with our config of its config, and our weights of its
-weights.
+`read` knows the kinds of model in KINDS. Each family is a module that translates its config and its weights into ours.
 """
 
 import json
@@ -56,8 +55,8 @@ from perspectron.util.files import read_json
 
 
 class Kind(NamedTuple):
-    """A family. config: our config of its config; weights: our weights of its weights. harmless: keys of its config
-    that say nothing about the function, beside those of all; None where `config` reads what there is."""
+    """Importer of a family. config, weights: translate its config and weights to ours. harmless: config keys, beside
+    those of all families, that do not affect what the model computes; None: unread keys are accepted."""
 
     config: Callable[[Source], ModelConfig]
     weights: Callable[[Source, ModelConfig], dict[str, Tensor]]
@@ -98,7 +97,7 @@ KINDS: dict[str, Kind] = {
 
 
 class Imported(NamedTuple):
-    """The parts of a folder that a run has. files: texts that it keeps as they came (`data.origin`)."""
+    """What a run takes from a folder. files: texts that it keeps unchanged, by name (`data.origin`)."""
 
     model: LanguageModel
     tokenizer: Tokenizer
@@ -107,12 +106,12 @@ class Imported(NamedTuple):
 
 
 def read(folder: Path, *, lens: bool = False) -> Imported:
-    """The model, tokenizer and chat template in a folder of transformers, in a GGUF or a .pth. lens: of a GPT-2, with
-    the parts of the lens design beside its own, at rest. Matrices of 16 bits stay so (`model.half`).
+    """Read the model, tokenizer and chat template of a transformers folder, a GGUF or a .pth. lens: add the parts of
+    the lens design to a GPT-2, set so that they change nothing. 16-bit matrices stay in 16 bits (`model.half`).
 
-    DataError for a tokenizer that the tokenizers library cannot read, ConfigError for a template that is none, and for
-    a model that does not fit into memory. CheckpointError: no such folder, a kind that is not known, an option that no
-    model of ours has, or weights that are missing, left over or of another shape, with their names.
+    DataError for a tokenizer that the tokenizers library cannot read, ConfigError for an invalid template, and for a
+    model that does not fit into memory. CheckpointError: no such folder, an unknown kind, an option that no model of
+    ours has, or weights that are missing, left over or of another shape, with their names.
     """
     if folder.suffix == gguf.SUFFIX:
         with gguf.unpacked(folder) as source:
@@ -136,7 +135,7 @@ def _read(source: Source, lens: bool) -> Imported:
 
 
 def opened(folder: Path) -> Source:
-    """What `config.json` says of a folder. CheckpointError: there is none, or it cannot be read."""
+    """A source with the values of the folder's `config.json`. CheckpointError: there is none, or it cannot be read."""
     if folder.is_file():
         kinds = f"a folder with config.json, a {gguf.SUFFIX} or a {pth.SUFFIX}"
         raise CheckpointError(f"{folder}: a file of another kind, must be {kinds}")
@@ -165,15 +164,15 @@ def empty(source: Source, *, lens: bool = False) -> LanguageModel:
             source.done_config(HARMLESS.union(kind.harmless))
         with torch.device("meta"):
             made = LanguageModel(_upcycle().config_of_gpt2(config) if lens else config)
-    except ConfigError as error:  # numbers that do not go together
+    except ConfigError as error:  # values that contradict each other
         raise source.error(str(error)) from None
     require_memory(made, 2)
     return made
 
 
 def load(source: Source, made: LanguageModel) -> None:
-    """Give a model its weights: tensors are read one by one, and those of a layer are there twice for a moment. Errors
-    as `read`."""
+    """Load a source's weights into a model. Tensors are read one by one, and a layer's are in memory twice for a
+    moment. Errors as `read`."""
     kind = KINDS[source.get("model_type")]
     source.open_weights()
     require_memory(made, source.itemsize)

@@ -1,5 +1,5 @@
-"""What decoders have in common: a norm, a mixer, a norm and a network in each layer, attention with rotary positions,
-and names of their weights that begin as Llama's.
+"""What importers of decoders share: a norm, a mixer, a norm and a network in each layer, attention with rotary
+positions, and weight names like Llama's.
 
 Shapes: D model width, H query heads, G heads of keys and values, K head width, F width of a network, V vocabulary.
 """
@@ -25,22 +25,22 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 LINEAR = "linear_attention"
 """Layers with a memory of fixed size."""
 THETA = 10_000.0
-"""The rotary base where a config of transformers is silent, unless its kind has another."""
+"""Default rotary base in transformers, unless a family has another."""
 PRE = {"mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 POST = {"mixer_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
 SANDWICH = {
     "mixer_norm": "input_layernorm", "mixer_post_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm", "ffn_post_norm": "post_feedforward_layernorm",
 }  # fmt: skip
-"""Norms of a layer by their names here and there."""
+"""A layer's norms by our names, as files name them: before each part (PRE), after each part (POST), or both."""
 Mixer = Callable[[Source, str, str, int, Any], dict[str, Tensor]]
-"""Takes the weights of a mixer: from a layer's name there, the mixer's name here, D and its config."""
+"""Takes a mixer's weights, given a source, the layer's name in it, our name of the mixer, D and its config."""
 Network = Callable[[Source, str, str, int, Any], dict[str, Tensor]]
-"""The same of a network, from its name there."""
+"""Takes a network's weights, given a source, its name there, our name, D and its config."""
 
 
 class Rope(NamedTuple):
-    """base: of the frequencies. share: of a head's channels that turn."""
+    """Rotary positions. base: of the frequencies. share: fraction of a head's channels that are rotated."""
 
     base: float
     scaling: RopeScaling | None
@@ -57,7 +57,7 @@ def layers(source: Source) -> int:
 def network(
     source: Source, *, bias: bool = False, act: str = "hidden_act", silent: str = "silu"
 ) -> SwiGLUConfig:
-    """A gated network; act: the key of its activation, silent: what that is where it is missing."""
+    """The config of a gated network. act: config key of its activation. silent: the default activation."""
     activation = source.must(act, ("silu", "gelu_pytorch_tanh"), silent)
     return SwiGLUConfig(
         source.number("intermediate_size"), "silu" if activation == "silu" else "gelu_tanh", bias
@@ -65,16 +65,16 @@ def network(
 
 
 def flag(source: Source, name: str, silent: bool) -> bool:
-    """A flag, `silent` where it is missing. Null is false, or refused where silence means true."""
+    """A flag, `silent` if it is missing. Null is false where `silent` is false, else refused."""
     missing = name not in source.values
     return bool(source.must(name, (True, False), silent if missing or not silent else None))
 
 
 def rope(source: Source, *, theta: float = THETA, share: float | None = None) -> Rope:
-    """Rotary positions by `rope_parameters`, or as older files have them. theta: the base where it is silent. share: of
-    a head's channels that turn, where it is silent; None where a config of the kind cannot say it.
+    """Rotary positions from `rope_parameters`, or from older keys. theta: default base. share: default fraction of a
+    head's channels that are rotated; None: always all.
 
-    CheckpointError: a type that is not known, or a value that cannot be."""
+    CheckpointError: an unknown type or an invalid value."""
     newer = source.mapping("rope_parameters")
     table = source.mapping("rope_scaling") if source.get("rope_scaling") else newer
     base = table.real("rope_theta", source.real("rope_theta", theta))
@@ -87,8 +87,8 @@ def rope(source: Source, *, theta: float = THETA, share: float | None = None) ->
 
 
 def ropes(source: Source, bases: dict[str, float]) -> dict[str, Rope]:
-    """Those of each kind of layer, by name. bases: where the config is silent; older files have the first kind's other
-    values outside."""
+    """Rotary positions of each kind of layer, by name. bases: default base of each kind. Older files have the other
+    values of the first kind outside, in `rope_scaling`."""
     first, table = next(iter(bases)), dict(source.mapping("rope_parameters").values)
     if scaling := source.mapping("rope_scaling").values:
         both = {**((table.get(first) or {}) if table else {"rope_type": "default"}), **scaling}
@@ -96,7 +96,7 @@ def ropes(source: Source, bases: dict[str, float]) -> dict[str, Rope]:
             both = {name: both[name] for name in ("rope_type", "rope_theta") if name in both}
         table[first] = both
         source.inner("rope_scaling", {})
-    source.get("original_max_position_embeddings")  # nor this one, outside
+    source.get("original_max_position_embeddings")  # nor this key outside the table
     nested = source.inner("rope_parameters", table)
     found = {}
     for kind, silent in bases.items():
@@ -107,7 +107,7 @@ def ropes(source: Source, bases: dict[str, float]) -> dict[str, Rope]:
 
 
 def _scaling(source: Source, table: Source, *, outside: bool = True) -> RopeScaling | None:
-    """outside: the original length may stand in the config itself."""
+    """Rotary scaling by a table, None without one. outside: the original length may stand in the config itself."""
     kind = table.get("rope_type", table.get("type", "default"))
     if kind == "default":
         return None
@@ -145,8 +145,8 @@ def attention(
     width: int | None = None,
     **options: Any,
 ) -> Any:
-    """The config of attention. positions: None is no rotation. heads, key_heads, width: where the config is silent: of
-    queries, of keys and values (None is as many), and of a head (None is D/H). options: of `AttentionConfig`."""
+    """The config of attention. positions: None is no rotation. heads, key_heads, width: defaults for query heads, key
+    and value heads (None: as many), and head width (None: D/H). options: other fields of `AttentionConfig`."""
     heads = source.number("num_attention_heads", heads)
     D, missing = source.number("hidden_size"), "num_key_value_heads" not in source.values
     G = source.number(
@@ -170,7 +170,7 @@ def attention(
 
 
 def kinds(source: Source, silent: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The kind of each layer. silent: those that a silent config means. CheckpointError for one that is not known."""
+    """The kind of each layer. silent: the defaults. CheckpointError for a kind that is not in `known`."""
     found = source.layer_types(len(silent), silent)
     if other := set(found) - set(known):
         raise source.error(f"layer_types has {min(other)!r}, must be {' or '.join(map(repr, known))} here")
@@ -178,13 +178,13 @@ def kinds(source: Source, silent: Sequence[str], known: Sequence[str]) -> list[s
 
 
 def window(source: Source) -> int | None:
-    """The tokens that a sliding layer sees: null is all of them, and a missing number 4,096."""
+    """Window of sliding layers in tokens: None (no window) for null, 4,096 if the key is missing."""
     silent = None if "sliding_window" in source.values else 4096
     return None if source.get("sliding_window", silent) is None else source.number("sliding_window", silent)
 
 
 def sliding(source: Source, kinds: Sequence[str], window: int | None) -> list[int | None]:
-    """The window of each layer, by its kind. CheckpointError for kinds that are none of attention, or lack a window."""
+    """The window of each layer by kind. CheckpointError: a kind that is not attention, or sliding without a window."""
     known = {GLOBAL} if window is None else {GLOBAL, LOCAL}
     if other := set(kinds) - known:
         raise source.error(
@@ -209,9 +209,9 @@ def model(
     **options: Any,
 ) -> ModelConfig:
     """The config of a model with these mixers, each before a network. residual: of all layers, or of each. beside: a
-    second mixer of every layer. eps, tied, longest, rows: where the config is silent: of the norms, whether the head is
-    the embedding, `max_position_embeddings`, and `vocab_size`; None for longest where positions have no bound. ties:
-    where the config says whether the head is the embedding, if elsewhere. options: of `ModelConfig`."""
+    second mixer of every layer. eps, tied, longest, rows: defaults of the norms' epsilon, whether the head is the
+    embedding, `max_position_embeddings` (None: positions are unbounded) and `vocab_size`. ties: the source that says
+    whether the head is the embedding, if another. options: other fields of `ModelConfig`."""
     shared = (networks,) * len(mixers) if isinstance(networks, FFNConfig) else networks
     around = (residual,) * len(mixers) if isinstance(residual, SequentialConfig) else residual
     blocks = tuple(BlockConfig(*parts, beside) for parts in zip(mixers, shared, around, strict=True))
@@ -225,14 +225,14 @@ def model(
 
 
 def within(config: Callable[[Source, Source], ModelConfig], source: Source) -> ModelConfig:
-    """The config of the text within another, `text_config`, by the family's of text alone. Ties are the outer's."""
+    """Our config of the text model in `text_config`, by the family's `config`. The outer config says what is tied."""
     text = source.mapping("text_config")
     text.get("tie_word_embeddings")
     return config(text, source)
 
 
 def head(source: Source, tied: bool) -> LinearHeadConfig | None:
-    """A head of its own, or none where the embedding is it. tied: whether it is where the config is silent."""
+    """The config of a separate head, or None if the head is the embedding. tied: the default."""
     return None if flag(source, "tie_word_embeddings", tied) else LinearHeadConfig()
 
 
@@ -242,8 +242,8 @@ def head(source: Source, tied: bool) -> LinearHeadConfig | None:
 def outer(
     source: Source, embedding: str, config: ModelConfig, head: str = "lm_head.weight"
 ) -> dict[str, Tensor]:
-    """The embedding's rows, and the head's where it has its own. CheckpointError: it is tied to the embedding, but is
-    written beside it with other numbers, and transformers then takes both."""
+    """The embedding's weight, and the head's if it is separate. CheckpointError: the head is tied to the embedding, but
+    the file has one with other numbers, and transformers then uses both."""
     V, D = config.vocab_size, config.d_model
     taken = {"embedding.weight": source.take(embedding, V, D)}
     if config.head is not None:
@@ -253,12 +253,12 @@ def outer(
             raise source.error(
                 f"tie_word_embeddings is true, but {head} is not {embedding}; set it to false to read both"
             )
-        del source.taken[head]  # the embedding says it
+        del source.taken[head]  # the same as the embedding
     return taken
 
 
 def norm(source: Source, name: str, width: int, *, one: bool = False) -> Tensor:
-    """The weight of an RMS norm. one: it is stored as what it is more than 1."""
+    """The weight of an RMS norm. one: the file holds the weight minus 1."""
     weight = source.take(name, width)
     return weight.float() + 1 if one else weight
 
@@ -276,10 +276,10 @@ def weights(
     head: str = "lm_head.weight",
     one: bool = False,
 ) -> dict[str, Tensor]:
-    """The weights of a decoder by our names. mixer: takes those of a layer's mixer; None is attention. norms: names of
-    a layer's norms here and there, or what gives them by the layer's name there. network, last: names of networks and
-    of the last norm. gated: takes those of a network; None is `network_weights`. top, head: what all names begin with,
-    and the head's. one: weights of norms are stored as what they are more than 1."""
+    """A decoder's weights by our names. mixer: takes those of a layer's mixer; None is attention. norms: the file's
+    names of a layer's norms by ours, or a function that gives them. network, last: the file's names of networks and of
+    the last norm. gated: takes those of a network; None is `network_weights`. top, head: prefix of all names, and name
+    of the head. one: the file holds weights of norms minus 1."""
     D = config.d_model
     taken = outer(source, f"{top}embed_tokens.weight", config, head)
     taken["norm.weight"] = norm(source, f"{top}{last}.weight", D, one=one)
@@ -296,13 +296,13 @@ def weights(
 
 
 def network_weights(source: Source, there: str, here: str, D: int, ffn: Any) -> dict[str, Tensor]:
-    """Those of a gated network, or of a mixture of them."""
+    """The weights of a gated network, or of a mixture of experts."""
     take = mixture.weights if isinstance(ffn, MixtureConfig) else gated_weights
     return take(source, there, here, D, ffn)
 
 
 def gated_weights(source: Source, there: str, here: str, D: int, ffn: SwiGLUConfig) -> dict[str, Tensor]:
-    """Those of a gated network."""
+    """The weights of a gated network."""
     F, shapes = ffn.hidden, dict[str, tuple[int, ...]]()
     for name, rows, columns in (("gate_proj", F, D), ("up_proj", F, D), ("down_proj", D, F)):
         shapes |= {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if ffn.bias else {})
@@ -313,7 +313,7 @@ def attention_weights(
     source: Source, there: str, here: str, D: int, mixer: Any, *, one: bool = False, out: str = "o_proj",
     norms: tuple[str, str] = ("q_norm", "k_norm"),
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Those of attention: queries, keys and values in one matrix. out, norms: their names there."""
+    """The weights of attention, with queries, keys and values joined. out, norms: the file's names of those parts."""
     H, G, K = mixer.heads, mixer.groups, mixer.width(D)
     source.drop(f"{there}.rotary_emb.inv_freq")
     taken = {}

@@ -1,5 +1,5 @@
-"""Falcon-H1: in every block Mamba-2 and attention of one normed input, whose sum is added, then a SwiGLU. Factors of
-what the parts read, of rows of their matrices and of what they give are in the weights here.
+"""Falcon-H1: in every block Mamba-2 and attention read one normed input, and the sum of their outputs is added, then a
+SwiGLU. Our weights include the config's factors of the parts' inputs, matrix rows and outputs.
 
 Shapes: D model width, H query heads, G heads of keys and values, K head width, I inner width of Mamba-2, N its rows of
 state, F width of a network.
@@ -28,7 +28,7 @@ def config(source: Source) -> ModelConfig:
     attention = decoder.attention(source, decoder.rope(source), key_heads=8, bias=bias)
     by_width = (
         source.get("mamba_d_ssm") is None and "mamba_d_ssm" in source.values
-    )  # null, which is not silence
+    )  # null, which is not the same as missing
     first = decoder.flag(source, "mamba_norm_before_gate", True)
     normed = decoder.flag(source, "mamba_rms_norm", False)
     ssd = mamba2.mixer(
@@ -46,7 +46,7 @@ def config(source: Source) -> ModelConfig:
 
 
 def _factors(source: Source) -> dict[str, tuple[float, ...]]:
-    """Those of each part: one, or as many as the config has in a list."""
+    """The factors of each part by name: one, or as many as the config has in a list."""
     names = ("ssm_in", "ssm_out", "attention_in", "attention_out", "key")
     factors: dict[str, tuple[float, ...]] = {
         name: (source.real(f"{name}_multiplier", 1.0),) for name in names
@@ -84,11 +84,11 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _fold(taken: dict[str, Tensor], name: str, rows: list[tuple[int, float]], read: float = 1.0) -> None:
-    """Multiply so many rows each by a factor of what they give, biases too, and the matrix by one of what it reads."""
+    """Multiply groups of rows (their number, a factor), biases too, and the whole matrix by the factor of its input."""
     for part, factor in (("weight", read), ("bias", 1.0)):
         if (old := taken.get(f"{name}.{part}")) is None:
             continue
         parts = old.split([count for count, _ in rows])
         scaled = torch.cat([x.float() * (own * factor) for x, (_, own) in zip(parts, rows, strict=True)])
-        narrow = scaled.to(old.dtype)  # by powers of two 16 bits stay as exact
+        narrow = scaled.to(old.dtype)  # 16 bits stay exact under powers of two
         taken[f"{name}.{part}"] = narrow if torch.equal(narrow.float(), scaled) else scaled

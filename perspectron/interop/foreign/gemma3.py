@@ -1,7 +1,7 @@
-"""Gemma 3, its text: norms before and after each part, windows with positions of their own in five of six layers, and a
-network gated by GELU. Norms are stored as what they are more than 1.
+"""Gemma 3's text model: norms before and after each part, sliding windows with their own rotary base in five of six
+layers, and a network gated by GELU. Norm weights are stored minus 1.
 
-`gemma3` has the text's config in `text_config`, and the text's weights beside those of images.
+In `gemma3`, the text's config is in `text_config`, and weights for images stand beside the text's.
 """
 
 from functools import partial

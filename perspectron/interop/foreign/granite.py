@@ -1,5 +1,5 @@
-"""Granite 4 (`granitemoehybrid`): Mamba-2 or attention, then a SwiGLU, with experts or without, in every block, with
-factors of the embedding, of what blocks add, of scores and of logits.
+"""Granite 4 (`granitemoehybrid`): in every block Mamba-2 or attention, then a SwiGLU, with or without experts; factors
+scale the embedding, what blocks add, attention scores and logits.
 
 Shapes: D model width, F width of a network, E experts.
 """
@@ -46,7 +46,7 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _config(source: Source) -> FFNConfig:
-    """A SwiGLU, which is the shared network where there are experts, too."""
+    """The config of a SwiGLU or, with experts, of a mixture that has it as its shared network."""
     E = mixture.count(source, "num_local_experts", silent=8)
     shared = source.number("shared_intermediate_size", 1024, least=int(E == 0))
     if not E:
@@ -56,7 +56,7 @@ def _config(source: Source) -> FFNConfig:
 
 
 def _network(source: Source, there: str, here: str, D: int, ffn: Any) -> dict[str, Tensor]:
-    """Gate and what it gates in one matrix, and all experts in one tensor."""
+    """Weights of a network. Files join gate and up matrices in one tensor, and have all experts in one."""
     if isinstance(ffn, SwiGLUConfig):
         gate, up, down = _matrices(source, there, D, ffn.hidden)
         return {

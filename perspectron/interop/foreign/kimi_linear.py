@@ -1,8 +1,8 @@
 """Kimi Linear: Kimi Delta Attention in most layers, latent attention without positions in the others, and a mixture of
-experts behind all but the first ones.
+experts in all but the first layers.
 
-Shapes: D model width, H heads, K head width of Kimi Delta Attention, W taps; of latent attention R latent width, N, P
-and V widths of a head's part of a key, of the part that heads share, and of a value.
+Shapes: D model width, H heads, K head width of Kimi Delta Attention, W taps; of latent attention R latent width, and N,
+P and V the widths of a head's own part of a key, of the part that heads share, and of a value.
 """
 
 from typing import Any
@@ -25,9 +25,9 @@ HARMLESS = (
     "num_shared_experts", "rope_parameters", "rope_scaling", "rope_theta", "routed_scaling_factor", "topk_group",
     "topk_method", *mixture.HARMLESS,
 )  # fmt: skip
-"""There are no positions; experts are read where a layer has them, and the width of a network where one has none."""
+"""There are no positions. Options of experts and of dense networks are read only if a layer has them."""
 LATENT_EPS = 1e-6
-"""Of the latent's norm, whatever that of the others is."""
+"""Epsilon of the latent's norm, whatever the other norms have."""
 DENSE, SPARSE = "dense", "sparse"
 MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 
@@ -42,7 +42,7 @@ def config(source: Source) -> ModelConfig:
 
 
 def _kinds(source: Source, table: Source) -> list[str]:
-    """The kind of each layer: by lists of their numbers from 1 on, or by name."""
+    """The kind of each layer, from lists of layer numbers, counted from 1, or from `layer_types`."""
     count = decoder.layers(source)
     full, linear = table.items("full_attn_layers"), table.items("kda_layers")
     if not (full or linear):
@@ -104,7 +104,7 @@ def _networks(source: Source, count: int) -> list[FFNConfig]:
 
 
 def _mixture(source: Source) -> MixtureConfig:
-    """Sigmoids, corrected where experts are chosen, of groups, beside a network that every token goes through."""
+    """A mixture with sigmoid scores, corrected for choosing experts, by groups, and with a shared network."""
     source.must("moe_router_activation_func", ("sigmoid",), "sigmoid")
     source.must("topk_method", ("noaux_tc",), "noaux_tc")
     E, F = (
@@ -122,7 +122,7 @@ def _mixture(source: Source) -> MixtureConfig:
 
 
 def _named(source: Source, other: str, name: str) -> str:
-    """The name of the two that the config has."""
+    """Whichever of two keys the config has, `other` first."""
     return name if source.get(other) is None else other
 
 
@@ -131,7 +131,7 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _network(source: Source, there: str, here: str, D: int, ffn: Any) -> dict[str, Tensor]:
-    """transformers 5.24 saves a network without experts under the name of one with them, too."""
+    """Weights of a network; transformers 5.24 saves those without experts under the mixture's name, too."""
     if isinstance(ffn, MixtureConfig):
         return mixture.weights(source, there, here, D, ffn, shared="shared_experts", matrices=MATRICES)
     plain = there.replace("block_sparse_moe", "mlp")
@@ -146,7 +146,7 @@ def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[st
 
 
 def _latent_weights(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
-    """In a GGUF, a head's matrices of keys and of values are apart already."""
+    """Weights of latent attention; in a GGUF the key and value matrices of heads are already separate."""
     H, R, N, P, V = mixer.heads, mixer.rank, mixer.key_dim, mixer.shared_dim, mixer.value_dim
     if source.has(f"{there}.k_b_proj.weight"):
         key_HRN = source.take(f"{there}.k_b_proj.weight", H, R, N)

@@ -47,10 +47,10 @@ def _kinds(source: Source) -> list[str]:
 
 
 def _hidden(source: Source) -> int:
-    """F, which follows from the number that the config has."""
+    """F: the config's width, adjusted unless `block_auto_adjust_ff_dim` is false."""
     hidden = source.number("block_ff_dim", source.number("intermediate_size", 12288))
     multiple = source.number("block_multiple_of", 256)
-    source.get("block_ffn_dim_multiplier")  # of no consequence where F is the number itself
+    source.get("block_ffn_dim_multiplier")  # no effect if F is not adjusted
     if not decoder.flag(source, "block_auto_adjust_ff_dim", True):
         return hidden
     hidden = int(2 * hidden / 3)

@@ -1,6 +1,6 @@
 """Mamba and Falcon Mamba, whose mixers are the only parts of their blocks; Falcon's has norms without weights.
 
-Shapes: D model width, I inner width, N numbers of a channel's memory, R rank of the steps, W taps.
+Shapes: D model width, I inner width, N state size of a channel, R rank of the step sizes, W taps.
 """
 
 import math

@@ -50,7 +50,7 @@ def weights(
     source: Source, config: ModelConfig, mixer: decoder.Mixer | None = None,
     embedding: str = "backbone.embeddings.weight",
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Those of a model of mixers alone. mixer: takes one's; None is Mamba-2's. embedding: its name there."""
+    """Weights of a model of mixers alone. mixer: takes a mixer's; None: Mamba-2's. embedding: its name there."""
     D = config.d_model
     taken = decoder.outer(source, embedding, config)
     taken["norm.weight"] = source.take("backbone.norm_f.weight", D)
@@ -65,8 +65,8 @@ def mixer(
     source: Source, keys: Keys, *, groups: int, state: int, width: int | None = None, inner: int | None = None,
     **more: Any,
 ) -> Any:  # fmt: skip
-    """The config of a mixer. groups, state, width: what a config means that is silent; None for a width of heads that
-    follows from their number. inner: I; None is expand · D. more: further options of the mixer."""
+    """The config of a mixer. groups, state, width: defaults; a head width of None follows from the number of heads.
+    inner: I; None is expand · D. more: further options of the mixer."""
     D, heads = source.number("hidden_size"), source.number(keys.heads, 128)
     expand = source.number(keys.expand, 2)
     sized: dict[str, Any] = {"expand": expand} if inner is None else {"heads": heads}
@@ -85,7 +85,7 @@ def mixer(
 
 
 def _limit(source: Source) -> tuple[float, float | None]:
-    """The least and the most of Δ by `time_step_limit`; None where there is no most."""
+    """Bounds of Δ from `time_step_limit`; None where there is no upper one."""
     if source.get("time_step_limit") is None:
         return 0.0, None
     written = source.items("time_step_limit")
@@ -96,7 +96,7 @@ def _limit(source: Source) -> tuple[float, float | None]:
 
 
 def mixer_weights(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
-    """Those of a mixer."""
+    """Weights of Mamba-2's mixer."""
     I = mixer.inner(D)  # noqa: E741
     H, C = I // mixer.head_dim, I + 2 * mixer.groups * mixer.state
     shapes: dict[str, tuple[int, ...]] = {

@@ -1,4 +1,4 @@
-"""Mixtures of experts of other programs, which several families have.
+"""Import of mixtures of experts, which several families have.
 
 Shapes: D model width, F hidden width, E experts.
 """
@@ -14,7 +14,7 @@ from perspectron.interop.foreign.source import Source
 from perspectron.util.config import FFNConfig
 
 HARMLESS = ("output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "moe_shared_expert_overlap")
-"""Keys that say something about training alone."""
+"""Keys that concern training alone."""
 MATRICES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
@@ -22,13 +22,13 @@ MATRICES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def count(source: Source, *names: str, silent: int, least: int = 0) -> int:
-    """A number of experts, by the first of these names that the config has."""
+    """The number of experts, by the first of these names that the config has."""
     name = next((name for name in names if source.get(name) is not None), names[-1])
     return source.number(name, silent, most=MOST_EXPERTS, least=least)
 
 
 def chosen(source: Source, experts: int, silent: int = 8) -> int:
-    """Experts of a token."""
+    """Number of experts per token."""
     return source.number("num_experts_per_tok", silent, most=experts)
 
 
@@ -36,9 +36,9 @@ def networks(
     source: Source, layers: int, dense: Callable[[], FFNConfig], *, normed: bool, experts: int = 128, used: int = 8,
     hidden: int = 768, shared: int | None = None,
 ) -> list[FFNConfig]:  # fmt: skip
-    """The network of each layer as Qwen's configs have them: `dense` in those of `mlp_only_layers` and but each
-    `decoder_sparse_step`-th, else a mixture. normed, experts, used, hidden: where the config is silent; shared: the
-    hidden width of a shared network with a gate, None where the kind has none."""
+    """The network of each layer in configs like Qwen's: a mixture in every `decoder_sparse_step`-th layer that is not
+    in `mlp_only_layers`, else `dense`. normed, experts, used, hidden: defaults. shared: default hidden width of a
+    shared network with a gate, None if the family has none."""
     only, step = source.items("mlp_only_layers"), source.number("decoder_sparse_step", 1)
     E = count(source, "num_experts", "num_local_experts", silent=experts)
     mixed: FFNConfig | None = None
@@ -58,11 +58,11 @@ def networks(
 
 
 def nemotron(source: Source) -> MixtureConfig:
-    """That of NemotronH: sigmoids, corrected where experts are chosen, of groups; without gates."""
+    """NemotronH's mixture: sigmoid scores, corrected for choosing experts, by groups; experts without gates."""
     source.must("moe_latent_size", (None,))
     source.must("mlp_hidden_act", ("relu2",), "relu2")
     source.must("mlp_bias", (False,), False)
-    source.get("n_shared_experts")  # transformers has one of the width that is written
+    source.get("n_shared_experts")  # transformers always has one, of the given width
     E = count(source, "n_routed_experts", silent=8, least=1)
     return MixtureConfig(
         source.number("moe_intermediate_size", 7688), E, chosen(source, E, 2), "sigmoid",
@@ -79,8 +79,8 @@ def weights(
     source: Source, there: str, here: str, D: int, ffn: MixtureConfig, *, shared: str = "shared_expert",
     matrices: Mapping[str, str] = MATRICES,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Those of a mixture from its name there, where each expert has matrices of its own, or, from a GGUF, all of them
-    one tensor. shared: the name of the shared network. matrices: names of an expert's."""
+    """Weights of a mixture, by its name there. Each expert has its own matrices or, in a GGUF, all share one tensor.
+    shared: the file's name of the shared network. matrices: the file's names of an expert's matrices."""
     E = ffn.experts
     taken = {f"{here}.route_proj.weight": source.take(f"{there}.gate.weight", E, D)}
     if ffn.corrected:

@@ -25,14 +25,14 @@ HARMLESS = (
     "time_step_rank", "topk_group", "use_mamba_kernels",
     *mixture.HARMLESS,
 )  # fmt: skip
-"""transformers ignores the limit of steps; experts are read where a layer has them."""
+"""transformers ignores the limit of step sizes. Options of experts are read only if a layer has them."""
 NETWORK, EXPERTS = "mlp", "moe"
 PATTERN = {"M": LINEAR, "*": GLOBAL, "-": NETWORK, "E": EXPERTS}
 OLDER = {
     "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_expand": "expand",
     "mamba_dt_min": "time_step_min", "mamba_conv_bias": "use_conv_bias",
 }  # fmt: skip
-"""Names of options in older files, which come before today's."""
+"""Current names of options by their names in older files, which take precedence."""
 KEYS = mamba2.Keys(
     "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "expand", "use_bias",
     "use_conv_bias",
@@ -65,7 +65,7 @@ def _renamed(source: Source) -> Source:
 
 
 def _kinds(source: Source) -> list[str]:
-    """The kind of each layer, by a list or by a letter each. Their number is theirs."""
+    """The kind of each layer, from a list or from a string of letters. Its length is the number of layers."""
     source.get("num_hidden_layers")
     pattern, listed = source.get("hybrid_override_pattern"), source.get("layers_block_type")
     listed = listed or source.get("layer_types")
@@ -91,7 +91,7 @@ def _kinds(source: Source) -> list[str]:
 
 def _mamba(source: Source) -> Any:
     source.must("mamba_hidden_act", ("silu",), "silu")
-    source.must("mamba_proj_bias", (False,), False)  # transformers reads it and has `use_bias`
+    source.must("mamba_proj_bias", (False,), False)  # transformers ignores it: `use_bias` counts
     width, heads = source.number("mamba_head_dim", 64), source.number("mamba_num_heads", 128)
     least = source.real("time_step_min", 1e-3)
     return mamba2.mixer(
@@ -100,8 +100,8 @@ def _mamba(source: Source) -> Any:
 
 
 def _attention(source: Source) -> Any:
-    source.must("attention_bias", (False,), False)  # transformers reads it and has none
-    source.must("sliding_window", (None,))  # so with this
+    source.must("attention_bias", (False,), False)  # transformers ignores it: no biases
+    source.must("sliding_window", (None,))  # ignored as well
     width = source.number("head_dim", 128)
     source.must("attention_head_dim", (None, width))
     return decoder.attention(source, None, key_heads=8, width=128)

@@ -1,5 +1,5 @@
-"""OLMo 2 and 3: norms after each part, and of all queries and keys together. OLMo 3 has windows in three of four
-layers, and may have positions of their own there."""
+"""OLMo 2 and 3: a norm after each part, and norms across all heads of queries and of keys. OLMo 3 has sliding windows
+in three of four layers, which may have their own rotary positions."""
 
 from functools import partial
 from typing import Any

@@ -1,5 +1,5 @@
 """OLMo Hybrid: Gated DeltaNet in most layers, with norms before each part, and attention in the others, with norms
-after each part and of all queries and keys together. Its files have each convolution of queries, keys and values alone.
+after each part and across all heads of queries and keys. Files store the convolutions of q, k and v separately.
 
 Shapes: D model width, H heads of values, G heads of keys, K and V head widths, W taps.
 """
@@ -19,9 +19,9 @@ HARMLESS = (
     "linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min",
 )  # fmt: skip
 EPS = 1e-5
-"""Of the norm of what Gated DeltaNet reads, whatever that of the others is."""
+"""Epsilon of the norm of Gated DeltaNet's output, whatever the other norms have."""
 RENAMED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
-"""Names of norms in files, by those in memory, which files may have, too."""
+"""Names of norms in files, by those in memory. Files may have the latter, too."""
 
 
 def config(source: Source) -> ModelConfig:
@@ -38,7 +38,7 @@ def config(source: Source) -> ModelConfig:
 
 
 def _rope(source: Source) -> decoder.Rope | None:
-    """None where the base is null, which is not silence."""
+    """Rotary positions; None if the base is null, which is not the same as missing."""
     table = (
         source.mapping("rope_scaling") if source.get("rope_scaling") else source.mapping("rope_parameters")
     )
@@ -67,7 +67,7 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _norms(source: Source, there: str, block: BlockConfig) -> dict[str, str]:
-    """By the names that the files have."""
+    """The file's names of a layer's norms, by ours."""
     assert isinstance(block.residual, SequentialConfig)
     names = decoder.PRE if block.residual.norm == "pre" else decoder.POST
     return {
@@ -95,7 +95,7 @@ def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[st
 
 
 def _convolution(source: Source, there: str, rows: dict[str, int], taps: int) -> Tensor:
-    """Three one after another. transformers 5.24 saves them as thirds of all rows, whatever they were."""
+    """The convolutions of q, k and v, joined. transformers 5.24 saves them cut into thirds, whatever their sizes."""
     whole = sum(rows.values())
     if source.has(f"{there}.conv1d.weight"):
         return source.take(f"{there}.conv1d.weight", whole, 1, taps)

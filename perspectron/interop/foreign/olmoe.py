@@ -1,5 +1,5 @@
-"""OLMoE: Llama with norms of all queries and keys together, which may be clipped, and a mixture of experts in the place
-of each network."""
+"""OLMoE: Llama with norms across all heads of queries and of keys, which may be clipped, and a mixture of experts in
+place of each network."""
 
 from perspectron.experts.mixture import MixtureConfig
 from perspectron.interop.foreign import decoder, mixture

@@ -1,4 +1,4 @@
-"""Reads the folders that `perspectron export --hf` wrote, also after transformers has saved them again."""
+"""Import of folders that `perspectron export --hf` wrote, also after transformers has saved them again."""
 
 import json
 from dataclasses import replace
@@ -22,8 +22,8 @@ def config(source: Source) -> ModelConfig:
 
 
 def tokenizer(source: Source) -> Tokenizer:
-    """The tokenizer beside config.json, which says across which id such a model remembers nothing. One of ours is
-    without what transformers adds to it."""
+    """The tokenizer beside config.json. A tokenizer of ours is freed of what transformers adds to it; another takes
+    from config.json the id of the token at which the model forgets all before it."""
     path = source.folder / "tokenizer.json"
     found = Tokenizer.load(path)
     if found.specials == OURS:

@@ -1,7 +1,7 @@
-"""The files of RWKV-7's author: tensors by name that torch saved, with the World vocabulary beside them, as a folder of
-fla's.
+"""Files of RWKV-7's author, tensors by name as torch saves them, with the World vocabulary beside them, presented as a
+folder in fla's format.
 
-Nothing else in such a file is read: it may hold tensors only.
+A file may hold nothing but tensors.
 """
 
 import contextlib
@@ -43,17 +43,17 @@ _NAMES = (
     *(f"att.{name}{i}" for name in "wav" for i in "012"), "att.g1", "att.g2",
     "ffn.x_k", "ffn.key.weight", "ffn.value.weight",
 )  # fmt: skip
-"""Those outside of layers, and of a layer."""
+"""Names of tensors outside of layers (_FIRST) and within a layer (_NAMES)."""
 
 
 @contextlib.contextmanager
 def unpacked(path: Path) -> Iterator[Source]:
-    """The model in a file as a folder of fla's that is there within the context.
+    """A .pth as a temporary folder in fla's format, which exists within the context.
 
     CheckpointError, naming the file and what is wrong: it holds anything but tensors, or is not of this family.
-    DataError: there is no vocabulary beside it, or a line of that is wrong.
+    DataError: there is no vocabulary beside it, or one of its lines is wrong.
     """
-    # A name for each tensor and its shape; what they hold is read when the model is known to fit.
+    # Names and shapes only. Values are read once the model is known to fit into memory.
     shapes = {name: tuple(x.shape) for name, x in _tensors(path, "meta").items()}
     vocabulary = path.with_name(world.FILE)
     try:
@@ -74,7 +74,7 @@ def unpacked(path: Path) -> Iterator[Source]:
 
 
 class _Unpacked(Source):
-    """Values that follow from shapes, and the tensors of the file under fla's names."""
+    """A source with config values that follow from shapes, and the file's tensors under fla's names."""
 
     def __init__(self, folder: Path, values: dict[str, Any], path: Path) -> None:
         super().__init__(folder, values)
@@ -82,7 +82,7 @@ class _Unpacked(Source):
         count = min(values["num_hidden_layers"], MOST_BLOCKS)  # more are refused
         layers = [f"blocks.{i}.{name}" for i in range(count) for name in _NAMES]
         self.names = {_place(name)[0]: name for name in (*_FIRST, *layers)}
-        """The author's names by fla's."""
+        """The author's names of tensors, by fla's."""
 
     def open_weights(self) -> None:
         held = _tensors(self.path, "cpu")
@@ -100,7 +100,7 @@ class _Unpacked(Source):
 
 
 def _tensors(path: Path, device: str) -> dict[str, Tensor]:
-    """What the file holds; on "meta" without a number of it."""
+    """The tensors of the file by name; on "meta" their values are not read. CheckpointError: it holds anything else."""
     try:
         found = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
@@ -160,7 +160,7 @@ def _config(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def _place(name: str) -> tuple[str, Callable[[Tensor], Tensor]]:
-    """The name of a tensor in a folder of fla's, and what it is made to there; one that is not known keeps its name."""
+    """The name of a tensor in fla's format, and the function that converts it; an unknown one keeps its name."""
     stem, _, part = name.rpartition(".")
     if name in _OUTER:
         return _OUTER[name], _same
@@ -193,5 +193,5 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor) -> Tensor:
-    """[in, out] as [out, in]."""
+    """Transpose a matrix from [in, out] to [out, in]."""
     return x.T.contiguous() if x.ndim == 2 else x

@@ -1,7 +1,7 @@
-"""Qwen3.5, its text: Gated DeltaNet in most layers and gated attention in the others, then a SwiGLU. Norms but those of
-Gated DeltaNet are stored as what they are more than 1.
+"""Qwen3.5's text model: Gated DeltaNet in most layers and gated attention in the others, then a SwiGLU. Norm weights,
+except those of Gated DeltaNet, are stored minus 1.
 
-`qwen3_5` has the text's config in `text_config`, and the text's weights beside those of images.
+In `qwen3_5`, the text's config is in `text_config`, and weights for images stand beside the text's.
 
 Shapes: D model width, H heads of queries or of values, G heads of keys, K and V head widths, W taps.
 """
@@ -18,7 +18,7 @@ from perspectron.model.config import ModelConfig
 from perspectron.model.mixer import config_of
 
 LEFT = ("mtp.", "model.visual.", "visual.")
-"""What the weights of other parts begin with: a head that guesses several tokens, and images."""
+"""Prefixes of weights that are left out: a head that predicts several tokens, and images."""
 HARMLESS = (
     "image_token_id", "language_model_only", "mamba_ssm_dtype", "mrope_interleaved", "mrope_section",
     "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "video_token_id", "vision_config", "vision_end_token_id",
@@ -41,7 +41,7 @@ config_within = partial(decoder.within, config)
 
 
 def mixers(source: Source, *, key_heads: int) -> list[Any]:
-    """Those of all layers. key_heads: of attention where the config is silent."""
+    """The mixer of each layer. key_heads: default number of attention's key heads."""
     count, every = decoder.layers(source), source.number("full_attention_interval", 4)
     silent = [LINEAR if (i + 1) % every else GLOBAL for i in range(count)]
     kinds = decoder.kinds(source, silent, (LINEAR, GLOBAL))
@@ -85,7 +85,7 @@ def _linear(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[s
 
 
 def _attention(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
-    """Queries and gates are in one matrix, head by head; the gates are taken out of it first."""
+    """Weights of gated attention. Queries and gates are in one matrix, head by head; gates are split off first."""
     H, K, name = mixer.heads, mixer.width(D), f"{there}.self_attn.q_proj"
     gates = {}
     for part in ("weight", "bias") if mixer.bias else ("weight",):

@@ -1,5 +1,5 @@
-"""Qwen3-Next: the mixers of Qwen3.5, with queries, keys, values and gates of each key head in turn, and a mixture of
-experts in its layers, or in some of them.
+"""Qwen3-Next: the mixers of Qwen3.5, with rows of queries, keys, values and gates grouped by key head, and a mixture of
+experts in all or some of its layers.
 
 Shapes: D model width, H heads of values, G heads of keys, r = H/G, K and V head widths.
 """
@@ -17,12 +17,12 @@ HARMLESS = (
     "moe_intermediate_size", "mtp_num_hidden_layers", "norm_topk_prob", "num_experts_per_tok",
     "shared_expert_intermediate_size", *mixture.HARMLESS,
 )  # fmt: skip
-"""Experts are read where there are some."""
+"""Options of experts are read only if there are experts."""
 
 
 def config(source: Source) -> ModelConfig:
     mixers = qwen3_5.mixers(source, key_heads=2)
-    source.must("use_sliding_window", (False,), False)  # transformers reads it and has none
+    source.must("use_sliding_window", (False,), False)  # transformers ignores it
     networks = mixture.networks(
         source, len(mixers), lambda: decoder.network(source), normed=True, experts=512, used=10, hidden=512,
         shared=512,
@@ -36,7 +36,7 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
-    """Those of Qwen3.5, after rows were put together by what they give, as a GGUF has most."""
+    """Weights as in Qwen3.5, once rows are regrouped by what they give, as most are already in a GGUF."""
     if mixer.kind != "attention":
         H, G, K, V = mixer.heads, mixer.key_heads, mixer.key_dim, mixer.value_dim
         r, name = H // G, f"{there}.linear_attn.in_proj_"

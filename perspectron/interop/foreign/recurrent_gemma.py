@@ -1,5 +1,5 @@
-"""RecurrentGemma: RG-LRU or attention to a window, then a network gated by GELU, in every block. Norms are stored as
-what they are more than 1.
+"""RecurrentGemma: RG-LRU or sliding-window attention, then a network gated by GELU, in every block. Norm weights are
+stored minus 1.
 
 Shapes: D model width, I inner width, H blocks of the gates and heads, K width of a block, W taps.
 """
@@ -38,7 +38,7 @@ def config(source: Source) -> ModelConfig:
     )
     mixers = [recurrent if kind == RECURRENT else attention for kind in _kinds(source)]
     source.must("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
-    source.must("embeddings_scale_by_sqrt_dim", (True,), True)  # of published files
+    source.must("embeddings_scale_by_sqrt_dim", (True,), True)  # in published files
     hidden = source.number("intermediate_size", least=2) // 2
     return decoder.model(
         source, "recurrent_gemma", mixers, SwiGLUConfig(hidden, "gelu_tanh", True), tied=True,
@@ -47,7 +47,7 @@ def config(source: Source) -> ModelConfig:
 
 
 def _kinds(source: Source) -> list[str]:
-    """Of each layer, by a pattern that begins anew."""
+    """The kind of each layer, by a pattern that repeats."""
     older = source.items("_block_types")  # as published files have it; transformers does not read it
     count, pattern = decoder.layers(source), source.items("block_types") or older or PATTERN
     known = all(kind in (RECURRENT, ATTENTION) for kind in pattern)

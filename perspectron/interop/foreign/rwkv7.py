@@ -1,5 +1,5 @@
-"""RWKV-7 as fla has it: a norm of the embedding, then a time mix and a channel mix in each layer, which are two blocks
-here. The author's own files are brought to the same names (`pth`).
+"""RWKV-7 in fla's format: a norm of the embedding, then a time mix and a channel mix in each layer, which become two
+blocks of ours. The author's own files are mapped to the same names (`pth`).
 
 Shapes: D model width, H heads, K = D/H head width, F width of a channel mix, R a low rank.
 """
@@ -18,12 +18,12 @@ HARMLESS = (
 )  # fmt: skip
 MIXES = "rwkvag"
 LOW = {"w": "decay_low_rank_dim", "a": "a_low_rank_dim", "v": "v_low_rank_dim", "g": "gate_low_rank_dim"}
-"""Keys of the low ranks, by the letters of what they give."""
+"""Config keys of the low ranks, by the letters of their outputs."""
 SILENT = {"w": 64, "a": 64, "v": 16, "g": 128}
 FUSED_EPS = 1e-6
-"""What fla's kernel for unit keys adds to their squares; without the kernel it only bounds their length."""
+"""Epsilon that fla's kernel for unit keys adds to the squared length; without the kernel, a tiny length is clamped."""
 GROUP_EPS = "group_norm_eps"
-"""The epsilon of the norm of heads, where a source that was not fla's says it."""
+"""Config key of the epsilon of the norm of heads, in sources that are not fla's."""
 
 
 def config(source: Source) -> ModelConfig:
@@ -55,7 +55,7 @@ def config(source: Source) -> ModelConfig:
 
 
 def _rank(source: Source, name: str, D: int, K: int) -> int:
-    """A low rank, which follows from the widths where the config has null."""
+    """A low rank; if the config has null, it follows from the widths."""
     key = LOW[name]
     if key in source.values and source.get(key) is None:
         size = {"w": 2.5, "a": 2.5, "v": 1.7, "g": 5.0}[name] * D**0.5 * (1 if name == "g" else K / 64)
@@ -73,7 +73,7 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     taken = decoder.outer(source, "model.embeddings.weight", config)
     source.drop_all(
         "model.layers.0.attn.v_lora."
-    )  # of first values, of which the first layer has none before it
+    )  # a mix with the first layer's values, which that layer itself lacks
     norms = {"norm": "model.norm"} | ({"first_norm": "model.layers.0.pre_norm"} if config.first_norm else {})
     for i in range(0, len(config.blocks), 2):
         there = f"model.layers.{i // 2}"

@@ -1,4 +1,4 @@
-"""A folder of another program while it is read: what was not asked for is named."""
+"""A folder of another program while it is imported; config keys and tensors that were not read are reported."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +24,7 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )  # fmt: skip
-"""Keys of a config.json that say nothing about the function that a model computes."""
+"""Keys of a config.json that do not affect what a model computes."""
 SILENT = {
     "is_encoder_decoder": False, "is_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False,
     "pruned_heads": {}, "max_length": 20, "min_length": 0, "do_sample": False, "early_stopping": False, "num_beams": 1,
@@ -33,14 +33,14 @@ SILENT = {
     "num_return_sequences": 1, "output_scores": False, "return_dict_in_generate": False,
     "remove_invalid_values": False,
 }  # fmt: skip
-"""Keys of every config of transformers by the values that they have unless told. Files with all keys have them."""
+"""Keys that every config of transformers has, with their defaults. Some files list all of them."""
 LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
-"""Names of kinds of layers in older files, and what they are called now."""
+"""Current names of kinds of layers, by those in older files."""
 
 
 class Source:
-    """Config values of a folder and its tensors by name, which are functions that read them. What is asked of the
-    config is noted, so that `done_config` names the rest."""
+    """Config values of a folder, and its tensors by name as functions that read them. Config keys that are read are
+    noted, so that `done_config` can report the rest."""
 
     def __init__(
         self, folder: Path, values: dict[str, Any], file: str = "config.json", within: str = ""
@@ -54,7 +54,7 @@ class Source:
         self._asked, self._inner = set[str](), list[Source]()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A value of config.json; null is as good as missing."""
+        """A value of config.json; null counts as missing."""
         self._asked.add(name)
         value = self.values.get(name)
         return default if value is None else value
@@ -88,28 +88,28 @@ class Source:
         return value
 
     def mapping(self, name: str) -> "Source":
-        """The values of an object of config.json, none where it is missing. CheckpointError for anything else."""
+        """The values of an object of config.json, empty if it is missing. CheckpointError for anything else."""
         value = self.get(name, {})
         if not isinstance(value, dict):
             raise self.error(f"{name} is {value!r}, must be an object")
         return self.inner(name, value)
 
     def inner(self, name: str, values: dict[str, Any]) -> "Source":
-        """These values in the place of an object of config.json; what is not asked of them is named, too."""
+        """A source with these values in place of an object of config.json; `done_config` checks them, too."""
         inner = Source(self.folder, values, self.file, f"{self.within}{name}.")
         self._inner = [other for other in self._inner if other.within != inner.within] + [inner]
         return inner
 
     def layer_types(self, count: int, default: Sequence[str]) -> list[str]:
-        """The kind of each of `count` layers, by today's names. CheckpointError: no list of as many names."""
+        """The kind of each of `count` layers, by current names. CheckpointError: not a list of as many names."""
         kinds = self.get("layer_types", list(default))
         if not isinstance(kinds, list) or len(kinds) != count or not all(isinstance(k, str) for k in kinds):
             raise self.error(f"layer_types is {str(kinds)[:80]}, must be a list of {count} names")
         return [LAYER_TYPES.get(kind, str(kind)) for kind in kinds]
 
     def done_config(self, harmless: Collection[str]) -> None:
-        """CheckpointError for a value that was not asked for, but for null, SILENT and the names that are harmless: it
-        may change what the model computes."""
+        """Raise CheckpointError for a value that was not read, as it may change what the model computes. Null, SILENT
+        and harmless names are excepted."""
         for name, value in self.values.items():
             if value not in (None, SILENT.get(name)) and name not in self._asked and name not in harmless:
                 raise self.error(f"{name} is {repr(value)[:40]}, which no model of ours has a place for")
@@ -124,7 +124,7 @@ class Source:
         return value
 
     def beside(self, name: str) -> "Source":
-        """The values of another file of the folder, none where it is missing. CheckpointError: it is no object."""
+        """The values of another file of the folder, none if it is missing. CheckpointError: it is not an object."""
         if not (self.folder / name).exists():
             return Source(self.folder, {}, name)
         values = read_json(self.folder / name, CheckpointError, infinite=True)
@@ -137,8 +137,8 @@ class Source:
         return CheckpointError(f"{self.folder / self.file}: {self.within}{message}")
 
     def open_weights(self) -> None:
-        """Find the tensors: of model.safetensors, or of the files that its index names. CheckpointError: none of them,
-        or a name that is no file's in the folder."""
+        """Find the tensors, in model.safetensors or in the files that its index names. CheckpointError: there is
+        neither, or the index names something other than a .safetensors file of the folder."""
         names = {WEIGHTS}
         if not (self.folder / WEIGHTS).exists():
             index = self.folder / INDEX
@@ -163,7 +163,7 @@ class Source:
         self.itemsize = 2 if sizes == {2} else 4
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """A tensor, which is then used up. CheckpointError, with its name: it is missing or of another shape."""
+        """Take a tensor out of the source. CheckpointError, with its name: it is missing or of another shape."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.folder}: it has no weights {name}")
         tensor = self.tensors.pop(name)()
@@ -181,8 +181,8 @@ class Source:
         shapes: Mapping[str, tuple[int, ...]],
         names: Mapping[str, str] | None = None,
     ) -> dict[str, Tensor]:
-        """Tensors of these names and shapes within `there`, by our names within `here`. names: of layers that have
-        others here. CheckpointError: as `take`."""
+        """Take tensors of these names and shapes within `there`, under our names within `here`. names: our names of
+        layers that differ. CheckpointError: as `take`."""
         taken = {}
         for name, shape in shapes.items():
             layer, dot, part = name.partition(".")
@@ -194,21 +194,21 @@ class Source:
         return name in self.tensors
 
     def drop(self, *names: str) -> None:
-        """Use up tensors that say nothing that the config does not."""
+        """Discard tensors that add nothing to the config."""
         for name in names:
             self.tensors.pop(name, None)
 
     def drop_all(self, *prefixes: str) -> None:
-        """Use up the tensors of parts that a model of text does not have."""
+        """Discard, by prefix, the tensors of parts that a text model does not have."""
         self.drop(*(name for name in self.tensors if name.startswith(prefixes)))
 
     def all(self) -> dict[str, Tensor]:
-        """All tensors that are left, used up."""
+        """Take all tensors that are left."""
         left, self.tensors = self.tensors, {}
         return {name: read() for name, read in left.items()}
 
     def done(self) -> None:
-        """CheckpointError if a tensor was not used."""
+        """Raise CheckpointError if a tensor was not taken."""
         if self.tensors:
             raise CheckpointError(
                 f"{self.folder}: weights {', '.join(sorted(self.tensors)[:3])} have no place in a model of ours"

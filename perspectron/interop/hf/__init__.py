@@ -1,5 +1,5 @@
-"""Models and tokenizers of ours in transformers: `AutoModelForCausalLM.from_pretrained` reads what `perspectron export
-RUN --hf DIR` wrote once this is imported (pip install 'perspectron[hf]')."""
+"""Our models and tokenizers in transformers: once this module is imported, `AutoModelForCausalLM.from_pretrained` reads
+what `perspectron export RUN --hf DIR` wrote (pip install 'perspectron[hf]')."""
 
 from importlib.util import find_spec
 

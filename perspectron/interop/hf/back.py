@@ -1,5 +1,5 @@
-"""Weights in the names and shapes of the family that a model was imported from. Its importer says where each number
-came from: it is run on numbers that name their places, and then on what was put back, which must give the model's."""
+"""An imported model's weights, back under its family's names and in its shapes. The importer shows where each number
+came from: it runs on tensors that hold their own indices, then on the restored ones, which must give the model's."""
 
 import math
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from perspectron.util.errors import CheckpointError, PerspectronError
 from perspectron.util.files import read_json
 from perspectron.util.machine import memory
 
-BYTES = 48  # of memory for each weight while they are put back
+BYTES = 48  # of memory per weight while weights are put back
 
 
 def put_back(model: LanguageModel, came: Path) -> dict[str, Tensor] | str:
-    """The weights as the family's own files have them, in the dtypes that they had unless that loses a bit; or why not.
-    came: the folder of a run with what stood beside them. CheckpointError: it is damaged."""
+    """The weights as in the family's own files, in their original dtypes unless those lose a bit; or why they cannot be
+    put back. came: the run's folder of files from the import. CheckpointError: it is damaged."""
     if not (came / origin.WEIGHTS).is_file():
         return "it is not known which tensors it was imported from"
     values, known = (
@@ -54,7 +54,7 @@ def put_back(model: LanguageModel, came: Path) -> dict[str, Tensor] | str:
 
 
 class _Importer:
-    """The importer of a family, on a folder whose tensors are given."""
+    """A family's importer, run on a folder with given tensors in place of the folder's."""
 
     def __init__(self, kind: Kind, folder: Path, values: dict[str, Any]) -> None:
         self._kind, self._folder, self._values = kind, folder, values
@@ -71,11 +71,11 @@ class _Importer:
 def _solved(
     importer: _Importer, own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """The tensors of which the importer makes these weights, where it moves numbers about, and at most scales and
-    shifts them. RuntimeError: it does something else."""
+    """The family's tensors from which the importer makes the weights `own`, if it only moves numbers, and at most
+    scales and shifts them. RuntimeError: it does something else."""
     order = sorted(
         shapes, key=lambda name: math.prod(shapes[name])
-    )  # small ones, which may be shifted, have small places
+    )  # small tensors, which may be shifted, get small indices
     sizes = [math.prod(shapes[name]) for name in order]
 
     def split(flat: Tensor) -> dict[str, Tensor]:
@@ -106,6 +106,6 @@ def _solved(
 
 
 def _narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same numbers in a dtype that has them: this one, if it does."""
+    """The same numbers in `dtype` if it holds them exactly, else in float32."""
     narrow = tensor.to(dtype)
     return narrow if torch.equal(narrow.double(), tensor) else tensor.to(torch.float32)

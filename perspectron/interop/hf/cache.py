@@ -14,7 +14,7 @@ from perspectron.model.state import LMState
 
 
 class Inputs(NamedTuple):
-    """The input of one call: ids [B,T] or embeddings [B,T,·], and where documents begin and where no token is."""
+    """Input of one call: ids [B,T] or embeddings [B,T,·], where documents begin, and where there is no token."""
 
     tokens: Tensor
     reset_BT: Tensor | None
@@ -28,13 +28,13 @@ class Inputs(NamedTuple):
         return Inputs(self.tokens[:, :count], reset_BT, pad_BT)
 
     def rows(self, rows_N: Tensor) -> "Inputs":
-        """These rows."""
+        """The input of these rows of the batch."""
         reset_BT, pad_BT = (None if mask is None else mask[rows_N] for mask in (self.reset_BT, self.pad_BT))
         return Inputs(self.tokens[rows_N], reset_BT, pad_BT)
 
 
 class Before(NamedTuple):
-    """The state before a call, how many tokens that was after, and what the call read."""
+    """The state before a call, the number of tokens it was after, and the input of the call."""
 
     state: LMState | None
     seen: int
@@ -42,11 +42,11 @@ class Before(NamedTuple):
 
 
 class StateLayer(CacheLayerMixin):
-    """The state, and how many tokens (padding included) it is after.
+    """The model's state, and the number of tokens (padding included) that it is after.
 
-    A state cannot be shortened. While it records, it therefore remembers the state before each call, as far back as the
-    last `crop`: `crop` returns to the last one that is early enough, and the tokens that are kept beyond it are read
-    again at the next call. Until then they are in `unread`.
+    A state cannot be shortened. While the layer records, it therefore remembers the state before each call, as far back
+    as the last `crop`: `crop` returns to the latest one that is early enough, and the tokens that are kept beyond it
+    are read again at the next call. Until then they are in `unread`.
     """
 
     is_compileable = False
@@ -87,9 +87,9 @@ class StateLayer(CacheLayerMixin):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back as many tokens as this negative number says; 0 accepts all and forgets what was remembered.
+        """Take back the last −tokens_to_remove tokens; 0 accepts all. All remembered states are then forgotten.
 
-        ValueError for a positive number or more tokens than there are, RuntimeError where nothing early enough was
+        ValueError for a positive number or more tokens than there are, RuntimeError if no early enough state was
         remembered.
         """
         if tokens_to_remove > 0 or -tokens_to_remove > self.seen:

@@ -16,9 +16,8 @@ from perspectron.util.files import read_json
 
 
 def card(opened: Opened, name: str, *, remote: bool = True) -> str:
-    """README.md of an exported run: what it is, what these weights were trained on and for how long, what was measured
-    of them, and how to use it; remote: with the code in the folder. Nothing is in it that the run's files do not
-    say."""
+    """README.md of an exported run: what the model is, what it was trained on and for how long, what was measured, and
+    how to use it. It says only what the run's files say. remote: the folder has the model's code, too."""
     return "\n".join(_lines(opened, name, remote)) + "\n"
 
 
@@ -74,7 +73,7 @@ def _lines(opened: Opened, name: str, remote: bool) -> Iterator[str]:
 
 
 def _whole(run: Path, step: int) -> str:
-    """The loss on all held-out text, as `train` told it at its end; "" where it is that of another step."""
+    """The loss on all held-out text, as `train` wrote it at its end; "" if there is none, or it is of another step."""
     if not (run / HELDOUT).is_file():
         return ""
     found = read_json(run / HELDOUT, CheckpointError)
@@ -85,7 +84,7 @@ def _whole(run: Path, step: int) -> str:
 
 
 def _converted(run: Path, tokens: int) -> Iterator[str]:
-    """Of which model a conversion made this one, and what that cost, if this is its end; nothing where none did."""
+    """A line on the conversion that made this model: its teacher and, if finished, its cost; nothing without one."""
     if not (run / conversions.FILE).is_file():
         return
     notes = read_json(run / conversions.FILE, CheckpointError)
@@ -102,12 +101,12 @@ def _converted(run: Path, tokens: int) -> Iterator[str]:
 
 
 def _text_name(data: str) -> str:
-    """The text without the way to it on the machine that trained."""
+    """The name of a text, without the folders on the machine that trained."""
     return data.rstrip("/").rpartition("/")[2] or "unknown"
 
 
 def _as_written(text: str) -> str:
-    """A text from a run's files as code of a line, in which nothing is Markdown or HTML."""
+    """Text from a run's files, at most 200 characters, as inline code, so that none of it is Markdown or HTML."""
     line = escaped(text)[:200]
     fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
     return f"{fence} {line} {fence}" if "`" in line else f"`{line}`"

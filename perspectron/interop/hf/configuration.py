@@ -10,9 +10,9 @@ from perspectron.util.config import dump, load
 
 
 class PerspectronConfig(PreTrainedConfig):
-    """Config of PerspectronForCausalLM. architecture: a ModelConfig as plain JSON values, but for its vocabulary, which
-    `vocab_size` says, for transformers changes that one when tokens are added. end_of_text: id across which nothing is
-    remembered; None where there is none."""
+    """Config of PerspectronForCausalLM. architecture: a ModelConfig as plain JSON values; its vocabulary size is
+    overridden by `vocab_size`, which transformers changes when tokens are added. end_of_text: id of the token at which
+    the model forgets all before it; None where there is none."""
 
     model_type = "perspectron"
     vocab_size: int = 0

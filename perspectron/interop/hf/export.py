@@ -1,4 +1,4 @@
-"""A run as a folder of transformers. (`perspectron.interop.foreign` reads it back.)"""
+"""Export of a run as a folder of transformers. (`perspectron.interop.foreign` reads it back.)"""
 
 from pathlib import Path
 
@@ -19,10 +19,10 @@ from perspectron.util.version import __version__
 
 
 def export(opened: Opened, out: Path) -> str:
-    """Write a run's model as a new folder that `from_pretrained` reads, with a card of the run's own numbers: as the
-    family that it was imported from, all other files as they came; else, for the reason that is returned, in a class of
-    ours, with code for those who have not installed us. ConfigError for an artifact in few bits, and where `out`
-    exists; StorageError where it cannot be written."""
+    """Write a run's model as a new folder that `from_pretrained` reads, with a card of the run's own numbers. An
+    imported model is written in its family's format, beside its other files unchanged, and "" is returned. If that is
+    not possible, the reason is returned, and the model is written as our class, with code for users without
+    perspectron. ConfigError for an artifact in few bits, and if `out` exists; StorageError if it cannot be written."""
     opened.folder.of_run()
     require(not out.exists(), "hf", str(out), "a new folder")
     with atomic(out) as temporary:
@@ -45,7 +45,7 @@ def export(opened: Opened, out: Path) -> str:
 
 
 def write(model: LanguageModel, tokenizer: Tokenizer, out: Path) -> None:
-    """All but the card, into a folder that exists."""
+    """Write a model as our class, all files but the card and the template, into a folder that exists."""
     special = tokenizer.specials
     first, ends = [*special.start, None][0], sorted(special.stops)
     pad = first if special.pad is None else special.pad

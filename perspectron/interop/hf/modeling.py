@@ -1,4 +1,4 @@
-"""A language model of ours as one of transformers.
+"""Our language models behind the interface of transformers.
 
 Shapes: B batch, T time, D model width, V vocabulary.
 """
@@ -23,7 +23,7 @@ from perspectron.util.terms import Term
 
 
 class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
-    """LanguageModel behind the interface of transformers, as `model`. Weights are drawn from torch's generator."""
+    """A LanguageModel, `model`, behind the interface of transformers. Weights are drawn from torch's generator."""
 
     config_class = PerspectronConfig
     base_model_prefix = "model"
@@ -43,9 +43,9 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Fill what a file did not have, as a model that is built from seed 0 has it; one that was not read from a file
-        is filled as it is built. (transformers would call `_init_weights`, but not for a module whose tensors all stand
-        in its children.)"""
+        """Fill tensors that a file lacked with those of a model built from seed 0; a model that was not read from a
+        file has its weights already. (transformers would call `_init_weights`, but not for a module whose tensors are
+        all in its children.)"""
         if self._drawn:
             return
         missing = {
@@ -63,7 +63,7 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Take these rows, perhaps of another number, as when tokens are added."""
+        """Replace the embedding. The number of rows may change, as when tokens are added."""
         assert isinstance(value, nn.Embedding)
         with torch.device("meta"):
             rows = TokenEmbedding(value.num_embeddings, value.embedding_dim)
@@ -72,12 +72,12 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.config = replace(self.model.config, vocab_size=value.num_embeddings)
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The matrix before the logits, if it is not the embedding."""
+        """The module whose matrix gives the logits; None if that is the embedding."""
         head = getattr(self.model, "lm_head", None)
         return getattr(head, "out_proj", head)
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Take this matrix, perhaps with another number of rows."""
+        """Replace the output matrix. The number of rows may change."""
         assert isinstance(new_embeddings, nn.Linear)
         if isinstance(self.model.lm_head, LinearHead):
             V, D = new_embeddings.weight.shape
@@ -104,7 +104,7 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any
     ) -> None:
-        """A StateCache unless one is given or none is wanted. ValueError for a cache of another kind by name."""
+        """Add a StateCache unless one is given or none is wanted. ValueError for a cache of another kind by name."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             raise ValueError(
@@ -119,7 +119,7 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
             if generation_config.is_assistant:
                 model_kwargs["cache"].activate_past_recording()
 
-    # Until 5.40, as their own models do.
+    # transformers' own models accept the old name until 5.40, too.
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # type: ignore[untyped-decorator]
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -189,7 +189,7 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
     def _loss(
         self, logits_BTV: Tensor, labels: Tensor, now: Inputs, aux: dict[str, Term], more: dict[str, Any]
     ) -> Tensor:
-        """transformers' cross entropy; in training also the model's own terms."""
+        """transformers' cross entropy; in training the model's own loss terms are added."""
         loss: Tensor = self.loss_function(logits_BTV, labels, self.config.vocab_size, **more)
         if not self.training:
             return loss
@@ -197,7 +197,7 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
         return loss + _share(labels, more.get("num_items_in_batch")) * _penalty(aux)
 
     def _inputs(self, tokens: Tensor, mask: Tensor | None, layer: StateLayer | None) -> Inputs:
-        """The input for the model: documents begin at a separator, but not where nothing was read before."""
+        """The model's input. A document begins at each separator, except at the very first token that is read."""
         (B, T), pad_BT, reset_BT = tokens.shape[:2], None, None
         if mask is not None:
             if mask.ndim != 2 or mask.shape[0] != B or mask.shape[1] < T:
@@ -216,7 +216,7 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
         return Inputs(tokens, reset_BT, pad_BT)
 
     def _joined(self, first: Inputs, second: Inputs) -> Inputs:
-        """One after the other; as embeddings if either is."""
+        """Two inputs joined along time; as embeddings if either is."""
         a, b = first.tokens, second.tokens
         if a.is_floating_point() != b.is_floating_point():
             a, b = (x if x.is_floating_point() else self.model.embedding(x) for x in (a, b))
@@ -237,7 +237,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _refuse(more: dict[str, Any], pad_BT: Tensor | None) -> None:
-    """ValueError for what would otherwise be ignored in silence: positions by which several texts share a row."""
+    """ValueError for what would otherwise be ignored in silence: positions that restart where texts share a row."""
     if (at_BT := more.get("position_ids")) is not None:
         odd_BT = at_BT.diff(dim=-1) != 1
         if pad_BT is not None:
@@ -251,8 +251,8 @@ def _penalty(aux: dict[str, Term]) -> Tensor | float:
 
 
 def _share(labels: Tensor, items: Tensor | int | None) -> Tensor | float:
-    """Weight of this batch's terms: its share of the targets over which Trainer accumulates gradients, if it says
-    how many those are."""
+    """Weight of this batch's own terms: its share of the targets over which Trainer accumulates gradients, or 1 if
+    Trainer does not say how many those are."""
     return 1.0 if items is None else (labels[:, 1:] != -100).sum() / items
 
 

@@ -1,6 +1,6 @@
-"""The code of a model as files beside its weights, for `trust_remote_code`: what our model imports, each module as one
-file, its imports of other modules of ours made relative. It needs torch, numpy, safetensors and xxhash, not us.
-Designs are not looked for there: the registry's place is taken by one of the parts that the model has."""
+"""A model's code as files beside its weights, for `trust_remote_code`: one file for each module that our model imports,
+with imports of our other modules made relative. It needs torch, numpy, safetensors and xxhash, not perspectron. A table
+of the parts that the model has replaces the registry, so no designs are looked for."""
 
 import ast
 from pathlib import Path
@@ -104,8 +104,8 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 
 def _relative(module: str, names: list[ast.alias]) -> tuple[list[str], list[str]]:
-    """The lines in the place of `from module import names`, and the modules they name. transformers follows only
-    imports of the form `from .module import name`, so a module hands itself over by a name of its own."""
+    """The lines that replace `from module import names`, and the modules they need. transformers follows only imports
+    of the form `from .module import name`, so each module exports itself under the name THIS_MODULE."""
     lines, needs, plain = [], [], []
     for name in names:
         part = f"{module}.{name.name}"

@@ -9,8 +9,8 @@ from perspectron.data.tokenizer import Tokenizer
 
 
 def fast_tokenizer(tokenizer: Tokenizer, *, max_length: int | None = None) -> PreTrainedTokenizerFast:
-    """The same ids, with the tokenizer's prefix before every text, as in training. It pads on the left. Of a tokenizer
-    of ours the separator's spelling inside a text stays text. max_length: of a model with learned positions."""
+    """A fast tokenizer with the same ids, which puts the prefix before every text, as in training, and pads on the
+    left. For ours, the separator's spelling inside a text stays text. max_length: of a model with learned positions."""
     inner, special = tokenizers.Tokenizer.from_str(tokenizer.to_str()), tokenizer.specials
     named = {"bos": special.prefix[:1], "eos": (special.end,), "pad": (special.pad,)}
     if tuple(inner.encode("a").ids[: len(special.prefix)]) != special.prefix:

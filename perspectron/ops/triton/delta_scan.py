@@ -18,8 +18,8 @@ from perspectron.ops.triton.scan import obstacle as general_obstacle
 
 
 def obstacle(*tensors: Tensor) -> str | None:
-    """The reason why the kernels cannot run on these, of which the first are queries, and what would work; None if they
-    can."""
+    """The reason why the kernels cannot run on these tensors, the first of which is the queries, and what would work;
+    None if they can."""
     if (why := general_obstacle(1, *tensors)) is not None:
         return why
     from perspectron.ops.triton.kernels.delta import WIDEST
@@ -30,16 +30,16 @@ def obstacle(*tensors: Tensor) -> str | None:
 
 
 def wanted(backend: str, *tensors: Tensor) -> bool:
-    """True if the kernels are to run on these, of which the first are queries. BackendError as `chosen`."""
+    """True if the kernels are to run on these, the first of which is the queries. BackendError as `chosen`."""
     return chosen(backend, "the delta rules", tensors[0].device, lambda: obstacle(*tensors))
 
 
 def run(
     q: Tensor, e: Tensor, w: Tensor, k: Tensor | None, v: Tensor, gate: Tensor, state: Tensor, scale: float, sign: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(outputs [B,H,T,V], the last state); writes into the state where gradients are off. With k, u reads first and is
-    written by w. q counts `scale` times, e `sign` times."""
-    beside = q.stride(1) < q.stride(2)  # the heads of a token, as mixers have them
+    """(outputs [B,H,T,V], the last state); writes into the state where gradients are off. With k, u is read before the
+    decay, and written by w. q is multiplied by `scale`, e by `sign`."""
+    beside = q.stride(1) < q.stride(2)  # a token's heads are side by side, as mixers make them
     gate = gate if k is None else gate.expand_as(q)
     rows = [x.transpose(1, 2) if beside else x for x in (q, e, w, w if k is None else k, v, gate)]
     tensors = [x.contiguous() for x in rows]
@@ -49,14 +49,14 @@ def run(
         o, last = _Scan.apply(fixed, *tensors, flat)
         return o.transpose(1, 2) if beside else o, last.view(state.shape)
     o = _forward(fixed, tensors, flat, flat)
-    if not flat.is_inference():  # autograd must see that what it saved is no more
+    if not flat.is_inference():  # autograd must see that a tensor it may have saved was overwritten
         torch.autograd.graph.increment_version(flat)
     return o.transpose(1, 2) if beside else o, _written(flat.view(state.shape), state)
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """The choice of an order, the heads side by side, and the factors of q and e."""
+    """first: read before the decay. heads: number of heads side by side, or 1. scale, sign: factors of q and e."""
 
     first: bool
     heads: int
@@ -65,7 +65,7 @@ class Fixed:
 
 
 class _Scan(torch.autograd.Function):
-    """The kernels with their gradients; keeps the inputs alone."""
+    """The kernels with their gradients; keeps only the inputs."""
 
     @staticmethod
     def forward(ctx: Any, fixed: Fixed, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ class _Call:
     def prepared(
         self, q: Tensor, e: Tensor, w: Tensor, k: Tensor, v: Tensor, gate: Tensor
     ) -> dict[str, Tensor]:
-        """The outputs of `prepare`, by its names and in its order; one that the order has no use for is another's."""
+        """The outputs of `prepare`, by its names and in its order; one that is not used stands for another."""
         from perspectron.ops.triton.kernels import delta
 
         M, K, first = self.M, self.K, self.fixed.first
@@ -126,7 +126,7 @@ class _Call:
     def walk(
         self, made: dict[str, Tensor], v: Tensor, first: Tensor, o: Tensor, last: Tensor, border: Tensor | None
     ) -> None:  # fmt: skip
-        """The chunks, one after the other; with borders, the states there and the whole U."""
+        """Go through the chunks in order; with borders, write the state before each and the whole U, and no outputs."""
         from perspectron.ops.triton.kernels import delta
 
         delta.forward[self.walkers](

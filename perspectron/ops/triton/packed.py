@@ -13,12 +13,12 @@ from perspectron.ops.triton import scan
 from perspectron.util.errors import BackendError
 
 Tokens = tuple[Tensor, Tensor, Tensor]
-"""Rounded ones: whole numbers [T,S], their step [T], and their sums [T,G]."""
+"""Tokens rounded to 8 bits: whole numbers [T,S], their steps [T], and the sums of their groups [T,G]."""
 
 
 def wanted(backend: str, x_TK: Tensor, *matrices: Packed) -> bool:
     """True if the kernels are to run, by the rules of `scan.chosen`; there are none for tiles. BackendError as there,
-    or matrices elsewhere."""
+    or for matrices on another device."""
     tiled = next((matrix.format for matrix in matrices if matrix.format in tiles.FORMATS), None)
     why = None if tiled is None else f"has no kernels for {tiled}"
     if not scan.chosen(backend, "packed matrices", x_TK.device, lambda: why or scan.obstacle(1, x_TK)):
@@ -40,7 +40,7 @@ def swiglu(x_TD: Tensor, gate: Packed, up: Packed, down: Packed) -> Tensor:
 
 
 def _rounded(x_TK: Tensor, S: int, up_TK: Tensor | None = None) -> Tokens:
-    """The tokens of 8 bits; with `up`, those of SiLU(x) ⊙ up."""
+    """The tokens rounded to 8 bits; with `up`, those of SiLU(x) ⊙ up."""
     from perspectron.ops.triton.kernels import packed as kernels
 
     x_TK, (T, K), G = x_TK.contiguous(), x_TK.shape, -(-S // GROUP)

@@ -56,7 +56,7 @@ def path(now: dict[str, str]) -> Path:
 
 
 def write(now: dict[str, str], rows: list[dict[str, Any]], holds: bool) -> Path:
-    """Keep what a selftest found; the file. StorageError: it cannot be written."""
+    """Write the results of a selftest, and return the file. StorageError: it cannot be written."""
     file = path(now)
     write_json(file, {"conditions": now, "holds": holds, "rows": rows})
     return file

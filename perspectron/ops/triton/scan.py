@@ -23,7 +23,7 @@ SEGMENT = 4096  # tokens whose states are held at once where no gradients are wa
 
 
 def obstacle(columns: int, *tensors: Tensor) -> str | None:
-    """The reason why the kernels cannot run on these, with so many columns, and what would work; None if they can."""
+    """Why the kernels cannot run on these, with a state of `columns` columns, and what would work; None if they can."""
     if dispatch.under_tracing(*(x.detach() for x in tensors)):
         return "not under a compiler, a trace or a functional transform; use backend='torch'"
     if forward_ad._current_level >= 0:
@@ -46,7 +46,7 @@ def obstacle(columns: int, *tensors: Tensor) -> str | None:
 
 
 def wanted(backend: str, columns: int, *tensors: Tensor) -> bool:
-    """True if the kernels are to run on these, with so many columns of a state. BackendError as `chosen`."""
+    """True if the kernels are to run on these, with a state of `columns` columns. BackendError as `chosen`."""
     return chosen(backend, "PDR, GLA and SSD", tensors[0].device, lambda: obstacle(columns, *tensors))
 
 
@@ -93,7 +93,7 @@ def gla(
 
 
 def _written(result: Tensor, state: Tensor) -> Tensor:
-    """The state, which holds the result."""
+    """The state, into which the result is copied unless it is there already."""
     return state if result.data_ptr() == state.data_ptr() else state.copy_(result)
 
 
@@ -105,7 +105,7 @@ def _run(
         o, last = _Scan.apply(columns, x, w, gate, reader, state)
         return o, last
     o, _ = _forward(columns, x, w, gate, reader, state, state, keep=False)
-    if not state.is_inference():  # autograd must see that what it saved is no more
+    if not state.is_inference():  # autograd must see that a tensor it may have saved was overwritten
         torch.autograd.graph.increment_version(state)
     return o, _written(state, state_NDR)
 
@@ -186,7 +186,7 @@ def _states(
     back: bool, wide: bool, x: Tensor, w: Tensor, gate: Tensor, first: Tensor, last: Tensor, borders: Tensor,
     start: int, chunks: int,
 ) -> None:  # fmt: skip
-    """Write the states before so many chunks or, back, the adjoints after them, and the last one."""
+    """Write the states before `chunks` chunks from `start` on or, back, the adjoints after them, and the last one."""
     from perspectron.ops.triton.kernels import blocks
 
     (N, T, D), R = x.shape, w.shape[2]
@@ -202,7 +202,7 @@ def _chunks(
     kind: str, grad: bool, read: bool, wide: bool, x: Tensor, w: Tensor, gate: Tensor, r: Tensor, c: Tensor,
     borders: Tensor, after: Tensor, outputs: tuple[Tensor, ...], span: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Run a kernel on the chunks of a span, their first and how many: it writes the outputs."""
+    """Run the kernel `kind`, which writes the outputs, on the chunks of a span: the first, and their number."""
     from perspectron.ops.triton.kernels import blocks
 
     (N, T, D), R = x.shape, w.shape[2]
@@ -217,8 +217,8 @@ def _chunks(
 
 
 def _prepared(x: Tensor, gate: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x to the end of its block of 16 tokens, the products of their gates, r from the start, and the products of tokens
-    and readers [p,N,T,16]; the last two only if r is given."""
+    """x times the gates to the end of its block of 16 tokens, the product of each block's gates, r times the gates from
+    the start, and the products of tokens and readers [p,N,T,16]; the last two only if r is given."""
     from perspectron.ops.triton.kernels import rows
 
     N, T, D = x.shape
@@ -232,7 +232,7 @@ def _prepared(x: Tensor, gate: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def _inner(grad: bool, read: bool, x: Tensor, *given: Tensor) -> None:
-    """Run the kernel on the blocks of 16 tokens."""
+    """Run `rows.inner` on the blocks of 16 tokens."""
     from perspectron.ops.triton.kernels import rows
 
     N, T, D = x.shape
@@ -255,7 +255,7 @@ def _backward(
         _states(True, wide, faded, c, P, dlast, dfirst, after, 0, chunks)
         dw, dreader, dgate = torch.empty_like(w), torch.empty_like(reader), torch.empty_like(gate)
         given, dr = (wide, X, w, P, faded, c, borders, after), torch.empty_like(x) if columns else dreader
-        if wide:  # what is between the two kernels stands where the gradients will
+        if wide:  # the results of the first kernel stand where the gradients will
             pairs = x.new_empty(N, T, 16)
             _chunks("rows", True, True, *given, (dx, dgate, dr, pairs), (0, chunks))
             _inner(True, not columns, x, gate, r, dr, dx, dgate, pairs, dx, dgate, dr)

@@ -31,7 +31,7 @@ ADAPTED: dict[type[Any], type[Any]] = {PDRState: AdaptedState, PDR2State: Adapte
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """A new adapter. rank: of its matrices, r. layers: blocks that it adapts; none is every PDR block. seed: of A."""
+    """A new adapter. rank: r, of its matrices. layers: blocks to adapt; none is every PDR block. seed: of A."""
 
     rank: int = 4
     layers: tuple[int, ...] = ()
@@ -72,11 +72,10 @@ def gates(model: LanguageModel) -> dict[int, nn.Linear]:
 
 
 class Adapter:
-    """Weights, moments and counters of one conversation's adapter; of its traces, those that were saved with it.
+    """Weights, moments, counters and saved traces of one conversation's adapter.
 
     up, first, second: B and Adam's moments [D,r], by block. trace: [r,D,R], by block; empty where there is none.
-    ConfigError: the model has no gates to adapt, or
-    not in `layers`.
+    ConfigError: the model has no gates to adapt, or not in `layers`.
     """
 
     def __init__(self, model: LanguageModel, config: AdapterConfig = AdapterConfig()) -> None:
@@ -94,16 +93,16 @@ class Adapter:
 
     @property
     def size(self) -> int:
-        """Numbers that learn."""
+        """The number of weights that learn."""
         return sum(up.numel() for up in self.up.values())
 
     def to(self, device: torch.device) -> None:
-        """Move what learns there."""
+        """Move the adapter to a device."""
         for parts in (self.up, self.down, self.first, self.second, self.trace):
             parts.update({i: part.to(device) for i, part in parts.items()})
 
     def attach(self, state: LMState, *, traces: bool = False) -> LMState:
-        """The state, every row of it under this adapter. traces: keep them, from those saved or from none."""
+        """The state with this adapter in every row. traces: keep traces, starting from the saved ones, or from 0."""
         layers = list(state.layers)
         for i, up in self.up.items():
             own = _bare(of_mixer(layers[i]))
@@ -118,7 +117,7 @@ class Adapter:
         return replace(state, layers=tuple(layers))
 
     def detach(self, state: LMState) -> LMState:
-        """The state as the model alone has it. The traces of its first row are kept here."""
+        """The state without the adapter, which keeps the traces of the first row."""
         layers = list(state.layers)
         for i, layer in enumerate(layers):
             if isinstance(own := of_mixer(layer), Adapted):
@@ -187,7 +186,7 @@ class Adapter:
 
 
 def merge(model: LanguageModel, adapter: Adapter) -> LanguageModel:
-    """A model of its own with W_p + B A in the place of W_p. StateError: an adapter of another model."""
+    """A copy of the model with W_p + B A in place of W_p. StateError: the adapter is of another model."""
     if adapter.base != model.fingerprint():
         raise StateError(f"merge: the adapter is of model {adapter.base[:12]}; use the one it was learned on")
     merged = copy.deepcopy(model)
@@ -207,7 +206,7 @@ def _bare(own: Any) -> Any:
 
 
 def _down(seed: int, layer: int, rank: int, gate: nn.Linear) -> Tensor:
-    """A [r,D] of a layer, N(0, 1/D)."""
+    """The matrix A [r,D] of a layer, drawn from N(0, 1/D)."""
     width = gate.in_features
     down = torch.empty(rank, width, dtype=torch.float64)
     return down.normal_(0, width**-0.5, generator=stream(seed, "adapter", layer)).to(gate.weight.dtype)

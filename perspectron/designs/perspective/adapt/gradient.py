@@ -24,9 +24,9 @@ Weights = dict[int, Tensor]
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens that were read one after the other, with the target of the last. state: before them. fresh: nothing was
-    read before, so that a document which begins at the first of them resets nothing. reset: the id across which nothing
-    is remembered."""
+    """Consecutive tokens, with the target of the last. state: before them. fresh: nothing was read before, so a
+    document that begins at the first of them resets nothing. reset: the id of the token at which the model forgets all
+    before it."""
 
     ids: Sequence[int]
     state: LMState
@@ -57,8 +57,8 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 
 
 def with_weights(state: LMState, up: Weights, *, rows: int = 1, traces: bool = True) -> LMState:
-    """The state with these weights, [D,r] or a row each [B,D,r]. rows: so many copies of its only row. traces: False
-    leaves them out, and their memory."""
+    """The state with these weights, [D,r], or [B,D,r] for one in each row. rows: number of copies of its only row.
+    traces: False leaves out traces, and their memory."""
     state = state if rows == 1 else state.select([0] * rows)
     layers = list(state.layers)
     for i, weight in up.items():

@@ -1,4 +1,4 @@
-"""Rows that are drawn from under an adapter."""
+"""Decoding with an adapter for each row."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from perspectron.model.state import LMState
 
 
 class Adapting(Hook):
-    """An adapter of its own for each row. path: where it begins from, if not anew. learns: it learns from the row's
-    prompt, which it reads. saves: its traces are carried along, to be saved with it."""
+    """Hook that gives each row an adapter of its own. path: a saved adapter to start from; None: a new one. learns: the
+    adapter reads the row's prompt and learns from it. saves: traces are carried along, to be saved with it."""
 
     name = "adapter"
     shares_prefixes = False
@@ -23,7 +23,7 @@ class Adapting(Hook):
     def __init__(self, model: LanguageModel, path: Path | None, *, learns: bool, saves: bool) -> None:
         self.model, self.path, self.learns, self.saves = model, path, learns, saves
         self.adapter: Adapter | None = None
-        """That of the row that began last."""
+        """The adapter of the row that began last."""
 
     def begin(self, row: Row) -> "_Adapted":
         special, talk = row.vocabulary.specials, None
@@ -48,7 +48,7 @@ class Adapting(Hook):
 
 
 class _Adapted(Hook):
-    """An adapter as it follows a row."""
+    """The hook of one row, with its adapter."""
 
     name, shares_prefixes = Adapting.name, Adapting.shares_prefixes
 
@@ -56,5 +56,5 @@ class _Adapted(Hook):
         self.adapter = adapter
 
     def end(self, state: LMState) -> LMState:
-        """The state as the model alone has it; its traces are kept in the adapter."""
+        """The state without the adapter, which keeps its traces."""
         return self.adapter.detach(state)

@@ -41,13 +41,12 @@ PATIENCE = 3  # rollbacks in a row, after which nothing is learned until the nex
 
 @dataclass(frozen=True)
 class AdaptConfig:
-    """How it learns. estimator: of the gradient. "trace" goes through all tokens before, by traces that are carried
-    along; "jvp" takes `directions` of a random subspace of `subspace` numbers, in forward mode; "backprop" goes back
-    through `window` tokens. every: tokens for each update, which are read at once. lr: of Adam. pull: of the weights
-    towards 0, in terms of lr. clip: norm of a gradient at most. guard: turns to update between two comparisons with the
-    model without the adapter; 0 is never. window: tokens of backprop. directions: of jvp. subspace: numbers of jvp.
-    seconds: after so many nothing is learned any more.
-    """
+    """How the adapter learns. estimator: of the gradient. "trace" goes back through all tokens before, by traces that
+    are carried along; "jvp" takes `directions` of a random subspace of `subspace` numbers, in forward mode; "backprop"
+    goes back through `window` tokens. every: tokens for each update, which are read at once. lr: of Adam. pull: of the
+    weights towards 0, in terms of lr. clip: greatest norm of a gradient. guard: update turns between two comparisons
+    with the model without the adapter; 0 is never. window: tokens of backprop. directions: of jvp. subspace: numbers of
+    jvp. seconds: time for learning, after which nothing more is learned."""
 
     estimator: Literal["trace", "jvp", "backprop"] = "trace"
     every: int = 2 * CHUNK
@@ -75,7 +74,7 @@ class AdaptConfig:
 
     @classmethod
     def of_text(cls, tokens: int) -> Self:
-        """The config for a text of so many tokens, from which something is learned even if they are few."""
+        """The config for a text of `tokens` tokens, from which something is learned even if they are few."""
         every = max(1, min(cls.every, tokens))
         return cls(every=every, lr=RATE * every)
 
@@ -95,8 +94,8 @@ class Report:
 class Learner:
     """Reads a text and adapts the gates to it.
 
-    Begins a document, or goes on after a conversation of one row, which is used up. The adapter is the caller's and
-    changes; the model's own weights are told that they need no gradient. ConfigError: a model that has no gates to
+    It begins a document, or continues a copy of a conversation of one row. The caller's adapter is changed in place;
+    the model's own weights are set to need no gradient. ConfigError: a model that has no gates to
     adapt, or renormalises its memory, which traces do not follow.
     """
 
@@ -139,7 +138,7 @@ class Learner:
         self.accepted = self._weights()
 
     def conversation(self, *, traces: bool = False) -> Conversation:
-        """A copy of the conversation, under the adapter. traces: they are carried along, which takes r products."""
+        """A copy of the conversation, under the adapter. traces: carry them along, which costs r products."""
         return replace(self.talk, state=with_weights(self.state, self.adapter.up, traces=traces)).fork()
 
     def read(self, ids: Sequence[int]) -> Report:
@@ -210,7 +209,7 @@ class Learner:
             self.past.popleft()
 
     def _newest(self, tokens: int) -> list[tuple[Piece, Tensor]]:
-        """The pieces of the newest tokens, of so many or a few more, or all there are."""
+        """The newest pieces, with at least `tokens` tokens together if there are as many."""
         found = list[tuple[Piece, Tensor]]()
         for piece, nats_T in reversed(self.past):
             if sum(len(nats_T) for _, nats_T in found) >= tokens:
@@ -219,8 +218,8 @@ class Learner:
         return found
 
     def _update(self, finite: bool) -> None:
-        """A step of Adam with the mean gradient; none where something is not finite, or the weights were worse than
-        none."""
+        """Take a step of Adam with the mean gradient, unless something is not finite, or the weights did worse than no
+        adapter."""
         adapter, config, counters = self.adapter, self.config, self.adapter.counters
         self.turns += 1
         if config.guard and self.turns % config.guard == 0 and not self._stands():
@@ -246,8 +245,8 @@ class Learner:
             setattr(adapter, name, dict(zip(adapter.up, part, strict=True)))
 
     def _stands(self) -> bool:
-        """True if the weights are accepted. False where the newest tokens, as they were scored under them, lost more
-        than the model without the adapter loses from the same state: the last accepted weights are back."""
+        """True if the weights are accepted. If the newest tokens, as they were scored under the weights, lost more than
+        the model without the adapter loses from the same state, restore the last accepted weights and give False."""
         adapter, newest = self.adapter, self._newest(GUARDED)
         if sum(len(nats_T) for _, nats_T in newest) < 2:  # too few to tell
             return True

@@ -26,8 +26,8 @@ EDGE = 0.999 * OFFSET  # of a cell, from its centre: positions never leave their
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """pairs: of trials ±ε. sigma: of ε, in cells. reach: the farthest that a position moves in a step, in cells. pull:
-    back to where it began, in terms of the step. window: tokens to judge by, and as many fresh ones to accept by."""
+    """pairs: of trials ±ε. sigma: deviation of ε, in cells. reach: most that a position moves in a step, in cells.
+    pull: back to the start, in terms of the step. window: tokens to judge by, and as many fresh to accept by."""
 
     pairs: int = 8
     sigma: float = 0.25
@@ -44,8 +44,8 @@ class SearchConfig:
 
 @dataclass(frozen=True)
 class Step:
-    """One step. block: whose positions. ties: share of trials that lost as much as another one did; many of them say
-    that sigma is too small. before, after: mean nats of the fresh tokens. accepted: whether the positions moved."""
+    """One step. block: whose positions were searched. ties: share of trials that lost as much as another one did; many
+    mean that sigma is too small. before, after: mean nats of the fresh tokens. accepted: whether positions moved."""
 
     block: int
     ties: float
@@ -61,8 +61,8 @@ def moved(
     config: SearchConfig,
     generator: torch.Generator,
 ) -> tuple[Tensor, float]:
-    """Positions after a step down the loss, as ranks of antithetic trials estimate it, and the share of ties. In cells,
-    from the centres of cells; all trials that are alike move nothing."""
+    """Positions after a step down the loss, estimated from the ranks of antithetic trials, and the share of ties.
+    Positions are in cells, from the centres of cells; if all trials are alike, nothing moves."""
     noise = torch.randn(config.pairs, *place.shape, generator=generator, dtype=place.dtype)
     noise = torch.cat([noise, -noise])
     trials = (place + config.sigma * noise).clamp(-EDGE, EDGE)

@@ -1,1 +1,1 @@
-"""Commands."""
+"""Commands of Perspective."""

@@ -42,7 +42,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Condition:
-    """One of the four. holds: None where nothing here decides it."""
+    """One of the four conditions. holds: None where nothing here decides it."""
 
     name: str
     bound: str
@@ -90,7 +90,7 @@ def verdict(conditions: Sequence[Condition]) -> str:
 
 
 def read(opened: Opened) -> Run:
-    """ConfigError for what is no run of a training, or has not been measured."""
+    """The numbers of a run. ConfigError: it is not a run of a training, or has not been measured."""
     path, config = opened.folder.path, opened.folder.run
     require(config is not None, "runs", str(path), "the folder of a run, not an artifact")
     assert config is not None

@@ -93,8 +93,8 @@ def _read(source: str, tokenizer: Tokenizer, limit: int) -> _Text:
 
 
 def _picture(routes: list[Routes], measures: list[Measures], runs: dict[str, tuple[int, int]]) -> str:
-    """Tori of all layers with the load of their experts and the ways of queries: of `runs`, the tokens of row 0 by
-    name."""
+    """A picture of all layers' tori with the load of experts, and the paths of queries. runs: [start, stop) of the
+    tokens in row 0, by name."""
     panels = []
     for layer, measured in zip(routes, measures, strict=True):
         title = f"layer {layer.layer}, Gini {measured.gini:.2f}"
@@ -109,7 +109,7 @@ def _picture(routes: list[Routes], measures: list[Measures], runs: dict[str, tup
 def _report(
     model: LanguageModel, texts: list[_Text], routes: list[Routes], path: int
 ) -> tuple[dict[str, Any], list[Measures], dict[str, tuple[int, int]]]:
-    """Report of all the numbers, each layer's measures, and the [start, stop) of the tokens whose way is drawn."""
+    """Report of all the numbers, each layer's measures, and the [start, stop) of the tokens whose path is drawn."""
     reset_BT = torch.tensor([[t == 0 for text in texts for t in range(len(text.ids))]])
     counted, runs = dict[str, Tensor](), dict[str, tuple[int, int]]()
     for start, text in zip(reset_BT[0].nonzero()[:, 0].tolist(), texts, strict=True):

@@ -1,1 +1,1 @@
-"""Suites."""
+"""Suites of Perspective."""

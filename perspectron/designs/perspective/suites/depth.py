@@ -28,7 +28,7 @@ from perspectron.util.hooks import hooked
 from perspectron.util.stats import Floats
 from perspectron.util.streams import stream
 
-BINS = 8  # of a decay, of equally many tokens
+BINS = 8  # of a decay, with equally many tokens each
 RIDGE = 1e-2
 PAIRS, CONTEXT, CHANGED = 64, 32, 16  # windows of so many tokens, of which one is changed
 
@@ -37,7 +37,7 @@ Labels = dict[str, NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class Options:
-    """tokens: of held-out source, at most. longest: tokens read of a file, from its beginning."""
+    """tokens: most tokens of held-out source. longest: most tokens read from the beginning of a file."""
 
     tokens: int = 20_000
     longest: int = 1024
@@ -54,7 +54,7 @@ class Source(NamedTuple):
 
 
 def layers_of(model: LanguageModel) -> dict[int, torch.nn.Module]:
-    """The layers with a decay for each row, by their number: what gives its logit. ConfigError without one."""
+    """The modules that give logits of decays for each row, by number of the layer. ConfigError: there are none."""
     found = gates_of(model)
     require(len(found) > 0, "model", model.config.name, "one with PDR layers, such as perspective")
     return found
@@ -170,7 +170,7 @@ def _joined(each: list[Labels]) -> Labels:
 
 
 def _exchanged(sources: list[Source], seed: int) -> list[Labels]:
-    """Labels of another file for each file, as often as it takes."""
+    """For each file, the labels of another, repeated to its length."""
     order = torch.randperm(len(sources), generator=stream(seed, "files")).tolist()
     other = dict(zip(order, order[1:] + order[:1], strict=True))
     return [

@@ -1,4 +1,4 @@
-"""The detection of wrong tokens: measures of an uncertainty that should tell them, and a probe fitted to tell them.
+"""Detection of wrong tokens: how well measures of uncertainty tell them, and a probe fitted to tell them.
 
 Shapes: N tokens, D model width.
 """
@@ -53,7 +53,7 @@ def paired(one_N: Floats, other_N: Floats, wrong_N: Floats, window_N: Any, seed:
 
 
 def fitted_probe(hidden_ND: Tensor, wrong_N: Floats) -> Tensor:
-    """The unit normal [D] of what the head reads, from right tokens to wrong ones. DataError: there are not both."""
+    """The unit normal [D] in the head's input, from right tokens to wrong ones. DataError: there are not both."""
     wrong = torch.from_numpy(wrong_N > 0)
     if not 0 < int(wrong.sum()) < len(wrong):
         raise DataError(

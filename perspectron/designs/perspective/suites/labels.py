@@ -62,7 +62,7 @@ def labels(text: str) -> dict[str, Bytes] | None:
 
 
 class _Places:
-    """Byte places of lines and columns."""
+    """Byte offsets of lines and columns in a text."""
 
     def __init__(self, text: str) -> None:
         self._lines = list(io.StringIO(text)) or [""]

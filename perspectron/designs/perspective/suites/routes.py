@@ -27,8 +27,7 @@ class Routes(NamedTuple):
     """Experts [B,T] that one routed layer chose, and where the queries fell [B,T,A], in [0, 1). A switch has no
     queries: the centres of the experts stand in for them, and hops are on the lattice of their ids. guess: the experts
     that this layer's router takes for the input of the routed layer before it; the first layer's are its own choices.
-    further: the same of the routed layer two before it, where there is one.
-    """
+    further: the same for the input of the routed layer two before, where there is one."""
 
     layer: int
     router: str
@@ -137,7 +136,7 @@ def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) 
 
 
 def of_document(model: LanguageModel, ids: Sequence[int], prefix: Sequence[int]) -> list[Routes]:
-    """Routes of a document's own tokens, in one row, after what the tokenizer puts before them."""
+    """Routes of a document's own tokens, in one row, without the prefix that the tokenizer puts before them."""
     n = len(prefix)
     return [
         layer._replace(

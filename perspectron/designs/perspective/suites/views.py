@@ -35,10 +35,9 @@ BANDS = 4
 
 @dataclass(frozen=True)
 class Options:
-    """tokens: of the held-out text, in windows as in training, from all over it. from_layer: as in decoding. other:
+    """tokens: held-out tokens, in windows as in training, from all over the text. from_layer: as in decoding. other:
     folder of a run trained by itself on the same text, whose disagreement is the ceiling. surrogate: for models without
-    experts. target_flag: share of the
-    triggered tokens above the threshold."""
+    experts. target_flag: share of the triggered tokens above the threshold."""
 
     tokens: int = 8192
     from_layer: int = 0
@@ -53,10 +52,10 @@ class Options:
 
 @dataclass
 class Columns:
-    """Measurements at N tokens. p: probabilities [N] of the target, of the base and of the mixture. wrong: the base's
-    likeliest token is not the target. hidden: what the head reads of the base [N,D]. votes: likeliest token of each
+    """Measurements at N tokens. target: their ids. top: greatest probability of the base [N]. wrong: the base's
+    likeliest token is not the target. hidden: the head's input, of the base [N,D]. votes: likeliest token of each
     perspective [N,P]. scores: uncertainties [N] by name. log_base, log_mixture: [N,V], float32. window: the number of
-    each token's."""
+    each token's window."""
 
     target: Tensor
     top: Floats
@@ -94,7 +93,7 @@ def collect(subject: Subject, config: PerspectivesConfig, tokens: int) -> Column
 def all_views(
     looked: Perspectives, ids_BT: Tensor, reset_BT: Tensor | None, real_BT: Tensor, V: int
 ) -> tuple[Tensor, Tensor]:
-    """Logits [P,N,V] at the real tokens of a batch, from an empty state, and what the head reads of the base [N,D]."""
+    """Logits [P,N,V] at the real tokens of a batch, from an empty state, and the head's input of the base [N,D]."""
     model, (B, T), config = looked.model, ids_BT.shape, looked.config
     ids_BT = ids_BT.to(model.device)
     reset_BT = None if reset_BT is None else reset_BT.to(model.device)
@@ -186,7 +185,7 @@ def fit(
     target_trigger: float | None = None,
     target_probe: float | None = None,
 ) -> tuple[PerspectivesConfig, dict[str, Any]]:
-    """`calibrate` of what was read."""
+    """`calibrate` on columns that were read."""
     require(0 < target_flag < 1, "target_flag", target_flag, "in (0, 1)")
     if target_trigger is not None:
         require(0 <= target_trigger < 1, "target_trigger", target_trigger, "in [0, 1)")
@@ -225,7 +224,7 @@ def probed(
     found: Columns, config: PerspectivesConfig, share: float
 ) -> tuple[PerspectivesConfig, dict[str, float]]:
     """The config with a probe fitted on the first half, which asks at a share of the second; and on the second, how
-    well it and the entropy tell what is wrong."""
+    well the probe and the entropy tell what is wrong."""
     require(0 < share < 1, "target_probe", share, "in (0, 1)")
     half = len(found.wrong) // 2
     normal_D = fitted_probe(found.hidden[:half], found.wrong[:half])
@@ -236,13 +235,13 @@ def probed(
 
 
 def unsure(found: Columns, config: PerspectivesConfig) -> Any:
-    """True [N] where the perspectives are asked."""
+    """True [N] where the perspectives would be asked."""
     top_N, entropy_N = (torch.from_numpy(column) for column in (found.top, found.scores["entropy"]))
     return config.unsure(top_N, entropy_N, found.hidden).numpy()
 
 
 def errors(found: Columns, config: PerspectivesConfig, of: slice, seed: int = 0) -> dict[str, dict[str, Any]]:
-    """Expected calibration errors, with intervals, of the confidences that there could be."""
+    """Expected calibration errors, with intervals, of each possible confidence."""
     target_N, votes_N = found.target[of], found.votes[of]
     apart_N, wrong_N = found.scores["D"][of], found.wrong[of]
     result = {}

@@ -1,5 +1,5 @@
-"""Models in GGUF, the format of llama.cpp, as folders of transformers: each value and tensor under the name that it has
-there, so that a family's importer reads both."""
+"""Models in GGUF, the format of llama.cpp, presented as folders of transformers: each value and tensor has the name
+that it has there, so that one importer of a family reads both."""
 
 import contextlib
 import json
@@ -26,11 +26,11 @@ _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 @contextlib.contextmanager
 def unpacked(path: Path) -> Iterator[Source]:
-    """The model in a file as a folder of transformers that is there within the context; its tensors stay in the file
-    until they are taken.
+    """A GGUF as a temporary folder of transformers, which exists within the context. Tensors stay in the file until
+    they are taken.
 
-    CheckpointError, naming the file and the field: cut short, of a type that gguf does not know, an architecture that
-    is not in FAMILIES, or metadata that no model of ours has. DataError: a tokenizer that is not known.
+    CheckpointError, naming the file and the field: it is cut short, has a type that gguf does not know, an architecture
+    that is not in FAMILIES, or metadata that no model of ours has. DataError: an unknown tokenizer.
     """
     whole = container.read(path)
     arch = whole.metadata.get("general.architecture")
@@ -63,7 +63,7 @@ def unpacked(path: Path) -> Iterator[Source]:
 
 
 def _sampling(whole: Container) -> dict[str, Any]:
-    """How its authors suggest to draw, by the names of transformers; numbers of 32 bits as they were written."""
+    """The authors' sampling options by transformers' names; 32-bit numbers are rounded to the digits written."""
     names = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
     found = dict[str, Any]()
     for key, value in whole.metadata.items():
@@ -74,23 +74,23 @@ def _sampling(whole: Container) -> dict[str, Any]:
 
 
 class _Unpacked(Source):
-    """Values of a folder, and tensors of the file that it was made from."""
+    """A source with the values of the temporary folder and the tensors of the GGUF."""
 
     def open_weights(self) -> None:
-        """They are known."""
+        """Do nothing: `unpacked` has set the tensors."""
 
 
 class _Parts(NamedTuple):
-    """The tensors in a file that are one of a folder, one after another, and what each is made to."""
+    """Tensors of a GGUF that make up one of a transformers folder, in order. fix: converts each."""
 
     stored: list[Stored]
     fix: Fix
 
     def load(self) -> Tensor:
-        """The one of the folder. CheckpointError: shapes from which it cannot be made."""
+        """The joined tensor. CheckpointError: shapes from which it cannot be made."""
         try:
             loaded = [self.fix(each.load()) for each in self.stored]
-            rows = 1 if self.stored[0].name.endswith("_exps.weight") else 0  # of each expert
+            rows = 1 if self.stored[0].name.endswith("_exps.weight") else 0  # within each expert
             return loaded[0] if len(loaded) == 1 else torch.cat(loaded, rows)
         except (RuntimeError, IndexError):
             shapes = ", ".join(f"{each.name} {list(each.shape)}" for each in self.stored)
@@ -99,8 +99,8 @@ class _Parts(NamedTuple):
 
 
 def _tensors(whole: Container, family: Family, config: dict[str, Any]) -> dict[str, Callable[[], Tensor]]:
-    """The tensors by their names in a folder; one that is not known keeps its name, and importers name it then. Those
-    of layers that only guess further tokens are passed over, and the divisors of frequencies, which the config has."""
+    """The tensors by their names in transformers. An unknown one keeps its name, which the importer then reports.
+    Layers that only predict further tokens are left out, and so are rotary frequency divisors, which the config has."""
     fixes, parts = family.fixes(config), dict[str, _Parts]()
     for name in sorted(whole.tensors.keys() - {"rope_freqs.weight"}):
         layer = _LAYER.fullmatch(name)

@@ -1,6 +1,6 @@
-"""The GGUF container: what its header says, and its tensors one at a time.
+"""The GGUF container: its header, and its tensors one at a time.
 
-A header is not trusted: no length in it is believed beyond the file's end, and files are read, not mapped.
+Headers are not trusted: lengths are checked against the end of the file, and files are read, not memory-mapped.
 """
 
 import math
@@ -26,7 +26,7 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
-"""Kinds of values by their numbers in a file."""
+"""NumPy dtypes of scalar values by their type numbers in a file."""
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -40,7 +40,7 @@ def library() -> Any:
 
 
 class Stored(NamedTuple):
-    """A tensor in a file: its kind, its shape as torch has it, and the first byte of it."""
+    """A tensor in a file: its GGML type, its shape in torch's order, and the offset of its first byte."""
 
     path: Path
     name: str
@@ -54,8 +54,8 @@ class Stored(NamedTuple):
         return math.prod(self.shape) // block * size
 
     def load(self) -> Tensor:
-        """The tensor: as it is in 32 or 16 bits, else dequantised to float32. CheckpointError: the file was cut short,
-        or gguf cannot dequantise its kind."""
+        """The tensor, unchanged if it has 32 or 16 bits, else dequantised to float32. CheckpointError: the file was cut
+        short, or gguf cannot dequantise its type."""
         raw = np.empty(self.bytes, np.uint8)
         with opened(self.path, CheckpointError) as file:
             file.seek(self.start)
@@ -74,7 +74,7 @@ class Stored(NamedTuple):
 
 
 class Container(NamedTuple):
-    """Metadata by key, and tensors by name, of all parts of a model."""
+    """Metadata of a model by key, and the tensors of all its files by name."""
 
     path: Path
     metadata: dict[str, Any]
@@ -85,8 +85,8 @@ class Container(NamedTuple):
 
 
 def read(path: Path) -> Container:
-    """The header of a model, with those of its other parts where it is split. CheckpointError, naming the file and the
-    field: no GGUF, cut short, a type that gguf does not know, or a part that is missing."""
+    """Read the header of a model, and the headers of its other files if it is split. CheckpointError, naming the file
+    and the field: not a GGUF, cut short, a type that gguf does not know, or a missing file."""
     container = _read(path)
     count = container.metadata.get("split.count", 0)
     if count in (0, 1):
@@ -110,7 +110,7 @@ def _read(path: Path) -> Container:
 
 
 class _Header:
-    """A header while it is read. at: the field, for errors."""
+    """Reader of a header. at: the current field, for errors."""
 
     def __init__(self, path: Path, file: BufferedReader) -> None:
         self.path, self.file, self.at = path, file, "header"
@@ -180,11 +180,11 @@ class _Header:
             raise self.error(f"of type {kind}, which gguf does not know, or too long")
         dtype = np.dtype(_SCALARS[kind])
         values = np.frombuffer(self.take(count * dtype.itemsize), dtype)
-        # The number that was written, not the nearest float64 of its float32.
+        # The decimal that was written, not the float64 of its float32.
         return [float(str(value)) for value in values] if kind == 6 else values.tolist()
 
     def tensor(self) -> Stored:
-        """What a header says of a tensor; its start counts from the first."""
+        """Read the entry of a tensor; its start is relative to the first tensor's."""
         self.at = f"the tensor after {self.at}"
         self.at = name = self.string(LONGEST)
         axes = self.number("I")

@@ -1,5 +1,5 @@
-"""The families of models that a GGUF can hold: the config of each as transformers writes it, and the names of its
-tensors there, with what llama.cpp's converter did to them undone.
+"""The families of models that a GGUF can hold: how each one's config becomes that of transformers, the names of its
+tensors there, and how changes by llama.cpp's converter are undone.
 
 Shapes: D model width, H query heads, G heads of keys and values, K head width; of linear attention Hk key heads, Hv
 value heads, K and V their widths.
@@ -57,7 +57,7 @@ _RWKV7 = {
 
 
 class Fields:
-    """The metadata of a container's architecture. What was asked for is remembered, so that the rest can be named."""
+    """Metadata of a container's architecture. Fields that are read are noted, so that `done` can report the rest."""
 
     def __init__(self, container: Container, arch: str) -> None:
         self.container, self.arch = container, arch
@@ -68,7 +68,7 @@ class Fields:
         return self.container.metadata.get(f"{self.arch}.{name}", default)
 
     def number(self, name: str, default: int | None = None, most: int = MOST_SIZE) -> int:
-        """A whole number from 1 to `most`; of one for each layer that are 0 in some, the one of the others."""
+        """A whole number from 1 to `most`; a list with one for each layer must have one value, apart from zeros."""
         value = self.get(name, default)
         if isinstance(value, list) and len(set(value) - {0}) == 1:
             value = max(value)
@@ -83,7 +83,7 @@ class Fields:
         return float(value)
 
     def flags(self, name: str, count: int, default: Callable[[int], bool]) -> list[bool]:
-        """A flag for each layer: as the list says, true where a number is not 0; by default that of the index."""
+        """A flag for each layer: true where the field's list is not 0; without a list, `default` of the index."""
         value = self.get(name)
         if value is None:
             return [default(i) for i in range(count)]
@@ -92,14 +92,14 @@ class Fields:
         return [bool(each) for each in value[:count]]
 
     def has(self, tensor: str) -> bool:
-        """Say whether a layer has such a tensor."""
+        """True if a layer has a tensor of this name."""
         return any(name.startswith("blk.") and name.endswith(f".{tensor}") for name in self.container.tensors)
 
     def error(self, name: str, value: Any, must: str) -> CheckpointError:
         return self.container.error(f"{self.arch}.{name} is {value!r}, must be {must} to be read")
 
     def done(self) -> None:
-        """CheckpointError, naming it, for a value that was not asked for and changes something: it is not 0."""
+        """Raise CheckpointError, with its name, for a field that was not read and is not 0 or empty: it may matter."""
         for key, value in self.container.metadata.items():
             arch, _, name = key.partition(".")
             if arch == self.arch and name not in self._read and value:
@@ -107,8 +107,8 @@ class Fields:
 
 
 class Family(NamedTuple):
-    """A family: `config` adds to the values that all have; `names` of a layer's tensors there by those here, of which
-    several of one name are its rows one after another; `fixes` undo what the converter did, by the names here."""
+    """A family. config: adds to the values that all families have. names: transformers' names of a layer's tensors by
+    those in a GGUF; several of one name are joined by rows. fixes: undo the converter's changes, by names in a GGUF."""
 
     kind: str
     config: Callable[[Fields, Values], Values]
@@ -116,18 +116,18 @@ class Family(NamedTuple):
     fixes: Callable[[Values], dict[str, Fix]] = lambda values: {}
     outer: dict[str, str] = _OUTER
     experts: bool = False
-    """Whether there can be experts."""
+    """True if its models may have experts."""
     layers: str = "model.layers"
-    """What the names of a layer's tensors begin with there."""
+    """Prefix of the layers' tensors in transformers."""
     attends: bool = True
-    """False of a family without attention, or with one of its own, whose values are `unattended`, not `shared`."""
+    """False for a family without standard attention, whose common values are `unattended`, not `shared`."""
 
 
 # ---------------------------------------------------------------- configs
 
 
 def shared(fields: Fields, *, experts: bool = False) -> Values:
-    """The values that all families have. experts: whether there can be some."""
+    """The values that all families with attention have. experts: the family may have experts."""
     layers = fields.number("block_count", most=MOST_BLOCKS)
     if fields.get("nextn_predict_layers"):
         layers -= fields.number("nextn_predict_layers")
@@ -157,7 +157,7 @@ def shared(fields: Fields, *, experts: bool = False) -> Values:
 
 
 def unattended(fields: Fields) -> Values:
-    """The values that families have without those of attention."""
+    """The values that all families have, attention's left out."""
     for name in ("attention.head_count", "context_length", "vocab_size"):
         fields.get(name)
     return {
@@ -169,10 +169,10 @@ def unattended(fields: Fields) -> Values:
 
 
 def _rope_scaling(fields: Fields) -> Values:
-    """How rotary positions are scaled."""
+    """The scaling of rotary positions."""
     kind, factor = fields.get("rope.scaling.type", "linear"), fields.real("rope.scaling.factor", 0.0)
     factor = factor or fields.real("rope.scale_linear", 0.0)
-    factor = 1.0 if kind == "none" else factor  # which llama.cpp then passes over
+    factor = 1.0 if kind == "none" else factor  # llama.cpp then ignores the factor
     scale = fields.real("rope.scaling.attn_factor", 1.0)
     if kind != "yarn" and scale != 1:
         raise fields.error("rope.scaling.attn_factor", scale, "1 without yarn")
@@ -182,7 +182,7 @@ def _rope_scaling(fields: Fields) -> Values:
         return _llama3(fields)
     if kind == "yarn":
         values = {"rope_type": "yarn", "factor": factor}
-        if scale != 1:  # OLMo 3's own, as the converter has it; 1 is what llama.cpp writes of any model
+        if scale != 1:  # OLMo 3's own, as the converter writes it; llama.cpp writes 1 for any model
             values["attention_factor"] = scale
         for name, there in (
             ("original_context_length", "original_max_position_embeddings"), ("yarn_attn_factor", "attention_factor"),
@@ -200,8 +200,8 @@ def _rope_scaling(fields: Fields) -> Values:
 
 
 def _llama3(fields: Fields) -> Values:
-    """The scaling of Llama 3 whose divisors of the frequencies are those of rope_freqs.weight: from 1 to the factor
-    between wavelengths that have a ratio of 4. CheckpointError: they are others."""
+    """Llama 3's rotary scaling, found from the divisors of the frequencies in rope_freqs.weight, which rise from 1 to
+    the factor between two wavelengths of ratio 4. CheckpointError: they are others."""
     divisors = fields.container.tensors["rope_freqs.weight"].load().double()
     factor, theta = float(divisors.max()), fields.real("rope.freq_base", 1e4)
     if factor == 1 == float(divisors.min()):
@@ -218,7 +218,7 @@ def _llama3(fields: Fields) -> Values:
 
 
 def _llama(fields: Fields, values: Values) -> Values:
-    """Llama, and Mistral where there is a window."""
+    """Llama, or Mistral if there is a window."""
     biases = {"attention_bias": fields.has("attn_q.bias"), "mlp_bias": fields.has("ffn_up.bias")}
     window = fields.get("attention.sliding_window")
     return biases | ({"model_type": "mistral", "sliding_window": window} if window else {})
@@ -229,12 +229,12 @@ def _plain(fields: Fields, values: Values) -> Values:
 
 
 def _smollm3(fields: Fields, values: Values) -> Values:
-    """llama.cpp has it that every fourth layer is without positions, as the models do."""
+    """SmolLM3: every fourth layer has no positions, in llama.cpp as in the models."""
     return {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(values["num_hidden_layers"])]}
 
 
 def _windows(fields: Fields, values: Values, every: int) -> list[str]:
-    """The type of each layer of a model with a window, by default full attention in every n-th."""
+    """The type of each layer of a model with a window. every: default period of full attention; 0 is none."""
     name, count = "attention.sliding_window_pattern", values["num_hidden_layers"]
     pattern = fields.get(name)
     every = pattern if type(pattern) is int else every
@@ -244,7 +244,7 @@ def _windows(fields: Fields, values: Values, every: int) -> list[str]:
 
 
 def _gemma3(fields: Fields, values: Values) -> Values:
-    """The scale of the largest model (62 layers) is that of D/H, of the others that of K, as llama.cpp has it."""
+    """Gemma 3. The scale of scores follows from D/H in the largest model (62 layers), else from K, as in llama.cpp."""
     D, H, layers = values["hidden_size"], values["num_attention_heads"], values["num_hidden_layers"]
     window = fields.get("attention.sliding_window")
     local = {"rope_type": "default", "rope_theta": fields.real("rope.freq_base_swa", 1e4)}
@@ -258,7 +258,7 @@ def _gemma3(fields: Fields, values: Values) -> Values:
 
 
 def _olmo2(fields: Fields, values: Values) -> Values:
-    """OLMo 2, and OLMo 3 where there is a window; its layers with one do not have their positions scaled."""
+    """OLMo 2, or OLMo 3 if there is a window; positions of its sliding layers are not scaled."""
     window = fields.get("attention.sliding_window")
     if not window:
         return {}
@@ -272,7 +272,7 @@ def _olmo2(fields: Fields, values: Values) -> Values:
 
 
 def _linear(fields: Fields) -> Values:
-    """The sizes of gated delta rules."""
+    """The sizes of the gated delta rule: heads, their widths and taps."""
     Hv = fields.number("ssm.time_step_rank")
     return {
         "linear_num_key_heads": fields.number("ssm.group_count"), "linear_num_value_heads": Hv,
@@ -283,7 +283,7 @@ def _linear(fields: Fields) -> Values:
 
 
 def _qwen35(fields: Fields, values: Values) -> Values:
-    fields.get("rope.dimension_sections")  # of a text all sections have one position
+    fields.get("rope.dimension_sections")  # in text, all sections have one position
     every = fields.number("full_attention_interval", 4)
     count = values["num_hidden_layers"]
     linear = fields.flags("attention.recurrent_layers", count, lambda i: (i + 1) % every != 0)
@@ -293,7 +293,7 @@ def _qwen35(fields: Fields, values: Values) -> Values:
 
 
 def _experts(fields: Fields, *, normed: bool) -> Values:
-    """The numbers of experts; normed: whether llama.cpp divides their weights by their sum."""
+    """The options of experts. normed: whether llama.cpp divides the weights of a token's experts by their sum."""
     fields.get("expert_count")
     for name, only in (
         ("expert_gating_func", 1), ("expert_weights_scale", 1.0), ("expert_group_count", 1),
@@ -313,7 +313,7 @@ def _olmoe(fields: Fields, values: Values) -> Values:
 
 
 def _qwen3moe(fields: Fields, values: Values) -> Values:
-    """In llama.cpp all layers have experts."""
+    """Qwen3 with experts, in all layers, as in llama.cpp."""
     hidden = fields.number("expert_feed_forward_length")
     return _experts(fields, normed=True) | {
         "num_experts": fields.number("expert_count"), "moe_intermediate_size": hidden,
@@ -321,7 +321,7 @@ def _qwen3moe(fields: Fields, values: Values) -> Values:
 
 
 def _granite(fields: Fields, values: Values) -> Values:
-    """Granite 4; the scales that are missing are those of llama.cpp."""
+    """Granite 4; missing scales default to llama.cpp's."""
     positions, experts = fields.get("rope.scaling.finetuned", True), fields.get("expert_count") or 0
     shared = fields.get("expert_shared_feed_forward_length") or (
         0 if experts else values["intermediate_size"]
@@ -363,7 +363,7 @@ def _mamba2(fields: Fields) -> Values:
 
 
 def _falcon_h1(fields: Fields, values: Values) -> Values:
-    """All factors are in the weights. llama.cpp has the norm after the gate, where there is one."""
+    """Falcon-H1. All its factors are already in the weights. llama.cpp puts the norm, if any, after the gate."""
     mixer = _mamba2(fields)
     return mixer | {
         "mamba_d_ssm": mixer["mamba_n_heads"] * mixer["mamba_d_head"], "projectors_bias": fields.has("ssm_out.bias"),
@@ -373,7 +373,7 @@ def _falcon_h1(fields: Fields, values: Values) -> Values:
 
 
 def _nemotron_h(fields: Fields, values: Values) -> Values:
-    """llama.cpp has no least Δ, and norms of the one epsilon, though it asks for another, too."""
+    """Nemotron-H. llama.cpp has no lower bound of Δ, and one epsilon for all norms, though it also reads a second."""
     count, mixer = values["num_hidden_layers"], _mamba2(fields)
     fields.get("attention.layer_norm_epsilon")
     attends = fields.flags("attention.head_count_kv", count, lambda i: True)
@@ -395,7 +395,7 @@ def _nemotron_h(fields: Fields, values: Values) -> Values:
 
 
 def _nemotron_experts(fields: Fields) -> Values:
-    """In llama.cpp scores are sigmoids, and of one group."""
+    """Nemotron-H's experts: in llama.cpp their scores are sigmoids, and there is one group."""
     for name, known in (
         ("expert_gating_func", (0, 2)),
         ("expert_group_count", (0, 1)),
@@ -414,7 +414,7 @@ def _nemotron_experts(fields: Fields) -> Values:
 
 
 def _qwen3next(fields: Fields, values: Values) -> Values:
-    """In llama.cpp all layers have experts."""
+    """Qwen3-Next, with experts in all layers, as in llama.cpp."""
     count, every = values["num_hidden_layers"], fields.number("full_attention_interval", 4)
     fields.get("feed_forward_length")
     return _experts(fields, normed=True) | _linear(fields) | {
@@ -435,11 +435,11 @@ def _lfm2(fields: Fields, values: Values) -> Values:
 
 
 def _kimi_linear(fields: Fields, values: Values) -> Values:
-    """llama.cpp has one epsilon for all norms, and as many heads in all layers."""
+    """Kimi Linear. llama.cpp has one epsilon for all norms, and the same number of heads in all layers."""
     count, heads = values["num_hidden_layers"], fields.number("attention.head_count")
     attends = fields.flags("attention.head_count_kv", count, lambda i: True)
     for name in ("attention.key_length", "attention.value_length", "rope.freq_base"):
-        fields.get(name)  # of what is kept of a token, and of positions that there are none of
+        fields.get(name)  # widths of the cached latent, and a rotary base, though there are no positions
     if (gating := fields.get("expert_gating_func", 2)) != 2:
         raise fields.error("expert_gating_func", gating, "2")
     if not fields.get("expert_weights_norm", True):
@@ -466,7 +466,7 @@ def _kimi_linear(fields: Fields, values: Values) -> Values:
 
 
 def _rwkv7(fields: Fields, values: Values) -> Values:
-    """llama.cpp has the norm of heads with the epsilon of the author's models, and bounds the length of keys."""
+    """RWKV-7. In llama.cpp the norm of heads has the author's epsilon, and keys are divided by a bounded length."""
     if (shifts := fields.get("token_shift_count", 2)) != 2:
         raise fields.error("token_shift_count", shifts, "2")
     ranks = {name: fields.number(f"attention.{there}_lora_rank") for name, there in _RANKS.items()}
@@ -477,7 +477,7 @@ def _rwkv7(fields: Fields, values: Values) -> Values:
 
 
 def _mamba1(fields: Fields, values: Values) -> Values:
-    """Mamba, and Falcon Mamba where there are norms in the mixer, which have the epsilon of the others in llama.cpp."""
+    """Mamba, or Falcon Mamba if the mixer has norms, whose epsilon in llama.cpp is that of the other norms."""
     D, inner = values["hidden_size"], fields.number("ssm.inner_size")
     if inner % D:
         raise fields.error("ssm.inner_size", inner, f"a multiple of {D}")
@@ -496,7 +496,7 @@ def _mamba1(fields: Fields, values: Values) -> Values:
 
 
 def _permuted(values: Values) -> dict[str, Fix]:
-    """Rows of queries and keys: a head's pairs were put side by side."""
+    """Undo the order of query and key rows, in which the two channels of a rotary pair are adjacent."""
 
     def apart(heads: int, x: Tensor) -> Tensor:
         return x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
@@ -506,7 +506,7 @@ def _permuted(values: Values) -> dict[str, Fix]:
 
 
 def _less_one(names: tuple[str, ...]) -> dict[str, Fix]:
-    """Weights of norms to which 1 was added."""
+    """Undo the addition of 1 to weights of norms."""
     return dict.fromkeys(names, lambda x: x.float() - 1)
 
 
@@ -522,17 +522,17 @@ def _mamba_permuted(values: Values) -> dict[str, Fix]:
 
 
 def _logarithm(x: Tensor) -> Tensor:
-    """A_log of what was kept, −e^A_log."""
+    """A_log from the stored −e^A_log."""
     return (-x.double()).log().float()
 
 
 def _delta(values: Values) -> dict[str, Fix]:
-    """Norms, and value heads, which stand with those of one key head side by side again, not one from each in turn."""
+    """Undo the changes of norms, and of the order of value heads: those of one key head become adjacent again."""
     Hk, Hv = values["linear_num_key_heads"], values["linear_num_value_heads"]
     K, V = values["linear_key_head_dim"], values["linear_value_head_dim"]
 
     def grouped(x: Tensor, width: int) -> Tensor:
-        """The first axis, of Hv heads."""
+        """Reorder the first axis, Hv heads of this width."""
         return x.reshape(Hv // Hk, Hk, width, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
     def values_last(x: Tensor) -> Tensor:
@@ -548,7 +548,7 @@ def _delta(values: Values) -> dict[str, Fix]:
 
 
 def _next(values: Values) -> dict[str, Fix]:
-    """Value heads stand as they did."""
+    """Undo the changes of Qwen3-Next, in which value heads kept their order."""
     return _less_one(_NORMS_OF_QWEN) | {
         "ssm_conv1d": lambda x: x[:, None], "ssm_a": _logarithm, "ffn_gate_inp_shexp": lambda x: x.reshape(1, -1),
     }  # fmt: skip
@@ -583,9 +583,9 @@ _EXPERTS = {
     "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }  # fmt: skip
-"""Of mixtures, all experts in one tensor, as `foreign.mixture` takes them, too."""
+"""Tensors of mixtures, all experts in one tensor, which `foreign.mixture` reads, too."""
 _PARTS = {name: f"mixer.{there.split('.')[1]}" for name, there in (_ATTENTION | _MAMBA | _MLP).items()}
-"""Of layers with one part."""
+"""Tensors of layers with a single part."""
 _NEMOTRON_EXPERTS = {
     "ffn_gate_inp": "mixer.gate", "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
     "ffn_up_exps": "mixer.experts.up_proj", "ffn_down_exps": "mixer.experts.down_proj",
@@ -676,4 +676,4 @@ FAMILIES = {
         {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
     ),
 }  # fmt: skip
-"""By the name of the architecture in a GGUF. Mistral is a llama."""
+"""Families by the name of the architecture in a GGUF. Mistral is named llama."""

@@ -1,8 +1,8 @@
-"""The tokenizer in a GGUF as the files of a folder of transformers: tokenizer.json as the tokenizers library reads it,
-with what text begins with and ends with, and the chat template.
+"""The tokenizer of a GGUF as files of a transformers folder: tokenizer.json for the tokenizers library, the tokens that
+begin and end a text, and the chat template.
 
-It gives the ids that llama.cpp gives. Whether text is brought into a normal form first, as some models were trained,
-a GGUF does not say, and it is not here.
+It gives the same ids as llama.cpp. A GGUF does not say whether text is normalised first, as some models were trained,
+so here it is not.
 """
 
 import json
@@ -26,7 +26,7 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""As the models have it; llama.cpp takes only A to Z for capitals, and marks for no part of a word."""
+"""Tekken's pattern as in its models; llama.cpp's has only A to Z as capitals, and marks in no word."""
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _GPT2 = [{**_BYTES, "use_regex": True}]
 _DIGITS = [{"type": "Digits", "individual_digits": True}, *_GPT2]
@@ -38,7 +38,7 @@ def _split(pattern: str) -> list[dict[str, Any]]:
 
 
 _WHOLE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken")
-"""Those in which a word that is a token is one, whatever merges make of it, and a text begins with a token."""
+"""Pre-tokenizers under which a word that is a token stays one, whatever the merges say, and BOS begins a text."""
 SPLITS = {
     **dict.fromkeys(("gpt-2", "olmo", "granite-docling"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _DIGITS),
@@ -55,7 +55,7 @@ ENDS = (
 """Control tokens that end a text, as llama.cpp knows them, beside those that the metadata names."""
 
 LONGEST = 1024
-"""Characters of a token of SentencePiece, whose every cut is tried."""
+"""Most characters of a SentencePiece token, as every split of it is tried."""
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -76,7 +76,7 @@ class _Metadata:
         return self.values.get(f"tokenizer.ggml.{name}", default)
 
     def list(self, name: str, kind: type) -> list[Any]:
-        """A list, empty where there is none; of one for each token. DataError for anything else."""
+        """A list of `kind`, empty if missing; one item per token, but for tokens and merges. DataError: it is not."""
         value = self.get(name, [])
         right = isinstance(value, list) and all(type(each) is kind for each in value)
         if not right or (name not in ("tokens", "merges") and value and len(value) != self.count):
@@ -84,7 +84,7 @@ class _Metadata:
         return value
 
     def id(self, name: str, default: int | None = None) -> int | None:
-        """A token that has a role, or none."""
+        """The id of the token with this role, or None. DataError: not an id."""
         value = self.get(f"{name}_token_id", default)
         if value is None or (value == 2**32 - 1):
             return None
@@ -97,8 +97,8 @@ class _Metadata:
 
 
 def files(container: Container) -> dict[str, dict[str, Any]]:
-    """The files of a folder about tokens, by name. DataError, naming the file and the field: a tokenizer, or a way to
-    split text, that is not known."""
+    """The tokenizer's files of a transformers folder, by name. DataError, naming the file and the field: an unknown
+    tokenizer or pre-tokenizer."""
     data = _Metadata(container)
     kind, pre = data.get("model"), data.get("pre")
     if not isinstance(kind, str) or kind not in ("gpt2", "llama", "rwkv"):
@@ -146,11 +146,11 @@ _WORLD_CHAT = (
     "{% for message in messages %}{% if message['role'] == 'user' %}User: {{ message['content'] | trim }}\n\nAssistant:"
     "{% else %}{{ message['content'] | trim }}\n\n{% endif %}{% endfor %}"
 )
-"""What llama.cpp calls rwkv-world."""
+"""The chat template that llama.cpp calls rwkv-world."""
 
 
 def _world(data: _Metadata, roles: dict[str, int | None], ends: Any) -> dict[str, dict[str, Any]]:
-    """RWKV's World vocabulary, of which a token is spelled as Python spells its bytes; id 0 is its separator."""
+    """RWKV's World vocabulary, whose tokens are written as Python writes bytes; id 0 is its separator."""
     if data.count == 0 or data.kinds[0] != CONTROL:
         raise data.error("token_type", "of token 0 not a control token", "one: it parts texts")
 
@@ -187,7 +187,7 @@ def _world(data: _Metadata, roles: dict[str, int | None], ends: Any) -> dict[str
 
 
 def _begins(bos: int | None, data: _Metadata) -> dict[str, Any]:
-    """What puts a token before each text."""
+    """The post-processor that puts BOS before each text."""
     assert bos is not None
     token = data.tokens[bos]
     special, text = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
@@ -221,9 +221,9 @@ def _bpe(data: _Metadata, pre: str) -> dict[str, Any]:
 
 
 def _spm(data: _Metadata, unknown: int | None) -> dict[str, Any]:
-    """BPE of SentencePiece: of two neighbours that make a token those are merged first whose token has the highest
-    score; other characters are spelled in bytes. Each part of a text between special tokens begins with a space, if the
-    first does."""
+    """SentencePiece's BPE: of the neighbours that make a token, those whose token has the highest score are merged
+    first; unknown characters are spelled in bytes. If a text gets a space before it, each part of it between special
+    tokens does, too."""
     scores = data.list("scores", float)
     known = {token for token, kind in zip(data.tokens, data.kinds, strict=True) if kind == NORMAL}
     if (longest := max(map(len, known), default=0)) > LONGEST:

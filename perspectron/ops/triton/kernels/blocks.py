@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
 
 def tile(kernel: str, R: int, both: bool = False) -> Tile:
-    """The tile of a kernel for memories of R columns; both: it gives a gradient and what is read
+    """The tile of a kernel for memories of R columns. both: the kernel computes a gradient and a read
     (`benchmarks/triton_kernels.py` compiles them all)."""
     columns = max(16, triton.next_power_of_2(R))
     most = {"states": 32 if R % 16 else 64, "rows": 32, "columns": 32 if both else 64, "gates": 32}[kernel]
@@ -60,8 +60,8 @@ def states(
     WIDE: tl.constexpr, BACK: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """The states before each chunk and the last one, of so many chunks from the one at `start` on. BACK: x is r and w
-    is c, and they are the adjoints after each chunk, from the last to the first. `last` may be `first`."""
+    """Write the states before each of `chunks` chunks from `start` on, and the last one. BACK: x is r and w is c, and
+    adjoints after each chunk are written, from the last to the first. `last` may be `first`."""
     n = tl.program_id(0).to(tl.int64)
     d, r = tl.program_id(1) * BD + tl.arange(0, BD), tl.program_id(2) * BR + tl.arange(0, BR)
     t, i = tl.arange(0, C), tl.arange(0, C)[:, None]
@@ -141,7 +141,7 @@ def _others(P_NbD, n, chunk, d, in_D, T, D, b: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _reach(P_NbD, n, chunk, d, in_D, T, D, b: tl.constexpr, LEFT: tl.constexpr, C: tl.constexpr):
-    """That product for the tokens of the left block, to the pair's end, or of the right one, from its start; else 1."""
+    """`_others` for tokens of the left block, to the pair's end, or of the right one, from its start; else 1."""
     other = _others(P_NbD, n, chunk, d, in_D, T, D, b, C)
     return tl.where(_right(16 * b, C), 1.0, other) if LEFT else tl.where(_right(16 * b, C), other, 1.0)
 
@@ -187,8 +187,8 @@ def rows(
     WIDE: tl.constexpr, GRAD: tl.constexpr, READ: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """One chunk, some of its rows. READ: S_t c_t, the outputs or the gradient of r. GRAD: with r, the adjoints after
-    the chunk, the gradients of x and of the products of gates, which `gates` needs, in parts [p,2,N,T].
+    """A block of rows of one chunk. READ: S_t c_t, the outputs or the gradient of r. GRAD: with r and the adjoints
+    after the chunk, the gradients of x and of the products of gates, which `gates` needs, in parts [p,2,N,T].
 
     WIDE: what `inner` needs instead: S c_t with the state before t's block of 16 tokens; E w_t with the adjoint after
     it; rowsum(S ⊙ E), at the first token of each; and M [N,T,16] of the tokens of a block, readers last."""
@@ -260,9 +260,9 @@ def columns(
     WIDE: tl.constexpr, GRAD: tl.constexpr, READ: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """One chunk, some of its columns. GRAD: with c and the adjoints after the chunk, the gradient of w. READ: with w
-    and the states before, S_tᵀ r_t, the outputs or the gradient of c. WIDE: with A of `prepare`, in so many splits,
-    of a count of memories."""
+    """A block of columns of one chunk. GRAD: with c and the adjoints after the chunk, write the gradient of w. READ:
+    with w and the states before, write S_tᵀ r_t, the outputs or the gradient of c. WIDE: add A of `prepare`, which is
+    in `splits` parts, of `count` memories."""
     parts = tl.cdiv(R, BR)
     program = tl.program_id(0).to(tl.int64) // parts
     n, chunk = program // chunks, start + program % chunks
@@ -317,7 +317,7 @@ def gates(
     x_NTD, w_NTR, gate_NT, r_NTD, c_NTR, products_pNT, dgate_NT, T, chunks, D, R, count, splits,
     C: tl.constexpr, BD: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one chunk's gates, one for all rows, with what `rows` left, in so many splits, of a count of
+    """The gradient of one chunk's gates, one for all rows, with what `rows` wrote in `splits` parts, of `count`
     memories."""
     program = tl.program_id(0).to(tl.int64)
     n, chunk = program // chunks, program % chunks

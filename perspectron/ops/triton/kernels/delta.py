@@ -30,11 +30,11 @@ WIDEST = 128
 
 
 C = tl.constexpr(16)
-"""Tokens of a chunk: more would not leave the operands of exact products in registers."""
+"""Tokens of a chunk: with more, the operands of exact products would not fit in registers."""
 
 
 class Tile(NamedTuple):
-    """Rows in registers; columns of a walk; rows and columns at a time of a chunk alone; warps."""
+    """rows: in registers. columns: of a walk through chunks. some: rows and columns at a time within a chunk. warps."""
 
     rows: int
     columns: int
@@ -103,7 +103,7 @@ def _ends(gate, at, i, column, live, there, h, K, WIDE: tl.constexpr):
 
 @triton.jit
 def _inverse(A, i):
-    """(I + A)⁻¹ of what is below the diagonal."""
+    """(I + A)⁻¹, with A taken below its diagonal only."""
     row = i[:, None]
     one = tl.where(row == i[None, :], 1.0, 0.0)
     X = one
@@ -121,7 +121,7 @@ def prepare(
     DOT: tl.constexpr,
 ):  # fmt: skip
     """The parts of one chunk that do not depend on the state: the inverse and the A [·,C], Z = (I + A_e)⁻¹ Y_e, Y of q
-    and the X [·,K], U [·,V] without what the state gives, and P [N,n,A]. q counts `scale` times, e `sign` times."""
+    and the X [·,K], U [·,V] without the state's part, and P [N,n,A]. q is multiplied by `scale`, e by `sign`."""
     chunks = tl.cdiv(T, C)
     n, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     i = tl.arange(0, C)
@@ -211,8 +211,8 @@ def forward(
     WIDE: tl.constexpr, FIRST: tl.constexpr, KEEP: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """The chunks of one memory, a block of columns. KEEP: the state before each chunk is kept, and U becomes whole; o
-    is not written. `last` may be `first`."""
+    """Go through the chunks of one memory, for a block of columns. KEEP: store the state before each chunk, and the
+    whole U; o and the last state are not written. `last` may be `first`."""
     n, i, r = tl.program_id(0).to(tl.int64), tl.arange(0, C), tl.arange(0, KP)
     d = tl.program_id(1) * BV + tl.arange(0, BV)
     inside, place = (r < K)[:, None] & (d < V)[None, :], r[:, None] * V + d[None, :]
@@ -243,8 +243,8 @@ def backward(
     T, h, K, V,
     WIDE: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The adjoint of a block of columns, chunks from the last to the first: what it is after each, and the gradient of
-    U."""
+    """Go through the chunks from the last to the first, for a block of columns: write the adjoint after each, and the
+    gradient of U."""
     n, i, r = tl.program_id(0).to(tl.int64), tl.arange(0, C), tl.arange(0, KP)
     d = tl.program_id(1) * BV + tl.arange(0, BV)
     inside, place = (r < K)[:, None] & (d < V)[None, :], r[:, None] * V + d[None, :]

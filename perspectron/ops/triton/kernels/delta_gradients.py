@@ -26,8 +26,8 @@ def pairs(
     T, h, K, V,
     FIRST: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the A [N,n,C,C] and of v, of one chunk, and dR = (I + A_e)⁻ᵀ dU, which may be dU or, unless
-    FIRST, dv."""
+    """The gradients of the A [N,n,C,C] and of v, of one chunk, and dR = (I + A_e)⁻ᵀ dU, which may stand in dU's memory
+    or, unless FIRST, in dv's."""
     chunks = tl.cdiv(T, C)
     n, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     i = tl.arange(0, C)
@@ -70,7 +70,7 @@ def inputs(
     sign, T, h, K, V,
     WIDE: tl.constexpr, FIRST: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of q, e, the keys and the gates, of one chunk. WIDE: those of Y, the X and P, for `channels`."""
+    """The gradients of q, e, the keys and the gates, of one chunk. WIDE: instead of Y, the X and P, for `channels`."""
     chunks = tl.cdiv(T, C)
     n, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     place, i = n * chunks + chunk, tl.arange(0, C)
@@ -132,10 +132,10 @@ def channels(
     T, h, K,
     FIRST: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The gradients where each key channel has a gate, of a block of channels; dq, de and those of the keys held those
-    of Y and the X. Forwards, y and z become what q and e would read of all that was written until then; backwards, xu
-    and xv what all that comes after reads of the keys. K is not specialized, so that no load takes several channels,
-    and each thread of its one warp has a channel."""
+    """The gradients where each key channel has a gate, of a block of channels; before, dq, de and the keys' gradients
+    hold those of Y and the X. Forwards, y and z become what q and e would read of all that was written so far;
+    backwards, xu and xv become what all later tokens read of the keys. K is not specialized, so that no load takes
+    several channels, and each thread of its one warp has a channel."""
     chunks = tl.cdiv(T, C)
     n, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     i, c = tl.arange(0, C), tl.program_id(1) * BK + tl.arange(0, BK)

@@ -3,7 +3,7 @@
 `quantise` rounds tokens to 8 bits, those that a SwiGLU's two halves make, too. `few` takes one token and some blocks of
 rows: its float arithmetic is that of `perspectron.ops.packed`, in the same order, so it gives the same bits. `many` has
 products of whole numbers by tensor cores; of formats whose groups have scales it sums from group to group, not by
-lanes. Whole numbers are exact. They are launched without fusing of products and sums, but for those asked for.
+lanes. Whole numbers are exact. Kernels are launched without fused multiply-adds, except explicit ones.
 
 Shapes: T tokens, N rows, K columns, S columns stored, G groups of 128, b blocks of R rows with common bytes; BT tokens,
 BB blocks and BC columns at a time.
@@ -14,12 +14,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-FEW = 4  # tokens, to each of which `few` reads the matrix again, from the cache
+FEW = 4  # most tokens for `few`, which reads the matrix again for each, from the cache
 WIDE = 2048  # columns that are rounded at a time
 
 
 class Tile(NamedTuple):
-    """The sizes that are fixed in a product, and its warps."""
+    """The sizes that are fixed when a product is compiled, and its warps."""
 
     tokens: int
     blocks: int
@@ -65,7 +65,7 @@ def _value(x_TK, up_TK, at, inside, GATED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["G"])
 def quantise(x_TK, up_TK, q_TS, step_T, sum_TG, K, S, G, GATED: tl.constexpr, BC: tl.constexpr):
-    """A token of 8 bits, filled up with zeros, its step, and the sums of its groups. GATED: of SiLU(x) ⊙ up."""
+    """Round a token to 8 bits, filled up with zeros; write its step and its groups' sums. GATED: of SiLU(x) ⊙ up."""
     t, c = tl.program_id(0).to(tl.int64), tl.arange(0, BC)
     most_c, wrong_c = tl.zeros([BC], tl.float32), tl.zeros([BC], tl.int32)
     for start in range(0, K, BC):
@@ -91,8 +91,8 @@ def quantise(x_TK, up_TK, q_TS, step_T, sum_TG, K, S, G, GATED: tl.constexpr, BC
 
 @triton.jit
 def _digit(byte, r: tl.constexpr, R: tl.constexpr):
-    """The code of row r of a block, as a whole number; of int8 less 128. Ternary: radix 1, 3, 9, 27, 84, quotients by
-    products and shifts."""
+    """The code of row r of a block, as a whole number; for int8, minus 128. Ternary: radix 1, 3, 9, 27, 84, quotients
+    by products and shifts."""
     if R == 1:
         return byte - 128
     elif R == 2:
@@ -123,7 +123,7 @@ def _by_row(sums, zero, scale_N, step, y_N, b, r: tl.constexpr, R: tl.constexpr,
 
 @triton.jit
 def _lanes(lane_b16, offset_b, step, y_N, b, r: tl.constexpr, R: tl.constexpr, N, BB: tl.constexpr):
-    """The lanes are added by halves."""
+    """Add the lanes by halves, and write the products of row r."""
     lane_b8 = tl.sum(tl.reshape(lane_b16, [BB, 2, 8]), 1)
     lane_b4 = tl.sum(tl.reshape(lane_b8, [BB, 2, 4]), 1)
     lane_b2 = tl.sum(tl.reshape(lane_b4, [BB, 2, 2]), 1)

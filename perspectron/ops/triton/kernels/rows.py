@@ -1,6 +1,6 @@
-"""The parts inside blocks of 16 tokens of `perspectron.ops.triton.kernels.blocks`, where gates are of rows.
+"""The work inside blocks of 16 tokens for `perspectron.ops.triton.kernels.blocks`, where each row has its own gate.
 
-A program is one warp. Each thread has a row and all tokens of the block in registers, so nothing is exchanged but for
+A program is one warp. Each thread has a row and all tokens of the block in registers, so threads exchange nothing but
 sums over rows.
 
 Shapes: N memories, T time, D rows of a memory, W rows of a program, b blocks of 16 tokens, B tokens of one, p parts.
@@ -20,8 +20,8 @@ def inner(
     x_NTD, gate_NTD, r_NTD, s_NTD, e_NTD, both_NTD, M_NTB, dx_NTD, dgate_NTD, read_NTD, T, D, one,
     GRAD: tl.constexpr, READ: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of a block of 16 tokens, from what `rows` left: the outputs or the gradients. Each thread has a row and
-    all tokens: `one`, which is 1, hides from the compiler that there are neighbours, which it would give to a thread.
+    """The outputs or gradients of some rows of a block of 16 tokens, from what `rows` wrote. Each thread has a row and
+    all tokens: `one`, which is 1, hides from the compiler that rows are neighbours, which a thread would get.
 
     y_i is S_k c_i, with the state after token k, while k goes from the first to i; adding -0.0 costs nothing."""
     parts, blocks = tl.cdiv(D, W), tl.cdiv(T, 16)

@@ -145,4 +145,4 @@ def backward(
 
 
 INTERPRETED = not isinstance(forward, triton.JITFunction)
-"""True if they run in Triton's interpreter, on any device: TRITON_INTERPRET was 1 when this was imported."""
+"""True if the kernels run in Triton's interpreter, on any device: TRITON_INTERPRET was 1 when this was imported."""
