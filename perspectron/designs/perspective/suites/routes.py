@@ -155,12 +155,13 @@ def _routed(model: LanguageModel, block: Block) -> Routed | None:
 
 
 def joined(parts: Sequence[list[Routes]], axis: int) -> list[Routes]:
-    """Join the traces of several texts: as more rows (axis 0), or one after the other (axis 1)."""
+    """Join the traces of several texts, without `further_BT`: as more rows (axis 0), or one after another (axis 1)."""
     return [
         layers[0]._replace(
             expert_BT=torch.cat([part.expert_BT for part in layers], axis),
             query_BTA=torch.cat([part.query_BTA for part in layers], axis),
             guess_BT=torch.cat([part.guess_BT for part in layers], axis),
+            further_BT=None,
         )
         for layers in zip(*parts, strict=True)
     ]
