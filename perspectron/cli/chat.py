@@ -261,7 +261,8 @@ class Talk:
     def _said(self, session: Session, gone: int) -> tuple[bool, str]:
         """Draw an answer and print it as it comes: (True if the model ended it, its text). An interrupt ends the answer
         where it is, or the reading before it."""
-        options, rows = self.options, Rows(self.model, self.tokenizer, together=False)
+        options = self.options
+        rows = Rows(self.model, self.tokenizer, together=False, drafts=self.drafts)
         ended, failed, said, ids = False, False, "", list[int]()
         with Work("reading") as work, signals() as caught, unheard():
             whole = 0

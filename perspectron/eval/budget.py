@@ -15,6 +15,7 @@ from perspectron.model.census import active_parameters
 from perspectron.model.config import ModelConfig
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER, precisions, room
+from perspectron.train.prepare import training_batches
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 from perspectron.util.machine import pick_device
@@ -142,7 +143,7 @@ def settled(
     """The config with all that is not `given`: the number of updates from the budget, the learning rate unless it
     starts from the weights of a run, the warm-up, and how often the loss is measured. seconds: what is left of the
     budget's minutes. ConfigError where they are not enough for LEAST_UPDATES."""
-    train, unique = config.train, text.split("train").tokens
+    train = config.train
     batch, steps = train.batch_size * train.seq_len * train.accumulate, train.steps
     if budget.minutes is not None:
         each = seconds_of(config.model, train)
@@ -151,8 +152,10 @@ def settled(
         bound = f"≥ {(spent + 2 * LEAST_UPDATES * each) / 60:.1f}: an update takes {each:.2g} s here"
         require(steps >= LEAST_UPDATES, "minutes", f"{budget.minutes:g}", bound)
     else:
-        tokens = budget.tokens if budget.passes is None else budget.passes * unique
-        steps = math.ceil((tokens or 0) / batch)
+        tokens: float = budget.tokens or 0
+        if budget.passes is not None:
+            tokens = budget.passes * training_batches(config, text).windows * train.seq_len
+        steps = math.ceil(tokens / batch)
     design, size = presets.design_of(config.model), active_parameters(config.model)
     every = max(1, -(-steps // MEASURED))
     found: dict[str, Any] = {

@@ -156,10 +156,8 @@ def fit(
         for group in optimizer.param_groups:
             group["lr"] = group["share"] * learning_rate(step, train.steps, optim) / optim.lr
         batches = [next_batch() for _ in range(train.accumulate)]
-        targets = max(1, sum(batch.targets for batch in batches))
+        targets = sum(batch.targets for batch in batches)
         for batch in batches:
-            if not batch.targets:
-                continue
             ids, wanted = batch.ids_BT.to(model.device), batch.targets_BT.to(model.device)
             reset = None if batch.reset_BT is None else batch.reset_BT.to(model.device)
             with torch.autocast(model.device.type, dtype, enabled=dtype is not None):

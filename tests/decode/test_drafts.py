@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from perspectron import native
+from perspectron.cli.chat import Chat, Talk
 from perspectron.data import Tokenizer
 from perspectron.decode import drafts as source
 from perspectron.decode.constrain import json_schema
@@ -128,6 +129,17 @@ def test_a_session_that_goes_on_says_the_same(tokenizer: Tokenizer, always) -> N
         session = session.at(len(session.tokens) - 9)
         session.say(30, sampling=SETTINGS[1])
         told.append((session.text, session.tokens))
+    assert told[0] == told[1]
+    assert drafts is not None
+    assert drafts.counts.drafted > 0
+
+
+def test_a_talk_reads_drafts(tokenizer: Tokenizer, always, tmp_path, capsys) -> None:
+    model, told = small("perspective2"), list[str]()
+    for drafts in (None, NGrams()):
+        talk = Talk(model, tokenizer, Chat(tmp_path, max_tokens=40), sampling=GREEDY, drafts=drafts)
+        talk.answer("the cat sat on the mat, the cat sat")
+        told.append(talk.now.session.text)
     assert told[0] == told[1]
     assert drafts is not None
     assert drafts.counts.drafted > 0

@@ -464,6 +464,15 @@ def test_what_cannot_be_measured_is_said_before_the_training(run: Path, tmp_path
     assert "prompts alone" in capsys.readouterr().err
 
 
+def test_a_pass_is_over_the_windows_that_are_not_left_out(run: Path, tmp_path: Path, capsys) -> None:
+    pairs = [{"prompt": f"{i} " + "and so on " * 9, "completion": "."} for i in range(60)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    said = ["--init", str(run), "--template", "plain", "--data", str(tmp_path / "long.jsonl"), *QUICK]
+    assert main(["train", *said, "--epochs", "2", "--out", str(tmp_path / "run")]) == 0
+    told = capsys.readouterr().err
+    assert "prompts alone" in told and " 2 passes over the text" in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
