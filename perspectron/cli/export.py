@@ -45,6 +45,7 @@ class Export:
 
     def _hf(self, out: Path) -> int:
         needs("transformers", "hf")
+        require(not out.exists(), "hf", str(out), "a new folder")  # said before transformers is imported
         from perspectron.data import origin
         from perspectron.interop.hf import export
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perspectron.cli.options import Json, answer, table
 from perspectron.cli.progress import Work
-from perspectron.data import Shards, Split, Tokenizer, encode, open_corpus, origin
+from perspectron.data import Corpus, Shards, Split, Tokenizer, encode, open_corpus, origin
 from perspectron.data.template import Template
 from perspectron.model.model import LanguageModel
 from perspectron.opening import Opened, describe, load, open_model
@@ -77,7 +77,7 @@ class Quantize:
             require(self.tokens == 0 or shards is not None, "tokens", self.tokens, bound)
             held = None if shards is None else shards.split("heldout")
             calibrate = "stdlib" if imported and self.calibrate is None else self.calibrate
-            text = self._text(calibrate, shards, tokenizer, Path(scratch) / "calibrate")
+            text = self._text(calibrate, shards, opened, Path(scratch) / "calibrate")
             ids_nT = None if text is None else sampled(text, windows, config.train.seq_len)
             with Work("measuring the held-out loss"):
                 before = None if held is None else self._measure(model, held, tokenizer, config.train)
@@ -101,12 +101,12 @@ class Quantize:
             return None
 
     def _text(
-        self, calibrate: str | None, shards: Shards | None, tokenizer: Tokenizer, scratch: Path
+        self, calibrate: str | None, shards: Shards | None, opened: Opened, scratch: Path
     ) -> Split | None:
         if calibrate == "none":
             return None
         if calibrate is not None:
-            return encode(open_corpus(calibrate, heldout=0.01), tokenizer, scratch).split("train")
+            return encode(_corpus(calibrate, opened), opened.tokenizer, scratch).split("train")
         if shards is None:
             raise ConfigError(
                 'calibrate = None, must be given: the run\'s text is not available ("none" rounds to nearest)'
@@ -134,6 +134,17 @@ class Quantize:
         if before is not None and after is not None:
             rows.append(("held-out bits per byte", f"{before:.4f}", f"{after:.4f}"))
         return answer(self.json, fields, table(f"{name} in {self.out}", ("", "before", "after"), rows))
+
+
+def _corpus(calibrate: str, opened: Opened) -> Corpus:
+    """The text to calibrate on. Records without one are chats by the template of the run's training, if it has one."""
+    try:
+        return open_corpus(calibrate, heldout=0.01)
+    except DataError:
+        template = origin.template_of_prompts(opened.folder.path)
+        if template is None:
+            raise
+        return open_corpus(calibrate, heldout=0.01, template=template)
 
 
 def sampled(split: Split, windows: int, length: int) -> Tensor:

@@ -13,7 +13,7 @@ from perspectron.util.errors import ConfigError, DataError
 
 SHOWN = 8
 """Most fields of a record that a message names."""
-TALK = "--template plain, or a file with one, reads them"
+TALK = "train reads them with --template plain, or a file with one"
 NOT_UTF8 = "not UTF-8; --encoding reads others"
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tokenizers import pre_tokenizers, trainers
 from perspectron.data import bpe, specials, world
 from perspectron.data.bpe import END_OF_TEXT, MOST_TOKENS, blank, byte_letters
 from perspectron.data.specials import OURS, Specials
-from perspectron.util.errors import DataError
+from perspectron.util.errors import ConfigError, DataError
 from perspectron.util.files import remove, write_text
 
 _TRAINING_PIECE = 2**18
@@ -195,7 +196,9 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without prefix. What spells a special token is text like any, unless it is `marked`.
-        DataError: half of a surrogate pair, or too long a run that cannot be cut."""
+        DataError: half of a surrogate pair, or too long a run that cannot be cut. ConfigError: no text."""
+        if not isinstance(text, str):
+            raise ConfigError(f"text = {reprlib.repr(text)}, must be one text")
         return list(itertools.chain.from_iterable(self.pieces(text)))
 
     def marked(self, text: str) -> str:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -374,7 +375,8 @@ class Session:
     @torch.inference_mode()
     def back_to(self, token: int) -> Generator[int, None, "Session"]:
         """`at` as a generator, which pauses before each call of the model and yields the number of tokens left."""
-        require(0 <= token <= len(self.tokens), "token", token, f"≥ 0 and ≤ {len(self.tokens)}")
+        there = isinstance(token, Integral) and 0 <= token <= len(self.tokens)
+        require(there, "token", token, f"a whole number ≥ 0 and ≤ {len(self.tokens)}")
         T = token + self._before
         calls = sum(end < T for end in accumulate(self._calls))
         if calls == len(self._calls):

@@ -353,7 +353,12 @@ class LanguageModel(nn.Module):
             both = "both are given" if ids_BT is not None else "neither is given"
             raise ConfigError(f"ids, inputs_embeds: {both}, must be exactly one of them")
         width = (self.config.d_token,) if ids_BT is None else ()
-        shape = tuple((inputs_embeds if ids_BT is None else ids_BT).shape)  # type: ignore[union-attr]
+        given = inputs_embeds if ids_BT is None else ids_BT
+        if not isinstance(given, Tensor):
+            raise ConfigError(f"ids, inputs_embeds: {type(given).__name__}, must be a tensor")
+        if ids_BT is not None and ids_BT.dtype not in (torch.int64, torch.int32):
+            raise ConfigError(f"ids are {ids_BT.dtype}, must be int64 or int32")
+        shape = tuple(given.shape)
         if len(shape) != 2 + len(width) or 0 in shape or shape[2:] != width:
             name = "inputs_embeds has" if width else "ids have"
             wanted = ", ".join(map(str, ("B", "T", *width)))

@@ -10,6 +10,7 @@ import pytest
 import perspectron
 from perspectron.cli import quantize
 from perspectron.cli.main import main
+from perspectron.data.template import Template
 from perspectron.stream.cache import ShardCache
 from perspectron.stream.usage import Usage
 from tests.cli.small import PLAIN, TRAIN
@@ -72,6 +73,19 @@ def test_quantize_refuses_what_would_change_nothing(run, tmp_path, capsys):
     perspectron.save(*perspectron.load(run), tmp_path / "bare")
     in_a_line(refusal(capsys, "quantize", tmp_path / "bare", *nearest, "--tokens", 50), "tokens", 50)
     assert not (tmp_path / "a").exists()
+
+
+def test_chats_are_calibrated_on_by_the_template_of_the_training(run, text, tmp_path, capsys):
+    with open(tmp_path / "chats.jsonl", "w") as file:
+        for i in range(80):
+            asked = {"role": "user", "content": f"cat {i}"}
+            print(json.dumps({"messages": [asked, {"role": "assistant", "content": "a dog"}]}), file=file)
+    bare, chats = tmp_path / "bare", ("--calibrate", tmp_path / "chats.jsonl", "--windows", 2)
+    perspectron.save(*perspectron.load(run), bare)
+    in_a_line(refusal(capsys, "quantize", bare, "--out", tmp_path / "a", *chats), "messages", "train")
+    Template.named("plain").save(bare)
+    said(capsys, "quantize", bare, "--out", tmp_path / "a", *chats)
+    said(capsys, "quantize", bare, "--out", tmp_path / "b", "--calibrate", text, "--windows", 2)
 
 
 @pytest.mark.parametrize("name", ["init", "teacher", "resume"])

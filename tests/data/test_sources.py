@@ -318,8 +318,8 @@ def test_a_folder_says_what_it_read_and_what_it_left_out_by_kind_and_reason(tmp_
     first, second = corpus.notes()
     assert first == "read records of more.json: 40; .py files: 30; .csv files: 1"
     assert second == (
-        "left out records of chat.jsonl: 70 (no 'text' but 'messages'; --template plain, or a file with one, "
-        "reads them); .dat files: 1 (not UTF-8 text); "
+        "left out records of chat.jsonl: 70 (no 'text' but 'messages'; train reads them with --template plain, "
+        "or a file with one); .dat files: 1 (not UTF-8 text); "
         ".txt files: 1 (not UTF-8 text, it looks like utf-16)"
     )
     assert corpus.skipped_count == 72

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from perspectron.data import END_OF_TEXT, Tokenizer, bpe, open_corpus, tokenizer
 from perspectron.data.specials import OURS
-from perspectron.util.errors import DataError, StorageError
+from perspectron.util.errors import ConfigError, DataError, StorageError
 from perspectron.util.machine import Peak
 from tests.refusals import refused
 
@@ -110,6 +110,8 @@ def test_a_tokenizer_of_no_text_or_too_few_ids_and_half_a_character_are_refused(
         Tokenizer.train(["", ""], 300)
     with refused(DataError, r"'\ud800'", 1):
         TOKENIZER.encode("a\ud800")
+    with refused(ConfigError, "text", "a"):
+        TOKENIZER.encode(["a"])  # type: ignore[arg-type]
     with refused(DataError):
         Tokenizer.train(["a\ud800"], 300)
 

@@ -239,8 +239,9 @@ def test_what_is_wrong_is_said_and_changes_nothing(perspective, tokenizer, tmp_p
         session.read([VOCAB])
     with refused(ConfigError, "text"):
         session.read(b"ab")
-    with refused(ConfigError, "token", 99):
-        session.at(99)
+    for token in (99, 1.5):
+        with refused(ConfigError, "token", token):
+            session.at(token)
 
     def stop(_: str) -> None:
         raise KeyboardInterrupt

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 import perspectron
 from perspectron import presets
+from perspectron.cli import export as command
 from perspectron.cli.main import main
 from perspectron.data import Tokenizer
 from perspectron.data.template import Template
@@ -212,6 +213,12 @@ def test_export_needs_something_to_write_and_a_new_folder(run, tmp_path, capsys)
     assert names(capsys.readouterr().err, run)
     assert main(["export", str(run), "--hf", str(tmp_path / "hf"), "--context", "64"]) == 2
     assert names(capsys.readouterr().err, "context", 64) and not (tmp_path / "hf").exists()
+
+
+def test_a_folder_that_is_there_is_refused_before_the_model_is_opened(run, monkeypatch, capsys):
+    monkeypatch.setattr(command, "open_model", lambda path: pytest.fail("too late"))
+    assert main(["export", str(run), "--hf", str(run)]) == 2
+    assert names(capsys.readouterr().err, "hf", run)
 
 
 def test_the_config_is_what_the_run_says(tokenizer):

@@ -114,7 +114,7 @@ def test_packed_and_padded_documents_equal_each_alone():
 
 
 @pytest.mark.parametrize("design", presets.DESIGNS)
-def test_input_without_tokens_or_with_masks_of_another_shape_is_named_in_every_design(design):
+def test_input_that_is_none_without_tokens_or_with_masks_of_another_shape_is_named_in_every_design(design):
     model = build(presets.small(design, vocab_size=V, seq_len=32))
     for shape in ((0, 3), (1, 0), (0, 0), (2, 0), (5,)):
         bad = torch.zeros(shape, dtype=torch.int64)
@@ -123,6 +123,10 @@ def test_input_without_tokens_or_with_masks_of_another_shape_is_named_in_every_d
                 model(bad, state)
         with refused(ConfigError, "inputs_embeds"):
             model(inputs_embeds=torch.zeros(*shape, model.config.d_token))
+    with refused(ConfigError, "ids", "list"):
+        model([[1, 2]])
+    with refused(ConfigError, "ids", torch.float32):
+        model(torch.ones(1, 2))
     for shape, name in itertools.product(((1, 5), (3, 5), (2, 4), (2, 6), (5,)), ("reset_BT", "pad_BT")):
         with refused(ConfigError, name):
             model(ids(2, 5), **{name: torch.zeros(shape, dtype=torch.bool)})
