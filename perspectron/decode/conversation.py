@@ -30,8 +30,8 @@ def beside(extra: dict[str, Any] | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Everything needed to continue one or several texts. Continuing consumes it, because the state is updated in
-    place: keep a `fork()` to continue from the same point twice.
+    """Everything needed to continue one or several texts. `generate` leaves it unchanged; `Rows.add` consumes it,
+    because the state is updated in place.
 
     state: the model's state after the tokens read. pending: for each row the tokens not yet read; after `generate`
     exactly one, the last one drawn, however the row finished. Tokens of a stop string are part of the history but not

@@ -55,8 +55,8 @@ def generate(
     """Draw up to `max_tokens` tokens after each prompt, given as text or as ids.
 
     Without `conversation` the tokenizer's prefix is read first; an empty prompt then begins a document. With a
-    conversation, which is consumed, the prompts continue it and may be empty; the tokens are then the same as without
-    the interruption. Row i draws from stream i of the seed's noise. Finished rows cost nothing.
+    conversation, which stays unchanged, the prompts continue it and may be empty; the tokens are then the same as
+    without the interruption. Row i draws from stream i of the seed's noise. Finished rows cost nothing.
 
     stop: strings that end a row; the text ends before the string. on_piece: called with each `Piece`, whose text,
     where it has one, is certain: whole characters that cannot begin a stop string. Joined they equal `texts`; half
@@ -83,7 +83,7 @@ def generate(
         raise ConfigError(f"prompts: {B} given, must be as many as the conversation has rows, {known}")
     rows = Rows(model, tokenizer, chunk=chunk, together=together, hooks=hooks, drafts=drafts)
     for row, prompt in enumerate(prompts):
-        talk = conversation if conversation is None or B == 1 else conversation.take(row)
+        talk = conversation and (conversation.fork() if B == 1 else conversation.take(row))
         rows.add(
             prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, conversation=talk, stream=row,
             min_tokens=min_tokens, stop_ids=stop_ids, fresh=talk is not None and talk.begins,

@@ -234,12 +234,16 @@ def test_repetition_penalty_counts_prompt_and_drawn_tokens(tokenizer: Tokenizer)
     assert generate(model, tokenizer, ["ab"], max_tokens=3, sampling=GREEDY).texts == ["aaa"]
 
 
-def test_fork_goes_on_twice(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    talk = generate(model, tokenizer, PROMPTS, max_tokens=5, sampling=SAMPLED).conversation
-    kept = talk.fork()
-    first = generate(model, tokenizer, [""] * 3, max_tokens=9, sampling=SAMPLED, conversation=talk)
-    second = generate(model, tokenizer, [""] * 3, max_tokens=9, sampling=SAMPLED, conversation=kept)
-    assert first.ids == second.ids
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_conversation_and_its_fork_go_on_any_number_of_times(
+    model: LanguageModel, tokenizer: Tokenizer, rows: int
+) -> None:
+    talk = generate(model, tokenizer, PROMPTS[:rows], max_tokens=5, sampling=SAMPLED).conversation
+    found = [
+        generate(model, tokenizer, [""] * rows, max_tokens=9, sampling=SAMPLED, conversation=one).ids
+        for one in (talk.fork(), talk, talk)
+    ]
+    assert found[0] == found[1] == found[2]
 
 
 def test_model_may_have_more_ids_than_the_tokenizer(tokenizer: Tokenizer) -> None:
