@@ -145,8 +145,8 @@ class Diff:
         states = table(
             "states", ("layer", "distance"), [(f"{i}", f"{d:.4g}") for i, d in enumerate(found.layers)]
         )
-        next = ([repr(tokenizer.decode([id])) + f" {p:.3f}" for id, p in one] for one in found.next)
-        rows = [*zip_longest(*next, fillvalue="")]  # of a text without a token there is no prediction
+        expected = ([repr(tokenizer.decode([id])) + f" {p:.3f}" for id, p in one] for one in found.next)
+        rows = [*zip_longest(*expected, fillvalue="")]  # of a text without a token there is no prediction
         return answer(
             self.json, asdict(found), *parts, states, table("next token", (str(self.a), str(self.b)), rows)
         )
