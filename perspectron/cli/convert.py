@@ -24,7 +24,7 @@ from perspectron.train.convert.run import Conversion, config_of, noted
 from perspectron.train.estimate import slow
 from perspectron.train.loop import Trainer
 from perspectron.train.pace import Pace
-from perspectron.train.prepare import prepare, training_batches
+from perspectron.train.prepare import prepare
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import locked, remove
@@ -139,7 +139,9 @@ class Convert:
                     config.data,
                     f"encoded as {config.teacher} encodes",
                 )
-                training_batches(RunConfig(model, longest), shards)
+                there = shards.split("train").tokens
+                bound = f"a text of more tokens than a window, {longest.seq_len:,}: here are {there:,}"
+                require(there > longest.seq_len, "data", config.data, bound)
                 conversion = Conversion(run, config, tokenizer, shards, began, Work)
             for line in [summary, *slow(conversion.device, config.dtype)]:
                 console.print(line)

@@ -23,6 +23,8 @@ from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError
 from perspectron.util.files import read_json
 
+PAST = (1, 4, 16)  # windows of the training: the contexts past which the loss of the same targets may rise
+
 
 @dataclass(frozen=True)
 class Options:
@@ -49,7 +51,9 @@ class Options:
 
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     """The stages of the conversion, and of teacher and converted model: loss by position, recall of pairs, bytes of
-    state and milliseconds a token. CheckpointError for a run that was not converted, or whose teacher is gone."""
+    state and milliseconds a token. As text gets easier or harder along a document, `past` of a position compares the
+    same targets with fewer tokens before them. CheckpointError for a run that was not converted, or whose teacher is
+    gone."""
     folder = subject.opened.folder.path
     asked, notes = config_of(folder), read_json(folder / FILE, CheckpointError)
     teacher = open_model(Path(asked.teacher))
@@ -57,7 +61,8 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     teacher = replace(teacher, folder=replace(teacher.folder, dtype=dtype))
     teacher.model.to(subject.model.device)
     both = {"teacher": replace(subject, opened=teacher), "converted": subject}
-    positions = position.Options(options.tokens, options.stretches, ())
+    past = tuple(subject.seq_len * factor for factor in PAST)
+    positions = position.Options(options.tokens, options.stretches, past)
     return {
         "conversion": notes,
         "position": {name: position.measure(one, positions) for name, one in both.items()},
@@ -139,6 +144,15 @@ def lines(result: dict[str, Any]) -> list[str]:
     for its, own in zip(*bins, strict=False):
         span = f"{its['from']:,}–{its['to'] - 1:,}"
         text.append(f"{span:>18}  {its['bits_per_byte']:>7.3f}  {own['bits_per_byte']:>9.3f}")
+    pasts = [result["position"][name]["past"] for name in ("teacher", "converted")]
+    for N in pasts[0]:
+        gains = [
+            f"{one['bits_per_byte']:+.3f} ({one['low']:+.3f} to {one['high']:+.3f})"
+            for one in (past[N] for past in pasts)
+            if one
+        ]
+        if len(gains) == len(pasts):
+            text.append(f"more than {int(N):,} tokens gain {gains[0]}, {gains[1]} on the same targets")
     for pairs in result["recall"]["teacher"]:
         its, own = (result["recall"][name][pairs] for name in ("teacher", "converted"))
         text.append(f"{f'recall of {pairs}':>18}  {its:>7.1%}  {own:>9.1%}")

@@ -73,3 +73,19 @@ def test_too_few_minutes_leave_no_folder(chats, tmp_path, capsys):
     assert main(["convert", str(chats), "--out", str(tmp_path / "out"), *few]) == 2
     assert "minutes" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_text_shorter_than_a_window_leaves_no_folder(chats, tmp_path, capsys):
+    (tmp_path / "few.txt").write_text("too few words")
+    given = ["--data", str(tmp_path / "few.txt"), "--out", str(tmp_path / "out")]
+    assert main(["convert", str(chats), *given, *SMALL]) == 2
+    in_a_line(capsys.readouterr().err, "data", "few.txt", 13, 32)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_teacher_that_does_not_fit_beside_the_student_is_refused(chats, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("perspectron.train.convert.config.room", lambda device: 100_000)
+    given = ["--data", str(chats.parent / "chats.jsonl"), "--out", str(tmp_path / "out")]
+    assert main(["convert", str(chats), *given, *SMALL]) == 2
+    in_a_line(capsys.readouterr().err, "memory", "transformer", "GB")
+    assert not (tmp_path / "out").exists()

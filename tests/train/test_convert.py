@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from perspectron import presets
+from perspectron.eval.conversion import Options, lines, measure
+from perspectron.eval.subject import Subject
 from perspectron.model.config import BlockConfig, Law5Config, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import config_of
@@ -253,9 +255,25 @@ def test_a_conversion_is_an_ordinary_run(runs, tmp_path, teacher):
     assert [mixer.window for mixer in mixers if mixer.kind == "attention"] == [16]
     total = sum(row["tokens"] for row in rows)
     assert 0.8 * made.config.tokens <= total <= made.config.tokens
-    trainer = runs.trainer  # a run goes on as any other does
     assert checkpoint.found_in(tmp_path / "out")[-1].progress.step == opened.config.train.steps
-    assert trainer is not None
+
+
+def test_the_suite_compares_the_same_targets_with_more_and_fewer_tokens_before_them(runs, tmp_path, teacher):
+    """Of the model and of its teacher, past windows of the training."""
+    made = conversion(tmp_path / "out", teacher, runs)
+    assert made.go() is None
+    subject = Subject(open_model(tmp_path / "out"), runs.shards.split("heldout"), seq_len=4)
+    found = measure(subject, Options(tokens=4 * 40, texts=2, contexts=(16,), rounds=1))
+    for name in ("teacher", "converted"):
+        past = found["position"][name]["past"]
+        assert list(past) == ["4", "16", "64"]
+        assert past["4"]["low"] <= past["4"]["bits_per_byte"] <= past["4"]["high"]
+        assert past["64"] is None
+    its, own = (found["position"][name]["past"]["16"]["bits_per_byte"] for name in ("teacher", "converted"))
+    (said,) = [line for line in lines(found) if line.startswith("more than 16 tokens gain")]
+    assert f"{its:+.3f} (" in said
+    assert f"{own:+.3f} (" in said
+    assert not any(line.startswith("more than 64") for line in lines(found))
 
 
 def test_the_text_has_its_share_in_what_the_whole_learns(runs, tmp_path, teacher):
@@ -438,7 +456,7 @@ def test_a_perspective_loses_its_attention_too(runs, tmp_path):
     assert made.go() is None
     mixers = [block.mixer.kind for block in checkpoint.load_config(tmp_path / "out").model.blocks]
     assert mixers == ["pdr2", "kda", "pdr2", "kda"]
-    with refused(ConfigError, "first_values", "rwkv7"):
+    with refused(ConfigError, "first_values", "rwkv7", "perspective2", "gdn", "kda"):
         student(checkpoint.load_config(run).model, "rwkv7", [1, 3], 0)
 
 

@@ -4,7 +4,7 @@ Shapes: B batch, T time, D model width.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, cast
@@ -15,13 +15,14 @@ from torch import Tensor
 from perspectron import presets
 from perspectron.data.loader import Batch
 from perspectron.model.block import Block
-from perspectron.model.config import ModelConfig, Shift
+from perspectron.model.config import BlockConfig, ModelConfig, Shift
 from perspectron.model.masks import Inputs
 from perspectron.model.mixer import Mixer
 from perspectron.model.model import LanguageModel, build
 from perspectron.model.transfer import Heads
 from perspectron.train.convert.config import on_meta
 from perspectron.util.config import MixerConfig, require
+from perspectron.util.errors import ConfigError
 from perspectron.util.registry import part
 
 
@@ -98,18 +99,29 @@ def student(config: ModelConfig, to: str, converted: Collection[int], window: in
         longest=config.longest if whole else 0,
     )
     if config.first_values:
-        _require_same_values(config, changed)
+        _require_same_values(config, changed, converted)
     return changed
 
 
-def _require_same_values(config: ModelConfig, changed: ModelConfig) -> None:
-    """ConfigError if the value residual of some layer would no longer refer to the same layer."""
-    widths = [
-        [block.mixer.value_channels if block.config.mixer else 0 for block in blocks_of(on_meta(its))]
-        for its in (config, changed)
-    ]
-    bound = f"false in a model that becomes {changed.name}: its values have other channels"
-    require(widths[0] == widths[1], "first_values", True, bound)
+def _require_same_values(config: ModelConfig, changed: ModelConfig, converted: Collection[int]) -> None:
+    """ConfigError if the value residual of some layer would no longer refer to the same layer; the message names
+    designs with values of the same width."""
+
+    def widths(blocks: Sequence[BlockConfig]) -> list[int]:
+        model = on_meta(replace(config, blocks=tuple(blocks)))
+        return [block.mixer.value_channels if block.config.mixer else 0 for block in blocks_of(model)]
+
+    def keeps(to: str) -> bool:
+        with suppress(ConfigError):
+            made = in_place(config, to)
+            blocks = [replace(b, mixer=made[i]) if i in converted else b for i, b in enumerate(config.blocks)]
+            return widths(blocks) == widths(config.blocks)
+        return False
+
+    if widths(changed.blocks) != widths(config.blocks):
+        could = ", ".join(name for name in targets() if keeps(name)) or "none"
+        bound = f"false in a model that becomes {changed.name}: its values have other channels (possible: {could})"
+        require(False, "first_values", True, bound)
 
 
 def shift(config: ModelConfig, to: str) -> Shift:
