@@ -142,7 +142,7 @@ def training_batches(config: RunConfig, shards: Shards, rank: int = 0, world_siz
         each = max(1.0, split.text_bytes / max(1, split.tokens))  # a document's end is a token without text
         more = f"about {math.ceil((train.seq_len + 1) * each):,} bytes of text"
         bytes_do = f", --set vocab_size=257 (a token for each of its {split.text_bytes} bytes)"
-        smaller = bytes_do if split.text_bytes > train.seq_len else ""
+        smaller = bytes_do if split.text_bytes > train.seq_len and not train.init else ""
         raise DataError(
             f"{train.data}: {split.tokens} tokens, need at least {train.seq_len + 1} (seq_len + 1): "
             f"{more}{smaller}, or --seq-len {max(1, split.tokens // 2)}"
