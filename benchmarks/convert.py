@@ -6,7 +6,7 @@ by them. Each entry is written when it is there, and one that is there is not me
 also within an entry.
 
 python benchmarks/convert.py --folder runs/convert --json results/convert.json
-python benchmarks/convert.py --data prose --plain --folder runs/convert-prose --json results/convert_prose.json
+python benchmarks/convert.py --data prose --plain --dtype float32 --folder runs/prose --json results/convert_prose.json
 python benchmarks/convert.py --smollm2 --minutes 240 --folder runs/convert --json results/convert_smollm2.json
 """
 

@@ -20,6 +20,8 @@ from claims.measures.gates import gates
 from claims.results import Missing, Results, command
 from perspectron import presets
 from perspectron.model.model import build
+from perspectron.util.errors import DataError
+from perspectron.util.files import read_json
 from perspectron.util.stats import LEVEL, paired
 
 LOWER = (float("-inf"), -1e-9)
@@ -108,13 +110,34 @@ def versus(first: str, second: str, file: str = "reference/results") -> Measure:
     return measure
 
 
+def beside(first: str, second: str, file: str, note: str) -> Measure:
+    """`versus`, and with it, without a say in the verdict, the same against the second design's runs in another file.
+    note: how those differ. Where that file is not there, `versus` alone."""
+
+    def measure(results: Results) -> Evidence:
+        found, path = versus(first, second)(results), results.path(file)
+        assert isinstance(found, Evidence)
+        if not found.values or not path.is_file():
+            return found
+        theirs = read_json(path, DataError)
+        own = {cell["seed"]: cell for cell in theirs["designs"][second]["cells"]}
+        both = {first: cells(results, "reference/results", first), second: own}
+        other = compared(both, lambda cell: cell["heldout_bits_per_byte"], theirs["plan"], "")
+        return replace(found, shown=f"{found.shown}; {note} (results/{file}.json): {other.shown}")
+
+    return measure
+
+
 def without(design: str, arm: str, whole: str = "") -> Measure:
     """Held-out bits per byte of a design (or of another arm, `whole`) less those of the arm that lacks a part: below 0
     where the part helps."""
     return versus(whole or design, arm, f"ablate-{design}")
 
 
-CONVERTED = "in transformers of 2 M parameters, converted by 0.4 M tokens of stdlib, with windows of 256"
+CONVERTED = (
+    "in transformers of 2 M parameters, converted by 0.4 M tokens of stdlib, "
+    "with windows of 256 (512 in the document)"
+)
 
 
 def converted(results: Results, value: Callable[[dict[str, Any], str], float]) -> dict[str, list[float]]:
@@ -160,7 +183,9 @@ def drifts(results: Results) -> Evidence:
     if statistics.fmean(values["none"]) > 0:
         return found
     return replace(
-        found, values=(), excuse="the loss does not rise with the position without attention, either"
+        found,
+        values=(),
+        excuse=f"the loss does not rise with the position without attention, either; {CONVERTED}",
     )
 
 

@@ -150,7 +150,7 @@ def sizes(name: str) -> dict[str, Any]:
 
 def variant(name: str) -> tuple[Design, dict[str, Any]]:
     """Take a name apart: (design, its sizes that are given) of "DESIGN" or "DESIGN[KEY=VALUE,…]", such as
-    "gla[embedding_norm=false]" or "perspective[kda,rank=16]"; "DESIGN+" gives the best parts too, as in "transformer+"
+    "gla[embedding_norm=false]" or "perspective[kda,rank=16]"; "DESIGN+" adds the two parts, as in "transformer+"
     or "perspective+[kda,heads=2]". ConfigError for what is neither.
 
         >>> perspectron.presets.variant("gla[embedding_norm=false]")[1]

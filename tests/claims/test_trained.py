@@ -1,5 +1,6 @@
 """What the ledger reads from a comparison's results."""
 
+import json
 from math import inf
 
 import pytest
@@ -49,6 +50,16 @@ def test_a_sure_difference_holds_at_that_size(results):
 def test_one_sign_in_three_seeds_is_no_sure_difference(results):
     found = results(one=cells(2.0, 2.0, 2.0), other=cells(2.01, 2.3, 2.05))
     assert versus(found).judged == f"untestable here: no significant difference {SCALE}"
+
+
+def test_other_runs_of_the_second_design_have_no_say_in_the_verdict(results, tmp_path):
+    found = results(one=cells(2.0, 2.0, 2.0), other=cells(2.01, 2.3, 2.05))
+    beside = trained.beside("one", "other", "elsewhere", "at another rate")
+    assert row(beside, found) == versus(found)
+    (tmp_path / "elsewhere.json").write_text(json.dumps(comparison({"other": cells(1.9, 1.9, 1.9)})))
+    both = row(beside, found)
+    assert both.judged == versus(found).judged
+    assert "at another rate (results/elsewhere.json): one 2.000, other 1.900" in both.measured
 
 
 def test_divergence_is_a_failure(results):
