@@ -286,6 +286,27 @@ def test_a_talk_goes_on_over_a_restart(talking) -> None:
         assert all(one in about["text"] for one in talk)
 
 
+def test_a_talk_that_was_begun_with_tools_keeps_them(talking) -> None:
+    one, tool = talking(), {"type": "function", "function": {"name": "add"}}
+    reads = "{% for t in tools or [] %}[{{ t.function.name }}{{ mood }}]{% endfor %}"
+    one.template = Template(reads + TEMPLATE, "here")
+    said = {"messages": [{"role": "user", "content": "The cat"}], "max_tokens": 4, "save": "one"}
+    asked = said | {"tools": [tool], "chat_template_kwargs": {"mood": "!"}}
+    with serving(one) as url, browsing(url) as page:
+        assert page.request.post(f"{url}/v1/chat/completions", data=asked).ok
+        page.reload()
+        page.get_by_role("tab", name="Chat").click()
+        return_to(page, "one")
+        set_to(page, count=4, name="two")
+        page.get_by_label("Message").fill("on")
+        page.get_by_label("Message").press("Enter")
+        expect(page.get_by_role("status")).to_contain_text("ept as two")
+        about = page.request.post(f"{url}/v1/states/two/restore", data={}).json()
+        assert about["text"].count("user:") == 2, "what was said is not read again without its tools"
+        assert about["text"].startswith("[add!]user: The cat") and len(about["messages"]) == 4
+        assert about["given"] == {"tools": [tool], "mood": "!"}
+
+
 def test_a_model_without_a_template_says_what_gives_it_one(page) -> None:
     page.get_by_role("tab", name="Chat").click()
     expect(page.locator("#talk")).to_contain_text("--template")

@@ -226,7 +226,8 @@ class App:
         def told() -> Response:
             cuts, ends = texts(served.tokenizer, session.tokens)
             about = asdict(served.states.about(id)) | {"text": "".join(cuts), "ends": ends}
-            about |= {"messages": said_in(session.extra).messages, "drawn": drawn_of(session.log)}
+            said = said_in(session.extra)
+            about |= {"messages": said.messages, "given": said.given, "drawn": drawn_of(session.log)}
             return JSONResponse(about | {"state_bytes": session.nbytes, "ms": milliseconds})
 
         return await asyncio.to_thread(told)

@@ -47,7 +47,8 @@ export async function send(signal) {
   if (!said) return say("Nothing to send.");
   const save = await newName("chat"), asked = settings(true), before = shown.messages.slice(0, until ?? shown.messages.length);
   const messages = [...before, { role: "user", content: said }];
-  const body = { messages, save, stream: true, ...asked };
+  const { tools = [], ...others } = shown.given; // what the template was given beside the messages
+  const body = { messages, save, stream: true, tools, chat_template_kwargs: others, ...asked };
   if (shown.state !== null) body.state = shown.state;
   const answer = bubble({ role: "assistant", content: "" }), content = answer.querySelector(".content");
   box.replaceChildren(...before.map(bubble), bubble(messages.at(-1)), answer);

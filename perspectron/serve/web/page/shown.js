@@ -2,7 +2,7 @@
 
 import { act, ask, at, here, inModel, ofState, post, say } from "./parts.js";
 
-export const shown = { state: null, text: [], ends: [], drawn: [], messages: [], marks: new Map() };
+export const shown = { state: null, text: [], ends: [], drawn: [], messages: [], given: {}, marks: new Map() };
 const kept = new Map(); // for each state: its text, and the probabilities of the tokens that were drawn on this page
 let listening = null;
 
@@ -18,9 +18,9 @@ export async function restored(id) {
 }
 
 export async function show(id) {
-  const about = await restored(id), { text, ends, drawn, messages } = about, known = kept.get(`${here.model.id}/${id}`);
+  const about = await restored(id), { text, ends, drawn, messages, given } = about, known = kept.get(`${here.model.id}/${id}`);
   const marks = known && known.text === text.join("") ? known.marks : new Map(); // another text may have taken the name
-  Object.assign(shown, { state: id, text, ends, drawn, messages, marks });
+  Object.assign(shown, { state: id, text, ends, drawn, messages, given, marks });
   tell();
   return about;
 }
@@ -31,7 +31,7 @@ export function mark(marks) {
 }
 
 export function clear() {
-  Object.assign(shown, { state: null, text: [], ends: [], drawn: [], messages: [], marks: new Map() });
+  Object.assign(shown, { state: null, text: [], ends: [], drawn: [], messages: [], given: {}, marks: new Map() });
   tell();
 }
 
