@@ -214,9 +214,9 @@ class LanguageModel(nn.Module):
         before it is remembered. pad_BT: True where there is no token; the state is unchanged there. consume_state:
         allow `state` to be overwritten, which saves a copy; it must not be used again. Results are the same.
         output_hidden_states, output_attentions: return them, as `Output` says, with gradients where those are enabled;
-        attention maps are without dropout. Raises ConfigError for neither or both of ids and inputs_embeds or a wrong
-        shape, and for attention maps of several documents that begin with a trained memory; ValueError for
-        consume_state with gradients enabled.
+        attention maps are without dropout. Raises ConfigError for neither or both of ids and inputs_embeds, a wrong
+        shape or, on a CPU, an id outside the vocabulary, and for attention maps of several documents that begin with a
+        trained memory; ValueError for consume_state with gradients enabled.
         """
         seen = None
         if output_hidden_states or output_attentions:
@@ -254,7 +254,7 @@ class LanguageModel(nn.Module):
         which the rows choose their experts. seen: collects what it asks for from each block."""
         check_consumed(consume_state)
         self.check_tokens(ids_BT, inputs_embeds)
-        x_BTD: Tensor = self.embedding(ids_BT) if inputs_embeds is None else inputs_embeds
+        x_BTD = self._embedded(cast(Tensor, ids_BT)) if inputs_embeds is None else inputs_embeds
         for name, mask in (("reset_BT", reset_BT), ("pad_BT", pad_BT)):
             if mask is not None:
                 whole = tuple(x_BTD.shape[:2])
@@ -363,6 +363,19 @@ class LanguageModel(nn.Module):
             name = "inputs_embeds has" if width else "ids have"
             wanted = ", ".join(map(str, ("B", "T", *width)))
             raise ConfigError(f"{name} shape {shape}, must be [{wanted}] with B ≥ 1 and T ≥ 1")
+
+    def _embedded(self, ids_BT: Tensor) -> Tensor:
+        """Embeddings of ids [B,T,·]. ConfigError: one is outside the vocabulary, as a CPU finds; to ask a GPU first
+        would keep it waiting."""
+        try:
+            x_BTD: Tensor = self.embedding(ids_BT)
+        except IndexError:
+            V = self.config.vocab_size
+            beyond = [id for id in ids_BT.flatten().tolist() if not 0 <= id < V]
+            if not beyond:
+                raise
+            raise ConfigError(f"ids = {beyond[0]}, must be ≥ 0 and < vocab_size = {V}") from None
+        return x_BTD
 
     def placed(
         self,

@@ -171,6 +171,16 @@ def test_mistaken_inputs_are_named(arguments, named):
         perspectron.build(config(PDRConfig(8)))(**arguments)
 
 
+@pytest.mark.cpu_only("a GPU cannot tell before it has computed")
+@pytest.mark.parametrize("beyond", [-1, V, 1 << 40])
+def test_an_id_outside_the_vocabulary_is_named_with_its_size(beyond):
+    model = perspectron.build(config(PDRConfig(8)))
+    with refused(ConfigError, "ids", beyond, "vocab_size", V):
+        model(torch.tensor([[3, beyond]]))
+    compiled = torch.compile(model._embedded, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(ids(1, 3)), model.embedding(ids(1, 3)))
+
+
 # ---------------------------------------------------------------- loss and gradients
 
 
