@@ -18,6 +18,7 @@ from perspectron.decode.kept import Account, Hold
 from perspectron.decode.log import Log
 from perspectron.decode.marks import Marks
 from perspectron.decode.places import Path as Prefixes
+from perspectron.decode.processors import Hook, Processor
 from perspectron.decode.reading import CHUNK, check_ids, ids_of, lengths, read_all, whole
 from perspectron.decode.row import Vocabulary
 from perspectron.decode.rows import Rows
@@ -215,24 +216,42 @@ class Session:
         sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
         stop: Sequence[str] = (),
         on_text: Callable[[str], None] | None = None,
-        **limits: Any,
+        hooks: Sequence[Hook | Processor] = (),
+        min_tokens: int = 0,
+        stop_ids: Sequence[int] = (),
     ) -> str:
-        """Draw up to `max_tokens` tokens: the text, which ends before a stop string. on_text: called with each piece of
-        it. limits: `hooks`, `min_tokens` and `stop_ids`, as `Rows.add` has them; what a hook does to the state is not
-        repeated where `at` reads again. On an error or an interruption the session stays as it was before.
+        """Draw up to `max_tokens` tokens: the text, which ends before a stop string. sampling: temperature, seed and
+        what else `SamplingConfig` has. on_text: called with each piece of the text. hooks, min_tokens, stop_ids: as
+        `Rows.add` has them; what a hook does to the state is not repeated where `at` reads again. On an error or an
+        interruption the session stays as it was before.
 
         ConfigError: a number out of bounds, more tokens than a table of learned positions has left. NonFiniteError: the
         model gave logits that are not finite, or none of those that hooks leave. PerspectronError: a hook failed.
         """
-        return exhausted(self.saying(max_tokens, sampling=sampling, stop=stop, on_text=on_text, **limits))
+        steps = self.saying(
+            max_tokens, sampling=sampling, stop=stop, on_text=on_text,
+            hooks=hooks, min_tokens=min_tokens, stop_ids=stop_ids,
+        )  # fmt: skip
+        return exhausted(steps)
 
     @torch.inference_mode()
     def saying(
-        self, max_tokens: int, *, on_text: Callable[[str], None] | None = None, **settings: Any
+        self,
+        max_tokens: int,
+        *,
+        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
+        stop: Sequence[str] = (),
+        on_text: Callable[[str], None] | None = None,
+        hooks: Sequence[Hook | Processor] = (),
+        min_tokens: int = 0,
+        stop_ids: Sequence[int] = (),
     ) -> Generator[int, None, str]:
         """`say` as a generator, which pauses before each step and yields the number of tokens that may still come."""
         rows, pieces, ids, marks = self._rows, list[str](), list[int](), dict[int, LMState]()
-        handle = self.enter(rows, max_tokens=max_tokens, stream=0, **settings)
+        handle = self.enter(
+            rows, max_tokens=max_tokens, stream=0, sampling=sampling, stop=stop,
+            hooks=hooks, min_tokens=min_tokens, stop_ids=stop_ids,
+        )  # fmt: skip
         try:
             while rows.active:
                 yield max_tokens - len(ids)

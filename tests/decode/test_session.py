@@ -163,6 +163,14 @@ def test_a_conversation_that_a_session_goes_on_with_is_the_same_text(
     assert drawn(Conversation.load(tmp_path / "on", perspective), 10) == expected[291:]
 
 
+def test_a_keyword_that_say_lacks_is_refused_by_its_own_name(perspective, tokenizer) -> None:
+    session = Session(perspective, tokenizer).read("The cat")
+    with refused(TypeError, "say", "temperature"):
+        session.say(4, temperature=0)
+    with refused(TypeError, "saying", "temperature"):
+        next(session.saying(4, temperature=0))
+
+
 def test_of_a_loaded_conversation_no_more_is_gone_back_than_is_known(
     perspective, tokenizer, tmp_path, monkeypatch
 ) -> None:
