@@ -56,7 +56,7 @@ class Read:
             raise DataError(f"{self.text}: byte {error.start} is not UTF-8") from None
         require(text != "", "text", str(self.text), "not empty")
         session = _begun(_model(self.run, self.out, self.device))
-        _worked("reading", session.reading(text))
+        _read(session.reading(text))
         session.save(self.out)
         say(f"{self.out}: {len(session.tokens):,} tokens")
         return 0
@@ -223,9 +223,9 @@ class Rebase:
         if there:
             begun = begun.loaded(self.onto)
         elif self.onto:
-            _worked("reading", begun.reading(self.onto))
+            _read(begun.reading(self.onto))
         replayed = past.ids_for(session, begun.tokenizer, after=self.after)
-        found = _worked("reading", past.rebasing(session, begun, replayed))
+        found = _read(past.rebasing(session, begun, replayed))
         found.session.save(self.out)
         other = (
             "" if found.encoded is None else f", encoded anew as {found.encoded:,}: the vocabularies differ"
@@ -286,6 +286,20 @@ def _worked(what: str, steps: Generator[int, None, T]) -> T:
     """The result of a generator, run to its end while progress is shown."""
     with Work(what):
         return exhausted(steps)
+
+
+def _read(steps: Generator[int, None, T]) -> T:
+    """The result of a generator that reads a text, while it is shown how many tokens are read of how many."""
+    whole = 0
+    with Work("reading") as work:
+        while True:
+            try:
+                left = next(steps)
+            except StopIteration as end:
+                found: T = end.value
+                return found
+            whole = max(whole, left)
+            work.tell(whole - left, whole)
 
 
 def _bytes(path: Path) -> bytes:

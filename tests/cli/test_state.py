@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from perspectron.cli.main import main
+from perspectron.cli.progress import Work
 from perspectron.decode import apart
 from perspectron.decode.history import history
 from perspectron.opening import load
@@ -72,6 +73,18 @@ def test_a_text_may_be_longer_than_a_name(there) -> None:
     assert main(["state", "rebase", "run/a.state", "--onto", text, "--out", "c.state"]) == 0
     ids = history(Path("c.state")).ids
     assert load("run")[1].decode(ids).startswith(text)
+
+
+@pytest.mark.parametrize("command", ["read", "rebase"])
+def test_of_a_long_text_it_is_told_how_much_is_read(there, command, monkeypatch) -> None:
+    told = list[tuple[int, int]]()
+    monkeypatch.setattr(Work, "tell", lambda self, *counts: told.append(counts))
+    text, out = "the cat sat. " * 800, ["--out", "c.state"]
+    Path("long.txt").write_text(text)
+    asked = {"read": ["long.txt", "--run", "run"], "rebase": ["run/a.state", "--onto", text]}
+    assert main(["state", command, *asked[command], *out]) == 0
+    read, whole = zip(*told, strict=True)
+    assert read[0] == 0 < read[1] and whole[0] == whole[1] >= len(load("run")[1].encode(text))
 
 
 def test_the_past_is_looked_into(there, capsys) -> None:
