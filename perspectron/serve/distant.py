@@ -14,7 +14,7 @@ from perspectron.util.files import remove, temporary_beside
 from perspectron.util.lease import Lease, Leases
 from perspectron.util.objects import Objects
 
-KEPT = 600.0  # seconds for which a fetched file is kept
+KEPT = 600.0  # seconds for which a fetched file is kept after it was asked for
 
 
 class DistantStates(States):
@@ -23,6 +23,8 @@ class DistantStates(States):
     def __init__(self, folder: Path, objects: Objects, place: str, leases: Leases) -> None:
         super().__init__(folder, leases, place)
         self._objects = objects
+        self._used = dict[Path, float]()
+        """When each of the server's own copies was asked for last, of those that were not long ago."""
 
     def found(self, name: str) -> Path:
         """As `States.found`: the file of its latest version. StorageError: the store cannot be reached."""
@@ -31,7 +33,9 @@ class DistantStates(States):
         if latest is None:
             return super().found(name)  # Missing
         path = self._local(at, latest)
-        self._forget_old()
+        with self._lock:  # so that no other request deletes the file once it is found
+            self._used[path] = time.time()
+            self._forget_old()
         if path.is_file():
             return path
         if (data := self._objects.get(f"{at}/{latest}")) is None:
@@ -127,9 +131,12 @@ class DistantStates(States):
             remove(temporary)
 
     def _forget_old(self) -> None:
+        """Delete the server's own copies that are old and were not asked for lately."""
+        now = time.time()
+        self._used = {path: used for path, used in self._used.items() if now - used <= KEPT}
         for path in self.folder.glob(f"*{ENDING}"):
             with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > KEPT:
+                if path not in self._used and now - path.stat().st_mtime > KEPT:
                     remove(path)
 
 

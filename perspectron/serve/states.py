@@ -67,12 +67,14 @@ class States:
 
     @contextlib.contextmanager
     def _told(self, upload: Path | None = None, name: str = "") -> Iterator[None]:
-        """Reword errors for remote users: a file is named without its folder, an upload by the name it was to get."""
+        """Reword errors for remote users: a file is named without its folder, an upload by the name it was to get.
+        Missing: a file was deleted after it was found."""
         try:
             yield
         except PerspectronError as error:
             said = str(error).replace(str(upload), name) if upload else str(error)
-            raise type(error)(
+            gone = isinstance(error, StateError) and isinstance(error.__context__, FileNotFoundError)
+            raise (Missing if gone else type(error))(
                 said.replace(f"{self.folder}/", "").replace(str(self.folder), "states")
             ) from error
 

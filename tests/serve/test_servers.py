@@ -6,14 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import pytest
 from fastapi.testclient import TestClient
 
+from perspectron.serve import distant
 from perspectron.serve.distant import DistantStates
+from perspectron.serve.states import Missing, States
 from perspectron.serve.web.app import create
 from perspectron.util import lease
 from perspectron.util.errors import StorageError
@@ -121,6 +125,43 @@ def test_named_states_at_a_url_are_those_of_every_server(tmp_path, tokenizer, mo
         states[0].leases.let_go(held)
         assert b.delete("/v1/states/x").status_code == 200 and a.get("/v1/states/x").status_code == 404
         assert objects.listed("leases", deep=True) == {}
+
+
+def test_a_copy_stays_as_long_as_it_is_asked_for(tmp_path, tokenizer, monkeypatch) -> None:
+    one, objects = served(tmp_path / "a", tokenizer), objects_of(f"memory://servers{next(NUMBERS)}")
+    states, later = DistantStates(tmp_path / "a", objects, "states/tiny", Leases(objects)), 0.0
+    monkeypatch.setattr(distant, "time", SimpleNamespace(time=lambda: time.time() + later))
+    for name in ("x", "y"):
+        states.save(name, one.engine.session().read("The cat"))
+    for _ in range(3):
+        later += distant.KEPT - 1
+        copy = states.found("x")
+    later += 2
+    states.found("y")
+    assert copy.is_file(), "a request that has just found it will read it"
+    later += distant.KEPT
+    states.found("y")
+    assert not copy.is_file()
+
+
+@pytest.mark.parametrize("kind", [States, DistantStates])
+def test_a_state_that_is_deleted_while_it_is_asked_for_is_missing(kind, tmp_path, tokenizer, monkeypatch):
+    one, objects = served(tmp_path / "a", tokenizer), objects_of(f"memory://servers{next(NUMBERS)}")
+    if kind is DistantStates:
+        one.states = DistantStates(tmp_path / "a", objects, "states/tiny", Leases(objects))
+    one.states.save("x", one.engine.session().read("The cat"))
+    found = one.states.found
+
+    def vanishing(name: str) -> Path:
+        path = found(name)
+        path.unlink()
+        return path
+
+    monkeypatch.setattr(one.states, "found", vanishing)
+    with TestClient(create([one]), base_url="http://localhost") as client:
+        assert client.get("/v1/states/x/log").status_code == 404
+    with pytest.raises(Missing):
+        one.states.load("x", one.engine.session(), anew=True)
 
 
 @pytest.mark.parametrize("parent", ["a/b", "x/../../../escaped", "a~b", "", "fine", 5])
