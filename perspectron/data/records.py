@@ -120,7 +120,7 @@ def _valid(text: str) -> bool:
 
 
 class Table(Protocol):
-    """Records in order. size: how many bytes or rows, for progress; 0 if unknown."""
+    """Records in order. size: bytes of its file, for progress; 0 if unknown."""
 
     name: str
     size: float

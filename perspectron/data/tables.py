@@ -130,7 +130,7 @@ class Parquet(FileTable):
     def _require_fields(self) -> None:
         with self._opened() as file:
             kinds = {column.name: column.type for column in file.schema_arrow}
-            self.size = float(file.metadata.num_rows)
+            self._rows = max(1, file.metadata.num_rows)  # what a damaged file claims
         require_columns(str(self._path), list(kinds), self._fields)
         for name, kind in kinds.items():
             kinds[name] = kind.value_type if str(kind).startswith("dictionary<") else kind
@@ -168,7 +168,7 @@ class Parquet(FileTable):
                         raise DataError(
                             f"{self._path}: row {number} is longer than {LONGEST >> 20} MiB, a record's most"
                         )
-                    yield record, float(number)
+                    yield record, self.size * number / self._rows
 
 
 class Csv(FileTable):

@@ -85,6 +85,19 @@ def test_a_folder_may_have_texts_and_tables(tmp_path: Path) -> None:
     assert open_corpus(str(tmp_path), heldout=0.2).fingerprint != before
 
 
+def test_tables_of_all_kinds_are_measured_in_bytes(tmp_path: Path) -> None:
+    """A parquet file has few rows where a .jsonl has many bytes."""
+    draw = random.Random(0)
+    texts = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=400)) for _ in range(400)]
+    first, last = lines(tmp_path / "a.jsonl", texts[:200]), table(tmp_path / "b.parquet", texts[200:])
+    found = list(open_corpus(str(tmp_path)).documents("train"))
+    shares = [one.share for one in found]
+    own = [one.share for one in found if one.name.startswith(first.name)]
+    size = first.stat().st_size
+    assert own[-1] == pytest.approx(size / (size + last.stat().st_size), abs=0.01)
+    assert shares == sorted(shares) and shares[-1] == pytest.approx(1, abs=0.02)
+
+
 def test_a_pattern_names_files(tmp_path: Path) -> None:
     for i in range(3):
         table(tmp_path / f"part-{i}.parquet", TEXTS[100 * i : 100 * i + 100])
