@@ -15,6 +15,7 @@ from perspectron.cli.options import (
     assignments,
     open_model,
     say,
+    say_template,
 )
 from perspectron.cli.progress import Work
 from perspectron.data import Split, encode, open_corpus, with_encoding
@@ -108,7 +109,9 @@ class Eval:
         if self.data is None:
             return opened.shards(scratch).split("heldout")
         source, share = with_encoding(self.data, self.encoding), self.heldout or HELDOUT
-        corpus = open_corpus(source, share, template=template_of_prompts(opened.folder.path))
+        template = template_of_prompts(opened.folder.path)
+        corpus = open_corpus(source, share, template=template)
+        say_template(self.data, template)
         shards = encode(corpus, opened.tokenizer, scratch)
         for line in corpus.notes():
             say(line)

@@ -22,6 +22,7 @@ from perspectron.util.numbers import printable
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from perspectron.data.template import Template
     from perspectron.decode.drafts import Drafter
     from perspectron.decode.processors import Hook
     from perspectron.opening import Folder, Opened
@@ -207,6 +208,12 @@ def shown(made: "PageTable") -> "Table":
 def say(line: str) -> None:
     """A line on standard error, under the program's name."""
     print(f"perspectron: {escaped(line)}", file=sys.stderr, flush=True)
+
+
+def say_template(source: str, template: "Template | None") -> None:
+    """A line on the chat template by which the records of a source are read, if they are."""
+    if template is not None:
+        say(f"{source}: read by the chat template of the run's training, {template.name}")
 
 
 def spoken(text: str) -> str:

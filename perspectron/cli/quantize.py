@@ -9,7 +9,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from perspectron.cli.options import Json, answer, table
+from perspectron.cli.options import Json, answer, say_template, table
 from perspectron.cli.progress import Work
 from perspectron.data import Corpus, Shards, Split, Tokenizer, encode, open_corpus, origin
 from perspectron.data.template import Template
@@ -144,7 +144,9 @@ def _corpus(calibrate: str, opened: Opened) -> Corpus:
         template = origin.template_of_prompts(opened.folder.path)
         if template is None:
             raise
-        return open_corpus(calibrate, heldout=0.01, template=template)
+        corpus = open_corpus(calibrate, heldout=0.01, template=template)
+        say_template(calibrate, template)
+        return corpus
 
 
 def sampled(split: Split, windows: int, length: int) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 import perspectron
 from perspectron.cli import quantize
 from perspectron.cli.main import main
+from perspectron.data.template import FILE as TEMPLATE
 from perspectron.data.template import Template
 from perspectron.stream.cache import ShardCache
 from perspectron.stream.usage import Usage
@@ -75,7 +76,7 @@ def test_quantize_refuses_what_would_change_nothing(run, tmp_path, capsys):
     assert not (tmp_path / "a").exists()
 
 
-def test_chats_are_calibrated_on_by_the_template_of_the_training(run, text, tmp_path, capsys):
+def test_chats_are_read_by_the_template_of_the_training_and_it_is_told(run, text, tmp_path, capsys):
     with open(tmp_path / "chats.jsonl", "w") as file:
         for i in range(80):
             asked = {"role": "user", "content": f"cat {i}"}
@@ -84,8 +85,12 @@ def test_chats_are_calibrated_on_by_the_template_of_the_training(run, text, tmp_
     perspectron.save(*perspectron.load(run), bare)
     in_a_line(refusal(capsys, "quantize", bare, "--out", tmp_path / "a", *chats), "messages", "train")
     Template.named("plain").save(bare)
-    said(capsys, "quantize", bare, "--out", tmp_path / "a", *chats)
-    said(capsys, "quantize", bare, "--out", tmp_path / "b", "--calibrate", text, "--windows", 2)
+    for command in (("quantize", bare, "--out", tmp_path / "a", *chats), ("eval", bare, "--data", chats[1])):
+        assert main([str(argument) for argument in command]) == 0
+        told = capsys.readouterr().err.splitlines()
+        assert sum(names(line, chats[1], bare / TEMPLATE) for line in told) == 1, told
+    assert main(["quantize", f"{bare}", "--out", f"{tmp_path / 'b'}", "--calibrate", f"{text}"]) == 0
+    assert TEMPLATE not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["init", "teacher", "resume"])
