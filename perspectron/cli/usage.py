@@ -92,8 +92,10 @@ def _typed(value: Any) -> str:
 
 def _texts(command: type) -> dict[str, str]:
     """Help of a class's fields: the text below each, or "NAME: …" in the docstring of the class."""
-    doc = " ".join((command.__doc__ or "").split())
-    found = {name: text.strip() for name, text in re.findall(r"\b(\w+): (.+?)(?= \w+: |$)", doc)}
+    found = dict[str, str]()
+    for paragraph in (command.__doc__ or "").split("\n\n"):
+        parts = _apart(command, paragraph)
+        found |= zip(parts[1::2], parts[2::2], strict=True)
     body = list[ast.stmt]()
     for base in reversed(command.__mro__[:-1]):
         module = ast.parse(textwrap.dedent(inspect.getsource(base)))
@@ -136,9 +138,14 @@ def _usage(arguments: Sequence[Option]) -> Iterator[str]:
 
 def _title(group: type) -> str:
     """Title of a class of options: its docstring up to the help of its fields."""
-    paragraph = " ".join((group.__doc__ or "").split("\n\n")[0].split())
-    names = "|".join(item.name for item in dataclasses.fields(group))
-    return re.split(rf"\b(?:{names}): ", paragraph, maxsplit=1)[0] or group.__name__
+    return _apart(group, (group.__doc__ or "").split("\n\n")[0])[0] or group.__name__
+
+
+def _apart(command: type, paragraph: str) -> list[str]:
+    """A paragraph of a docstring up to the help of its fields, then each one's name and help. A name and a colon within
+    a sentence are of the sentence."""
+    names = "|".join(item.name for item in dataclasses.fields(command))
+    return re.split(rf"(?:^|(?<=\.) )({names}): ", " ".join(paragraph.split()))
 
 
 def _about(doc: str, whole: bool) -> Iterator[str]:

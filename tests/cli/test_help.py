@@ -1,6 +1,7 @@
 """What every command's help shows, and the answers to mistakes."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,23 @@ def test_help_of_a_training_fits_a_screen(capsys):
     first = helped(capsys, "train", "--help")
     assert len(first.splitlines()) <= 40 and first.count("\n  --") == 10
     assert "perspectron train --help all" in first
+
+
+@dataclass(frozen=True)
+class Coloured:
+    """Colours of a run: those of a page. paper: what is behind the text. Note: it may be dark. ink: one of two:
+    black or white, and of a paper: any that is read.
+
+    For example: paper first."""
+
+    paper: str = "dark"
+    ink: str = "white"
+
+
+def test_a_colon_in_the_help_of_an_option_cuts_nothing():
+    found = {option.name: option.text for option in options(Coloured)}
+    assert found["--paper"] == "What is behind the text. Note: it may be dark. (default: dark)"
+    assert found["--ink"] == "One of two: black or white, and of a paper: any that is read. (default: white)"
 
 
 MISTAKES = {
