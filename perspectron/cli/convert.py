@@ -85,7 +85,9 @@ class Convert:
         if self.run is None or self.out is None:
             raise ConfigError("convert needs RUN and --out DIR, or --resume DIR")
         require(not self.out.exists(), "out", str(self.out), "a new folder; or use --resume")
-        return self._go(self.out, self._asked(self.run), began)
+        with Work("planning"):
+            config = self._asked(self.run)
+        return self._go(self.out, config, began)
 
     def _asked(self, run: Path) -> ConvertConfig:
         """The conversion that the options ask for. ConfigError, before a weight is read, if it is not possible."""
@@ -124,25 +126,27 @@ class Convert:
         new = not run.exists()
         run.mkdir(parents=True, exist_ok=True)
         with locked(run, checkpoint.RUN_LOCK), memory_kept():
-            with nothing_left(run, new), Work("reading and encoding the text") as work:
-                noted(run, config)
-                if new or not (run / "data" / "manifest.json").is_file():
-                    tokenizer, shards, summary = prepare(run, asked, tell=work.read)
-                else:  # the text as it was encoded, whatever has become of its files
-                    tokenizer, shards = Tokenizer.load(run / "tokenizer.json"), open_shards(run / "data")
-                    summary = f"{config.data}, as encoded before"
-                its = Tokenizer.load(checkpoint.run_of(Path(config.teacher)) / "tokenizer.json")
-                same = its.fingerprint == tokenizer.fingerprint
-                require(
-                    same,
-                    "data",
-                    config.data,
-                    f"encoded as {config.teacher} encodes",
-                )
-                there = shards.split("train").tokens
-                bound = f"a text of more tokens than a window, {longest.seq_len:,}: here are {there:,}"
-                require(there > longest.seq_len, "data", config.data, bound)
-                conversion = Conversion(run, config, tokenizer, shards, began, Work)
+            with nothing_left(run, new):
+                with Work("reading and encoding the text") as work:
+                    noted(run, config)
+                    if new or not (run / "data" / "manifest.json").is_file():
+                        tokenizer, shards, summary = prepare(run, asked, tell=work.read)
+                    else:  # the text as it was encoded, whatever has become of its files
+                        tokenizer, shards = Tokenizer.load(run / "tokenizer.json"), open_shards(run / "data")
+                        summary = f"{config.data}, as encoded before"
+                    its = Tokenizer.load(checkpoint.run_of(Path(config.teacher)) / "tokenizer.json")
+                    same = its.fingerprint == tokenizer.fingerprint
+                    require(
+                        same,
+                        "data",
+                        config.data,
+                        f"encoded as {config.teacher} encodes",
+                    )
+                    there = shards.split("train").tokens
+                    bound = f"a text of more tokens than a window, {longest.seq_len:,}: here are {there:,}"
+                    require(there > longest.seq_len, "data", config.data, bound)
+                with Work(f"loading {config.teacher}"):
+                    conversion = Conversion(run, config, tokenizer, shards, began, Work)
             for line in [summary, *slow(conversion.device, config.dtype)]:
                 console.print(line)
 

@@ -67,8 +67,8 @@ class States:
 
     @contextlib.contextmanager
     def _told(self, upload: Path | None = None, name: str = "") -> Iterator[None]:
-        """Reword errors for remote users: a file is named without its folder, an upload by the name it was to get. Missing:
-        a file was deleted after it was found."""
+        """Reword errors for remote users: a file is named without its folder, an upload by the name it was to get.
+        Missing: a file was deleted after it was found."""
         try:
             yield
         except PerspectronError as error:

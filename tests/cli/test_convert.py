@@ -3,15 +3,18 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from perspectron.cli.main import main
+from perspectron.cli.progress import Work
 from perspectron.data.template import Template
 from perspectron.model.model import build
 from perspectron.opening import save
 from perspectron.train import checkpoint
 from perspectron.train.convert.run import config_of
+from perspectron.train.loop import Trainer
 from tests.cli.small import PLAIN, TRAIN
 from tests.refusals import in_a_line
 
@@ -66,6 +69,31 @@ def test_one_layer_of_attention_does_not_stay_in_silence(chats, tmp_path, capsys
     assert main(["convert", str(tmp_path / "run"), *given, *SMALL]) == 2
     in_a_line(capsys.readouterr().err, "keep_attention", 4, 0)
     assert not (tmp_path / "out").exists()
+
+
+def test_it_is_told_what_a_model_is_loaded_for(chats, tmp_path, monkeypatch):
+    """Of a large one that takes as long as what follows, also where a conversion is resumed."""
+    under_way, loaded = list[str](), list[str]()
+    enter, leave = Work.__enter__, Work.__exit__
+
+    def noted(where: Any, name: str) -> None:
+        whole = getattr(where, name)
+
+        def run(*given: Any, **options: Any) -> Any:
+            loaded.extend(under_way[-1:] or ["nothing"])
+            return whole(*given, **options)
+
+        monkeypatch.setattr(where, name, run)
+
+    monkeypatch.setattr(Work, "__enter__", lambda work: (under_way.append(work.what), enter(work))[1])
+    monkeypatch.setattr(Work, "__exit__", lambda *error: (under_way.pop(), leave(*error))[1])
+    noted(checkpoint, "open_run")
+    noted(Trainer, "__init__")
+    made = tmp_path / "out"
+    for command in ([str(chats), "--out", str(made), *SMALL], ["--resume", str(made)]):
+        loaded.clear()
+        assert main(["convert", *command]) == 0
+        assert loaded[0] == f"loading {chats}" and len(loaded) > 3 and "nothing" not in loaded
 
 
 def test_too_few_minutes_leave_no_folder(chats, tmp_path, capsys):

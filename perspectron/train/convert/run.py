@@ -114,10 +114,10 @@ class Conversion:
         if any(row["stage"] == name for row in self.notes["rows"]):
             return
         tokens = 0
-        if isinstance(model, Path):
-            opened = checkpoint.open_run(model)
-            model, tokens = opened.model.to(self.device), opened.checkpoint.progress.tokens
         with self.doing(f"measuring on held-out text: {name}"):
+            if isinstance(model, Path):
+                opened = checkpoint.open_run(model)
+                model, tokens = opened.model.to(self.device), opened.checkpoint.progress.tokens
             found = heldout(
                 model, self.shards.split("heldout"), self.tokenizer, seq_len=self.config.seq_len,
                 batch_size=self.config.batch_size, limit_tokens=limit_of(self.notes), spread=True,
@@ -178,7 +178,8 @@ class Conversion:
         folder = self.run if stage == TEXT else self.folder(number)
         kind, ends = LayerTrainer if stage == LAYERS else Trainer, None
         if checkpoint.paths(folder):
-            trainer = kind(folder, checkpoint.load_config(folder), self.tokenizer, self.shards)
+            with self.doing(f"loading stage {stage}"):
+                trainer = kind(folder, checkpoint.load_config(folder), self.tokenizer, self.shards)
         else:
             before = self.folder(number - 1)
             self.tokenizer.save(folder / "tokenizer.json")
