@@ -208,10 +208,18 @@ def test_clean(results, tmp_path, monkeypatch):
     clean = importlib.import_module("clean")
     with refused(DataError, "clean", "documents", 3):
         clean.compared({"gla": []}, [9, 9, 9])
+
+
+def test_the_clean_split_is_read_once_for_a_new_file_and_different_runs(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    clean = importlib.import_module("clean")
     (kept := tmp_path / "clean.json").write_text("{}")
-    monkeypatch.setattr(sys, "argv", ["clean.py", "--json", str(kept)])
-    with refused(SystemExit, "clean.json"):
-        clean.main()
+    for arguments in ([str(kept)], ["-"], []):
+        monkeypatch.setattr(sys, "argv", ["clean.py", "--json", *arguments])
+        with refused(SystemExit, "--json", *arguments):
+            clean.main()
+    with refused(SystemExit, "runs", "b=x"):
+        clean.asked(["a=x", "a=y", f"b={tmp_path}/../{tmp_path.name}", f"b={tmp_path}", "b=x"])
 
 
 @pytest.mark.slow

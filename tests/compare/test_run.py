@@ -381,6 +381,10 @@ def test_mistakes_of_an_ablation_are_one_line(whole, tmp_path, capsys):
     cell = whole / "cells" / "transformer" / "0"
     assert main(["ablate", str(cell), "--over", "no_gate", "--out", str(tmp_path / "out")]) == 2
     in_a_line(capsys.readouterr().err, "transformer", "no_gate", "no_rope", "half_depth")
+    for over in ("", ","):
+        assert main(["ablate", str(cell), "--over", over, "--out", str(tmp_path / "out")]) == 2
+        in_a_line(capsys.readouterr().err, "over", "no_rope")
+    assert not (tmp_path / "out").exists()
     assert main(["ablate", str(cell), "--tokens", "1M"]) == 2
     in_a_line(capsys.readouterr().err, "tokens", "1M", "--out")
 
