@@ -20,11 +20,11 @@ from perspectron import presets
 from perspectron.cli.compare import QUICK
 from perspectron.cli.main import main
 from perspectron.compare import measure, results, run
-from perspectron.compare.plan import Settings, read
+from perspectron.compare.plan import Settings, models_of_designs, plan, read
 from perspectron.compare.run import Cell, Rate
 from perspectron.data import open_shards
 from perspectron.train import checkpoint
-from perspectron.util.errors import CheckpointError
+from perspectron.util.errors import CheckpointError, ConfigError
 from tests.refusals import in_a_line, names, refused
 
 pytestmark = pytest.mark.slow
@@ -147,6 +147,43 @@ def test_results_of_several_comparisons_are_one_report(whole, tmp_path, capsys):
         assert main(["compare", "--report", *arguments]) == 2
         in_a_line(capsys.readouterr().err, *named)
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("match", ["tokens", "flops", "time", "state"])
+def test_results_of_other_budgets_are_no_report(match, tmp_path):
+    """Parts whose designs need 6 and 7 FLOPs for a token, or have 8 and 9 kB of state; then the same."""
+    known = dict.fromkeys(results.EQUAL, 1) | {"match": match, "tokens": 100}
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for flops, state in ((7.0, 9000), (6.0, 8000), (6.0, None)):
+        for path, name, its in zip(paths, ("ssd", "gla"), ((6.0, 8000), (flops, state)), strict=True):
+            part = {"version": 1, "kind": "designs", "conditions": {}}
+            part["designs"] = {name: {"train_flops_per_token": its[0]}}
+            part["plan"] = known | {"reference": name, "state": its[1] if match == "state" else None}
+            path.write_text(json.dumps(part))
+        same = {"tokens": True, "flops": flops == 6.0, "state": state == 8000, "time": False}[match]
+        if same:
+            assert list(results.merged(paths)["designs"]) == ["ssd", "gla"]
+            continue
+        with refused(ConfigError, "budget"):
+            results.merged(paths)
+    if match in ("flops", "state"):
+        paths[0].write_text(paths[1].read_text().replace("train_flops_per_token", "nothing"))
+        with refused(ConfigError, "budget", paths[0]):
+            results.merged(paths)
+
+
+def test_the_state_that_all_have_is_in_the_results(text, tmp_path):
+    for asked, arm in ((0, "ssd"), (8192, "gla")):
+        out = tmp_path / arm
+        settings = Settings(
+            (arm,), 120_000, 2000, 1, str(text), match="state", vocab_size=300, seq_len=32, batch_size=4, rates=(4e-3,),
+            warmups=(0.05,), dtype="float32", suites=(), state=asked,
+        )  # fmt: skip
+        what = plan(out, "designs", settings, models_of_designs, 1)
+        results.note_conditions(out, what, 1)
+        found = results.collect(out, what, {arm: Rate(4e-3, 0.05)}, {arm: []})
+        of_model = found["designs"][arm]["state_bytes"]["1024"]
+        assert found["plan"]["state"] == (asked or of_model)
 
 
 def test_what_is_done_is_not_done_again(whole, capsys):
