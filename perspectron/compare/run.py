@@ -120,6 +120,14 @@ def trained(cell: Cell) -> Trained:
     return Trained("missing", f"{why}: {said}" if "error" in said.lower() else why, None)
 
 
+def ended(cell: Cell) -> Trained:
+    """State of a cell of which something is chosen. CheckpointError for a training that did not end."""
+    state = trained(cell)
+    if state.status == "missing":
+        raise CheckpointError(f"{cell.folder}: {state.why}; fix that, then resume with the same command")
+    return state
+
+
 def reached(cell: Cell) -> int:
     """Last step in the metrics of a cell."""
     path, step = cell.folder / METRICS, 0
@@ -200,14 +208,10 @@ def keep_rates(out: Path, rates: dict[str, Rate]) -> None:
 
 
 def _tried(out: Path, plan: Plan, name: str, values: list[Rate]) -> list[dict[str, Any]]:
-    """The result of each rate of an arm. CheckpointError for a trial that did not end."""
+    """The result of each rate of an arm. CheckpointError as `ended`."""
     results = []
     for cell in trials(out, plan, {name: values}):
-        state = trained(cell)
-        if state.status == "missing":
-            raise CheckpointError(
-                f"{cell.folder}: {state.why}; fix that, then perspectron compare --resume {out}"
-            )
+        state = ended(cell)
         results.append(cell.rate._asdict() | {"bits_per_byte": state.bits, "why": state.why})
     return results
 

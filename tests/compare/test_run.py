@@ -274,7 +274,7 @@ def test_the_chosen_rates_are_kept_and_a_trial_that_failed_stops_the_choice(whol
             if run.trained(cell).status == "missing" and cell.rate.lr != without:
                 lines(cell, abs(cell.rate.lr - 2e-3))
 
-    with refused(CheckpointError, "0.002-0.1", "--resume"):
+    with refused(CheckpointError, "0.002-0.1"):
         run.choose_rates(tmp_path, plan, lambda wanted: train(wanted, without=2e-3))
     rates, _ = run.choose_rates(tmp_path, plan, train)
     assert rates == dict.fromkeys(("transformer", "adr"), Rate(2e-3, 0.1))
