@@ -142,7 +142,10 @@ class Compare:
                 str(self.resume),
                 "the only option besides --jobs: the others come from that folder",
             )
-            return finish(folder, read(folder), self.jobs, console)
+            what = read(folder)
+            bound = "a comparison; a search goes on with the command of perspectron search that began it"
+            require(what.kind != "search", "resume", str(folder), bound)
+            return finish(folder, what, self.jobs, console)
         settings = self.settings()
         if self.quick:
             short = f"seeds: {self.seeds}, tokens: {self.tokens}, one learning rate for all designs"

@@ -128,6 +128,16 @@ def test_a_candidate_whose_training_did_not_end_stops_the_choice(text, tmp_path)
     assert found["chosen"]["variant"] == "gla[heads=2]"
 
 
+def test_a_search_is_not_resumed_as_a_comparison(text, tmp_path, capsys):
+    settings = Settings(
+        ("gla",), 120_000, 512, 1, str(text), seq_len=32, batch_size=4, dtype="float32", suites=()
+    )
+    plan(tmp_path, "search", settings, models_of_designs, 1)
+    assert main(["compare", "--resume", str(tmp_path)]) == 2
+    in_a_line(capsys.readouterr().err, "resume", tmp_path, "search")
+    assert not (tmp_path / "conditions.json").exists()
+
+
 def test_a_search_that_could_not_be_planned_leaves_its_folder_to_another(text, tmp_path, capsys):
     path = tmp_path / "space.toml"
     command = ["search", "--design", "gla", "--space", str(path), "--data", str(text)]
