@@ -341,6 +341,15 @@ def test_suites_measure_the_last_step(whole, tmp_path):
     assert told[0] == told[1]
 
 
+def test_a_cell_that_began_with_another_rate_is_refused_not_reported(whole, tmp_path):
+    out = Path(shutil.copytree(whole, tmp_path / "other"))
+    what = read(out)
+    for rate in (Rate(4e-3, 0.1), Rate(8e-3, 0.05)):
+        with refused(CheckpointError, out / "cells" / "transformer" / "0"):
+            run.train(out, what, run.cells(out, what, dict.fromkeys(what.arms, rate)), 1)
+    run.train(out, what, run.cells(out, what, dict.fromkeys(what.arms, Rate(4e-3, 0.05))), 1)
+
+
 def test_without_its_last_checkpoint_a_cell_is_not_finished(whole, tmp_path):
     cell = Cell("adr", 0, Rate(1e-3, 0.1), 10, tmp_path / "a", 8)
     lines(cell, 2.0)

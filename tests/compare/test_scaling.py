@@ -79,6 +79,9 @@ def test_stopped_on_the_way_it_ends_with_the_same_numbers(whole, tmp_path, monke
         before = signal.getsignal(signal.SIGTERM)
         assert main(["scale", "--resume", str(out), "--minutes", "60"]) == 128 + signal.SIGTERM
         assert signal.getsignal(signal.SIGTERM) == before
+    assert re.search(rf"scale --resume {re.escape(str(out))}$", capsys.readouterr().err, re.MULTILINE)
+    assert main(["compare", "--resume", str(out / "120k-0.05")]) == 2
+    assert names(capsys.readouterr().err.splitlines()[-1], "resume", "scale", out)
     assert len(results(out)["cells"]) == 2 and results(out)["laws"][WINDOWS]["ssd"]["alpha"] is None
     assert main(["scale", "--resume", str(out)]) == 0
     plain = [
