@@ -102,6 +102,8 @@ def made_up() -> tuple[dict[str, list[Opened]], list[str], str]:
 def asked(runs: Sequence[str]) -> tuple[list[tuple[str, Path]], int]:
     """The last steps of NAME=RUN, and the tokens of a window, which they share."""
     found, windows = list[tuple[str, Path]](), set[int]()
+    if len({Path(text.partition("=")[2]).resolve() for text in runs}) != len(runs):
+        raise SystemExit(f"runs: {' '.join(runs)}, must differ: one that is given twice is no other seed")
     for name, _, run in (text.partition("=") for text in runs):
         train = checkpoint.load_config(Path(run)).train
         found.append((name, checkpoint.path_of(Path(run), train.steps)))
@@ -139,7 +141,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if not args.quick:
-        if not args.json or Path(args.json).exists():
+        if args.json in (None, "-") or Path(args.json).exists():
             raise SystemExit(f"--json: {args.json}, must be a new file: the clean split is read once")
         if "changes" in commit():
             raise SystemExit(f"commit: {commit()}, must be without: choices are frozen before the reading")

@@ -151,15 +151,18 @@ class Report:
         self.say("")
 
     def before(self, key: str) -> dict[str, Any]:
-        """What results a file of the same shapes has under a key; each part keeps the commit it was measured at."""
+        """What results a file of the same conditions has under a key; what it has is `stamped` with its commit."""
         if self.json in (None, "-") or not Path(self.json).is_file():
             return {}
         whole = json.loads(Path(self.json).read_text(encoding="utf-8"))
-        if whole["conditions"]["shapes"] != self.conditions["shapes"]:
-            raise SystemExit(
-                f"{self.json} has other settings: {whole['conditions']['shapes']}; name another file"
-            )
+        for name in ("shapes", "dtype", "threads"):
+            if (its := whole["conditions"][name]) != self.conditions[name]:
+                raise SystemExit(f"{self.json} has other settings: {name} {its}; name another file")
         return whole["results"].get(key, {})
+
+    def stamped(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """An entry with the commit that it is measured at, as the next run has another."""
+        return entry | {"commit": self.conditions["commit"]}
 
     def keep(self, results: dict[str, Any]) -> None:
         """Of a run that goes on: what it has measured is in the file, should it be stopped."""

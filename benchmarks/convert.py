@@ -12,6 +12,7 @@ python benchmarks/convert.py --smollm2 --minutes 240 --folder runs/convert --jso
 
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ import torch
 
 from perspectron import presets
 from perspectron.cli.main import main as command
-from perspectron.data import Shards, Tokenizer
+from perspectron.data import Shards, Tokenizer, absolute
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval import conversion
@@ -41,7 +42,6 @@ from perspectron.train.loop import Trainer
 from perspectron.train.optim import OptimConfig
 from perspectron.train.prepare import prepare
 from perspectron.util.files import plain
-from perspectron.util.machine import commit
 
 TESTS = ("tests/train/test_convert.py",)
 SEEDS, SEQ_LEN, BATCH = 3, 256, 8
@@ -122,9 +122,24 @@ def run(*words: str) -> None:
         raise SystemExit(code)
 
 
+def require_same(out: Path, kept: dict[str, Any], asked: dict[str, Any]) -> None:
+    """SystemExit for a run that is there and is another than is asked for."""
+    for name, value in asked.items():
+        if kept[name] != value:
+            raise SystemExit(f"{out}: {name} is {kept[name]}, must be {value}; name another --folder")
+
+
 def teacher(folder: Path, data: str, tokens: int, seed: int, sizes: dict[str, int], dtype: str) -> Path:
     out = folder / f"teacher-{seed}"
     if (out / "config.json").is_file():
+        model, train = (config := checkpoint.load_config(out)).model, config.train
+        kept = {"d_model": model.d_model, "layers": len(model.blocks), "data": train.data}
+        asked = {name: sizes[name] for name in ("d_model", "layers")} | {
+            "data": absolute(str(folder / "teacher-0" / "data") if seed else data),
+            "dtype": dtype,
+            "steps": math.ceil(tokens / (train.batch_size * train.seq_len * train.accumulate)),
+        }
+        require_same(out, kept | {"dtype": train.dtype, "steps": train.steps}, asked)
         run("train", "--resume", str(out))
         return out
     params = active_parameters(presets.get("transformer", **sizes))
@@ -154,6 +169,15 @@ def converted(folder: Path, teacher: Path, arm: Arm, tokens: int, dtype: str) ->
             RATES[name.removesuffix(" rate")] = float(value)
     try:
         if (out / FILE).is_file():
+            asked = {
+                "tokens": tokens,
+                "dtype": dtype,
+                "rates": RATES,
+                "shares": SHARES,
+                "teacher_mix": float(mix),
+            }
+            asked |= {"teacher": str(teacher.resolve()), "data": absolute(str(encoded(teacher)))}
+            require_same(out, vars(config_of(out)), asked)
             run("convert", "--resume", str(out))
         else:
             run(
@@ -169,7 +193,7 @@ def converted(folder: Path, teacher: Path, arm: Arm, tokens: int, dtype: str) ->
     first = notes["rows"][0]["bits_per_byte"]
     found = {"rows": notes["rows"], "layers": notes["layers"], "over_the_teacher": checked / first - 1}
     found["parameters"] = active_parameters(checkpoint.load_config(out).model)
-    made = {"tokens": tokens, "seconds": time.monotonic() - start, "folder": out.name, "commit": commit()}
+    made = {"tokens": tokens, "seconds": time.monotonic() - start, "folder": out.name}
     return found | made
 
 
@@ -231,22 +255,24 @@ def trained_here(args: Any, report: common.Report) -> dict[str, Any]:
         if name not in results["teachers"]:
             made = teacher(args.folder, args.data, args.tokens, arm.seed, sizes, args.dtype)
             params = active_parameters(checkpoint.load_config(made).model)
-            results["teachers"][name] = {"tokens": args.tokens, "parameters": params}
+            results["teachers"][name] = report.stamped({"tokens": args.tokens, "parameters": params})
             report.keep(results)
         tokens, its = int(arm.share * args.tokens), args.folder / f"teacher-{arm.seed}"
         if arm.name not in results["arms"]:
-            results["arms"][arm.name] = converted(args.folder, its, arm, tokens, args.dtype)
+            results["arms"][arm.name] = report.stamped(converted(args.folder, its, arm, tokens, args.dtype))
             report.say(f"{arm.name}: {results['arms'][arm.name]['over_the_teacher']:+.2%}")
             report.keep(results)
         made = args.folder / results["arms"][arm.name]["folder"]
         plainly = arm._replace(share=0.1) == Arm(arm.seed)
         shown = (Arm(arm.seed, share=arm.share), Arm(arm.seed, share=arm.share, keep=0))
         if arm in shown and arm.share in (0.1, SHARE_OF_QUICK) and arm.name not in results["beside"]:
-            results["beside"][arm.name] = beside(made, QUICK_OPTIONS if args.quick else conversion.Options())
+            options = QUICK_OPTIONS if args.quick else conversion.Options()
+            results["beside"][arm.name] = report.stamped(beside(made, options))
             report.keep(results)
         for part, start in {"nothing": None, "onwards": its}.items():
             if plainly and arm.share >= 0.1 and arm.name not in results[part]:
-                results[part][arm.name] = trained(args.folder, made, tokens, arm.seed, start)
+                found = trained(args.folder, made, tokens, arm.seed, start)
+                results[part][arm.name] = report.stamped(found)
                 report.say(f"{part}: {results[part][arm.name]['bits_per_byte']:.4f}")
                 report.keep(results)
     return results
@@ -316,7 +342,7 @@ def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
         )  # fmt: skip
     if not results["chats"]:
         progress = checkpoint.found_in(talking)[-1].progress
-        results["chats"] = {"updates": progress.step, "tokens": progress.tokens}
+        results["chats"] = report.stamped({"updates": progress.step, "tokens": progress.tokens})
         results["chats"]["bits_per_byte"] = on_text(talking, out)
         report.say(f"after chats: {results['chats']['bits_per_byte']:.4f} bits per byte of the text")
         report.keep(results)
@@ -331,7 +357,7 @@ def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
             report.keep(results)
     if not results["beside"]:
         options = conversion.Options(tokens=2 * 8192, stretches=2, contexts=(1024, 8192, 65536))
-        results["beside"] = beside(out, QUICK_OPTIONS if args.quick else options)
+        results["beside"] = report.stamped(beside(out, QUICK_OPTIONS if args.quick else options))
     return results
 
 

@@ -101,14 +101,14 @@ def main() -> None:
             if task not in cells.get(design, {}):
                 config = config_for(design, settings[task].task, options.d_model, PROFILES["long"].layers)
                 found = measure_setting(config, settings[task], options)
-                cells.setdefault(design, {})[task] = found | {"commit": report.conditions["commit"]}
+                cells.setdefault(design, {})[task] = report.stamped(found)
                 write()
             report.say(line(design, task, cells[design][task]))
     if args.real is not None:
         opened = open_model(args.real)
         name = f"{args.real.resolve().name}, {'float32' if opened.folder.quant is None else 'few bits'}"
         asked = conversation.Options(DISTANCES, conversations=args.conversations)
-        talks[name] = conversation.measure(Subject(opened, None, 128), asked)
+        talks[name] = report.stamped(conversation.measure(Subject(opened, None, 128), asked))
         write()
         report.say(name, *conversation.lines(talks[name]))
     rows = [row(design, each[MANY.name]) for design, each in cells.items() if MANY.name in each]

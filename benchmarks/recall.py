@@ -98,8 +98,7 @@ def main() -> None:
         config, setting, theory = asked[name]
         if name not in done:
             found = measure_setting(config, setting, options)
-            commit = report.conditions["commit"]
-            done[name] = found | {"task": setting.task.name, "theory": theory, "commit": commit}
+            done[name] = report.stamped(found | {"task": setting.task.name, "theory": theory})
             report.keep({"solved": SOLVED, "arms": done})
         done[name]["theory"] = theory
         report.say(line(name, done[name]))

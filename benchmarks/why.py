@@ -192,7 +192,7 @@ def main() -> None:
                     continue
                 run = Path(scratch) / f"{len(known)}-{args.arms.index(arm)}"
                 known.append(trained(arm, seed, run, tokenizer, shards, args.params, looks))
-                last = known[-1][-1]
+                last = known[-1][-1] = report.stamped(known[-1][-1])
                 text = f"named {max(last['named']):.2f}, {last['nats']:.2f} nats cheaper"
                 text += f", a head gives it {max(last['after']):.2f}" if last["after"] else ""
                 report.say(f"{arm}, seed {seed}: {text}")

@@ -4,6 +4,7 @@ Half of them run in one process and half in another: in a smoke run the times sa
 left out.
 """
 
+import argparse
 import contextlib
 import importlib
 import json
@@ -21,6 +22,11 @@ import pytest
 import torch
 
 from benchmarks import common
+from perspectron import presets
+from perspectron.train import checkpoint
+from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.convert.config import ConvertConfig
+from perspectron.util.config import dump
 from perspectron.util.errors import DataError
 from tests.long import length
 from tests.refusals import refused
@@ -208,10 +214,18 @@ def test_clean(results, tmp_path, monkeypatch):
     clean = importlib.import_module("clean")
     with refused(DataError, "clean", "documents", 3):
         clean.compared({"gla": []}, [9, 9, 9])
+
+
+def test_the_clean_split_is_read_once_for_a_new_file_and_different_runs(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    clean = importlib.import_module("clean")
     (kept := tmp_path / "clean.json").write_text("{}")
-    monkeypatch.setattr(sys, "argv", ["clean.py", "--json", str(kept)])
-    with refused(SystemExit, "clean.json"):
-        clean.main()
+    for arguments in ([str(kept)], ["-"], []):
+        monkeypatch.setattr(sys, "argv", ["clean.py", "--json", *arguments])
+        with refused(SystemExit, "--json", *arguments):
+            clean.main()
+    with refused(SystemExit, "runs", "b=x"):
+        clean.asked(["a=x", "a=y", f"b={tmp_path}/../{tmp_path.name}", f"b={tmp_path}", "b=x"])
 
 
 @pytest.mark.slow
@@ -311,6 +325,60 @@ def test_a_model_that_chats_is_converted_and_learns_chats_that_ended(tmp_path):
     assert {"position", "recall", "cost"} <= found["beside"].keys()
     chats = next((tmp_path / "runs").glob("small-chats-*.jsonl")).read_text().splitlines()
     assert 0 < len(chats) < 36 * 8  # those that the teacher did not end are left out
+
+
+def test_results_that_go_on_are_of_the_same_conditions(tmp_path, monkeypatch):
+    path = tmp_path / "results.json"
+
+    def report(**changed) -> common.Report:
+        args = {"json": str(path), "threads": 1, "quick": True} | changed
+        rest = {name: args.pop(name, value) for name, value in (("dtype", "float32"), ("shapes", "2 M"))}
+        return common.Report(argparse.Namespace(**args), (), **rest)
+
+    monkeypatch.setattr(common.machine, "commit", lambda: "before")
+    (first := report()).keep({"arms": {"a": first.stamped({"loss": 1.0})}})
+    monkeypatch.setattr(common.machine, "commit", lambda: "after")
+    assert report().before("arms") == {"a": {"loss": 1.0, "commit": "before"}}
+    for name, value in {"shapes": "20 M", "dtype": "bfloat16", "threads": 2}.items():
+        with refused(SystemExit, "results.json", name):
+            report(**{name: value}).before("arms")
+
+
+def test_runs_that_are_converted_on_are_those_that_were_asked_for(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    convert = importlib.import_module("convert")
+    ran = list[tuple[str, ...]]()
+    monkeypatch.setattr(convert, "run", lambda *words: ran.append(words))
+    sizes, data = convert.QUICK, str(tmp_path / "text")
+    train = TrainConfig(data=data, steps=3, batch_size=4, seq_len=32, dtype="float32")
+    out = tmp_path / "teacher-0"
+    checkpoint.save_config(out, RunConfig(presets.get("transformer", **sizes), train))
+    assert convert.teacher(tmp_path, data, 300, 0, sizes, "float32") == out and len(ran) == 1
+    for name, *changed in (
+        ("data", f"{data}2", 300, sizes, "float32"),
+        ("steps", data, 3000, sizes, "float32"),
+        ("d_model", data, 300, sizes | {"d_model": 64}, "float32"),
+        ("layers", data, 300, sizes | {"layers": 3}, "float32"),
+        ("dtype", data, 300, sizes, "bfloat16"),
+    ):
+        text, tokens, its, dtype = changed
+        with refused(SystemExit, out, name):
+            convert.teacher(tmp_path, text, tokens, 0, its, dtype)
+    (out / "data").mkdir()
+    (out / "tokenizer.json").write_text("{}")
+    arm = convert.Arm(0)
+    made = tmp_path / arm.name.replace(" ", "_").replace(",", "")
+    made.mkdir()
+    asked = ConvertConfig(str(out), data=str(out / "data"), tokens=300, dtype="float32")
+    rows = [{"stage": "taken", "bits_per_byte": 2.0}, {"stage": "text", "bits_per_byte": 2.2}]
+    (made / convert.FILE).write_text(json.dumps({"config": dump(asked), "layers": [], "rows": rows}))
+    checkpoint.save_config(made, RunConfig(presets.get("transformer", **sizes), train))
+    found = convert.converted(tmp_path, out, arm, 300, "float32")
+    assert found["over_the_teacher"] == pytest.approx(0.1) and len(ran) == 2
+    for name, tokens, dtype in (("tokens", 400, "float32"), ("dtype", 300, "bfloat16")):
+        with refused(SystemExit, made, name):
+            convert.converted(tmp_path, out, arm, tokens, dtype)
+    assert len(ran) == 2
 
 
 @pytest.mark.slow

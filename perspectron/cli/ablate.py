@@ -66,6 +66,8 @@ class Ablate:
         for name in names:
             about = known[one_of(name, known, f"ablation of {design}")].about
             made[name] = (ablate(config.model, name), about, DESIGNS[design].source)
+        bound = f"all, or one or more of {', '.join(removed(config.model))}"
+        require(len(names) > 0, "over", self.over or "nothing", bound)
         console = progress()
         with locked(self.out), Work("encoding the text and planning"):
             settings = self.settings(config, tuple(made))

@@ -35,6 +35,7 @@ from perspectron.compare.pool import Ended
 from perspectron.compare.report import tables
 from perspectron.compare.report.summary import STREAMING, ranked
 from perspectron.compare.run import Cell, Rate
+from perspectron.compare.scaling import STUDY
 from perspectron.data import absolute, with_encoding
 from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.train.estimate import slow
@@ -142,7 +143,13 @@ class Compare:
                 str(self.resume),
                 "the only option besides --jobs: the others come from that folder",
             )
-            return finish(folder, read(folder), self.jobs, console)
+            what = read(folder)
+            bound = "a comparison; a search goes on with the command of perspectron search that began it"
+            require(what.kind != "search", "resume", str(folder), bound)
+            study = folder.resolve().parent
+            bound = f"no part of a study, which has the rates: perspectron scale --resume {study}"
+            require(not (study / STUDY).is_file(), "resume", str(folder), bound)
+            return finish(folder, what, self.jobs, console)
         settings = self.settings()
         if self.quick:
             short = f"seeds: {self.seeds}, tokens: {self.tokens}, one learning rate for all designs"
@@ -190,8 +197,8 @@ def defaults(arguments: Sequence[str]) -> Compare:
     return Compare(**QUICK, **({} if "--data" in typed else OF_STDLIB))
 
 
-def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
-    """Do what is left of a plan, and return the exit code."""
+def finish(folder: Path, what: Plan, jobs: int, console: Console, again: str = "") -> int:
+    """Do what is left of a plan, and return the exit code. again: the command that resumes it."""
     try:
         with locked(folder):
             for line in _summary(what):
@@ -211,7 +218,7 @@ def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
                 found = results.collect(folder, what, rates, tried)
                 results.write(folder, found)
     except pool.StoppedBy as stop:
-        console.print(f"stopped and saved; resume with: perspectron compare --resume {folder}")
+        console.print(f"stopped and saved; resume with: perspectron {again or f'compare --resume {folder}'}")
         return 128 + stop.number
     console.print(_table(found))
     console.print(f"report: {folder / results.PAGE}; numbers: {folder / results.RESULTS}")

@@ -161,7 +161,7 @@ class Scale:
             folder = scaling.folder_of(out, at)
             if rates := scaling.transferred(out, study, at):
                 run.keep_rates(folder, {name: Rate(lr, scaling.WARMUP) for name, lr in rates.items()})
-            ended = finish(folder, what, self.jobs, console)
+            ended = finish(folder, what, self.jobs, console, f"scale --resume {out}")
             if ended >= 128:
                 raise pool.StoppedBy(ended - 128)
             code = code or ended

@@ -119,11 +119,13 @@ class Arm:
 
 @dataclass(frozen=True)
 class Plan:
-    """Arms and settings of a comparison, with all open settings resolved."""
+    """Arms and settings of a comparison, with all open settings resolved. text: fingerprints of the encoded text; "" in
+    older files."""
 
     kind: Literal["designs", "ablations", "search"]
     settings: Settings
     arms: dict[str, Arm]
+    text: str = ""
 
     @property
     def reference(self) -> str:
@@ -210,9 +212,10 @@ def plan(
         "kind": kind,
         "settings": dump(settings),
         "arms": {name: dump(arm) for name, arm in arms.items()},
+        "text": (text := _text(shards)),
     }
     write_json(out / PLAN, {"version": VERSION} | dumped)
-    return Plan(kind, settings, arms)
+    return Plan(kind, settings, arms, text)
 
 
 def clear(out: Path, settings: Settings) -> None:
@@ -244,7 +247,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def read(out: Path) -> Plan:
-    """Plan in a folder. ConfigError when there is none, or one of another version."""
+    """Plan in a folder. ConfigError when there is none, or one of another version or text."""
     if not (out / PLAN).exists():
         raise ConfigError(f"no comparison at {out}{meant_beside(out)}")
     content = read_json(out / PLAN, ConfigError)
@@ -252,7 +255,15 @@ def read(out: Path) -> Plan:
     bound = f"{VERSION}, this program's version: choose a new folder, or use the program that wrote it"
     require(version == VERSION, f"{out / PLAN}: version", version, bound)
     result: Plan = load(Plan, content, str(out / PLAN))
+    folder = data_of(out, result.settings)
+    if result.text and (folder / "manifest.json").is_file():
+        now = _text(open_shards(folder, verify=False))
+        require(now == result.text, f"{folder}: text", now, f"{result.text} as in {out / PLAN}")
     return result
+
+
+def _text(shards: Shards) -> str:
+    return f"{shards.corpus_fingerprint} by tokenizer {shards.tokenizer_fingerprint}"
 
 
 def _same(out: Path, known: Plan, kind: str, asked: Settings) -> None:

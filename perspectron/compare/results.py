@@ -16,7 +16,7 @@ from perspectron.compare.report.page import VERSION
 from perspectron.compare.run import Cell
 from perspectron.data import NAMED, Shards
 from perspectron.eval.perplexity import mean_context
-from perspectron.model.census import census
+from perspectron.model.census import census, state_bytes
 from perspectron.train.optim import OptimConfig
 from perspectron.util import machine
 from perspectron.util.config import dump, require
@@ -62,6 +62,8 @@ def collect(
     curve = shards.split("dev") if plan.settings.dev else heldout
     settings: dict[str, Any] = dump(plan.settings)
     shown = ("params", "tokens", "match", "data", "seq_len", "batch_size", "rates", "warmups", "rate_share")
+    first = next(iter(plan.arms.values())).model
+    state = state_bytes(first, plan.settings.seq_len) if plan.settings.match == "state" else None
     packed = [path for cell in cells if (path := measure.path_of(cell, measure.COMPRESSORS)).is_file()]
     return {
         "version": VERSION,
@@ -70,13 +72,14 @@ def collect(
         "plan": {name: settings[name] for name in shown}
         | {
             "data": text_of(plan.settings.data, shards),
-            "vocab_size": next(iter(plan.arms.values())).model.vocab_size,
+            "vocab_size": first.vocab_size,
             "seeds": list(range(plan.settings.seeds)),
             "reference": plan.reference,
             "train_tokens": train.tokens,
             "heldout_tokens": heldout.tokens,
             "curve_tokens": min(CURVE_TOKENS, curve.tokens),
             "curve_on": curve.name,
+            "state": plan.settings.state or state,
             "text_digest": shards.corpus_fingerprint.partition(":")[2][:12],
             "heldout_bytes": heldout.text_bytes,
             "context": {
@@ -151,6 +154,12 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
         for name in EQUAL:
             value, wanted = part["plan"].get(name), parts[0]["plan"].get(name)
             require(value == wanted, f"{path}: {name}", value, f"{wanted}, as in {paths[0]}")
+        if part["plan"].get("match") != "tokens":
+            value, wanted = _budget(part), _budget(parts[0])
+            bound = (
+                f"{wanted}, as in {paths[0]}" if wanted else "known: only that of tokens, FLOPs or state is"
+            )
+            require(wanted is not None and value == wanted, f"{path}: budget", value, bound)
         for name, design in part["designs"].items():
             require(
                 name not in owner, f"{path}: design", name, f"in one of them; it is in {owner.get(name)} too"
@@ -175,6 +184,17 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
         "plan": everyone,
         "designs": designs,
     }
+
+
+def _budget(part: dict[str, Any]) -> float | None:
+    """What all designs of a comparison have but for its tokens: bytes of state, or FLOPs of the reference. None of
+    times, which are those of a machine in its hour, and where the results do not have it."""
+    plan = part["plan"]
+    if plan["match"] == "state":
+        return plan.get("state")
+    reference = part["designs"].get(plan.get("reference"), {}) if plan["match"] == "flops" else {}
+    flops = reference.get("train_flops_per_token")
+    return flops and flops * plan["tokens"]
 
 
 def _arm(

@@ -20,7 +20,7 @@ from perspectron.data import Tokenizer
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.metrics import METRICS, measured, read_metrics
-from perspectron.util.errors import CheckpointError, ConfigError, NonFiniteError
+from perspectron.util.errors import CheckpointError, ConfigError, NonFiniteError, PerspectronError
 from perspectron.util.files import open_file, read_json, safe_join, write_json
 
 FAILED = "failed.json"
@@ -120,6 +120,14 @@ def trained(cell: Cell) -> Trained:
     return Trained("missing", f"{why}: {said}" if "error" in said.lower() else why, None)
 
 
+def ended(cell: Cell) -> Trained:
+    """State of a cell of which something is chosen. CheckpointError for a training that did not end."""
+    state = trained(cell)
+    if state.status == "missing":
+        raise CheckpointError(f"{cell.folder}: {state.why}; fix that, then resume with the same command")
+    return state
+
+
 def reached(cell: Cell) -> int:
     """Last step in the metrics of a cell."""
     path, step = cell.folder / METRICS, 0
@@ -140,7 +148,13 @@ def train(
     ended: Callable[[Cell, Ended], None] = lambda cell, end: None,
     look: Callable[[list[Cell]], None] = lambda running: None,
 ) -> None:
-    """Train the cells that are neither finished nor diverged. pool.StoppedBy when a signal ended it."""
+    """Train the cells that are neither finished nor diverged. pool.StoppedBy when a signal ended it. CheckpointError
+    for a cell that began with another rate, be it finished."""
+    for cell in wanted:
+        began, asked = _began(cell), (cell.rate.lr, warm_up(cell.rate.warmup, cell.steps))
+        if began not in (None, asked):
+            what = f"(lr, warmup) is {began}, must be {asked}, as of all its seeds"
+            raise CheckpointError(f"{cell.folder}: {what}; delete that folder and resume")
     by_name = {str(cell.folder): cell for cell in wanted if trained(cell).status == "missing"}
     tokenizer = Tokenizer.load(data_of(out, plan.settings) / "tokenizer.json")
 
@@ -162,6 +176,16 @@ def train(
     pool.work(
         queue, jobs, plan.settings.threads, ended=end, look=lambda now: look([by_name[j.name] for j in now])
     )
+
+
+def _began(cell: Cell) -> tuple[float, int] | None:
+    """Rate and updates of warm-up in the config of a cell; None without one, or a damaged one, which its training will
+    tell of."""
+    try:
+        optim = checkpoint.load_config(cell.folder).train.optim
+    except PerspectronError:
+        return None
+    return optim.lr, optim.warmup
 
 
 def choose_rates(
@@ -200,14 +224,10 @@ def keep_rates(out: Path, rates: dict[str, Rate]) -> None:
 
 
 def _tried(out: Path, plan: Plan, name: str, values: list[Rate]) -> list[dict[str, Any]]:
-    """The result of each rate of an arm. CheckpointError for a trial that did not end."""
+    """The result of each rate of an arm. CheckpointError as `ended`."""
     results = []
     for cell in trials(out, plan, {name: values}):
-        state = trained(cell)
-        if state.status == "missing":
-            raise CheckpointError(
-                f"{cell.folder}: {state.why}; fix that, then perspectron compare --resume {out}"
-            )
+        state = ended(cell)
         results.append(cell.rate._asdict() | {"bits_per_byte": state.bits, "why": state.why})
     return results
 

@@ -155,11 +155,12 @@ def encode_text(out: Path, study: Study) -> None:
 
 
 def text_at(out: Path, study: Study, at: Point) -> None:
-    """Give the comparison at a point a copy of the text, as if it had encoded it, so that the folder can be moved. Text
-    that `tokenize` encoded stays where it is."""
+    """Give the comparison at a point a copy of the text, as if it had encoded it; ASKED comes last. Text that
+    `tokenize` encoded stays where it is."""
     folder, settings = folder_of(out, at) / DATA, study.settings(at)
     if not is_encoded(study.data) and not (folder / ASKED).is_file():
-        shutil.copytree(out / DATA, folder, dirs_exist_ok=True)
+        others = shutil.ignore_patterns(ASKED, ".lock")
+        shutil.copytree(out / DATA, folder, ignore=others, dirs_exist_ok=True)
         write_json(folder / ASKED, asked(settings))
 
 

@@ -160,8 +160,8 @@ def _cell(out: Path, one: Candidate, tokens: int, steps: int) -> Cell:
 
 
 def _line(plan: Plan, one: Candidate, cell: Cell) -> dict[str, Any]:
-    """The result of a candidate."""
-    state, counted = run.trained(cell), census(plan.arms[one.variant].model, [plan.settings.seq_len])
+    """The result of a candidate. CheckpointError as `run.ended`."""
+    state, counted = run.ended(cell), census(plan.arms[one.variant].model, [plan.settings.seq_len])
     (state_bytes,) = counted.state_bytes.values()
     return {
         "variant": one.variant,

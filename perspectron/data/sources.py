@@ -72,8 +72,6 @@ def is_encoded(source: str) -> bool:
 def _named(name: str, source: str, shares: Shares, template: Template | None) -> Corpus:
     """Open one of several sources; errors begin with its name."""
     try:
-        if is_encoded(source):
-            raise DataError(f"{source}: encoded already; only texts can be mixed")
         return _open(source, shares, template)
     except DataError as error:
         raise DataError(f"source {name}: {error}") from None
@@ -92,6 +90,8 @@ def _open(source: str, shares: Shares, template: Template | None) -> Corpus:
         raise DataError(f"{source}: #{field} must be left out: with a template, texts are under {fields}")
     if encoding and (place in NAMED or place.startswith(PREFIX) or is_encoded(place)):
         raise DataError(f"{source}: encoding is {encoding}, must be left out: {place} is no file of bytes")
+    if is_encoded(place):
+        raise DataError(f"{place}: encoded already; give the text that it was made of")
     if place.startswith(PREFIX):
         return open_hub(place, shares, fields)
     path = Path(place)

@@ -83,8 +83,9 @@ def streaming_state_bytes(model: LanguageModel, window: int) -> int:
 
 def mean_context(split: Split, seq_len: int = 0, tokens: int = 0) -> float:
     """Mean number of tokens before a target, in its window of `seq_len` tokens and its document; 0: in its document.
-    Over the first `tokens` of the split; 0 is all."""
-    at = np.arange(min(tokens or split.tokens, split.tokens) - 1)
+    Over the targets among the first `tokens` of the split; 0 is all."""
+    stop = min(tokens or split.tokens, split.tokens)
+    at = np.arange(stop - 1)[split.is_learned(1, stop)]
     starts = np.asarray(split.starts)
     begins = np.concatenate([[0], starts])[np.searchsorted(starts, at, side="right")]
     begins = np.maximum(begins, at // seq_len * seq_len) if seq_len else begins

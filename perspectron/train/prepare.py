@@ -44,10 +44,10 @@ def prepare(
     else:
         if not source:
             raise DataError(f"{run}: it is not known what text it was trained on; name a text with --data")
-        bound = f"heldout, or data a folder that tokenize --dev made of {source}"
-        require(config.train.measured_on == "heldout", "measured_on", config.train.measured_on, bound)
         template = template_of(run, config)
         corpus = open_corpus(source, config.train.heldout, template=template, rule=config.rule)
+        bound = f"heldout, or data a folder that tokenize --dev made of {source}"
+        require(config.train.measured_on == "heldout", "measured_on", config.train.measured_on, bound)
         for name in () if resumes else ("init", "teacher"):
             _require_same_split(name, config.train)
         if resumes or origin:

@@ -1,6 +1,7 @@
 """What a comparison is planned to be: matched, settled once, and refused in one line."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,6 +218,29 @@ def test_a_tokenised_text_brings_its_vocabulary(text, tmp_path, capsys):
     for option, value in (("vocab_size", 300), ("heldout", 0.4), ("dev", 0.3)):
         assert main([*command, f"--{option.replace('_', '-')}", str(value)]) == 2
         in_a_line(capsys.readouterr().err, option, value)
+
+
+def test_an_encoded_text_that_became_another_is_refused(text, tmp_path, capsys):
+    """Another text, or other tokens of the same."""
+    corpus, out = tmp_path / "corpus", tmp_path / "out"
+    asked = settings(corpus, arms=("transformer",), vocab_size=0)
+    command = ["tokenize", str(text), "--out", str(corpus), "--dev", "0.05", "--vocab-size", "280"]
+    assert main(command) == 0
+    made = plan(out, "designs", asked, models_of_designs, threads=1)
+    assert made == plans.read(out)
+    for changed in (["--heldout", "0.1"], ["--vocab-size", "270"]):
+        shutil.rmtree(corpus)
+        assert main([*command, *changed]) == 0
+        with refused(ConfigError, corpus, out / plans.PLAN):
+            plan(out, "designs", asked, models_of_designs, threads=1)
+        capsys.readouterr()
+        assert main(["compare", "--resume", str(out)]) == 2
+        in_a_line(capsys.readouterr().err, corpus)
+    path = out / plans.PLAN
+    before = json.loads(path.read_text())
+    assert before.pop("text")
+    path.write_text(json.dumps(before))  # as it was written before
+    assert plans.read(out) == replace(made, text="")
 
 
 def test_several_texts_may_have_a_long_name(text, tmp_path, monkeypatch):

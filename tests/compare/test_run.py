@@ -20,11 +20,11 @@ from perspectron import presets
 from perspectron.cli.compare import QUICK
 from perspectron.cli.main import main
 from perspectron.compare import measure, results, run
-from perspectron.compare.plan import Settings, read
+from perspectron.compare.plan import Settings, models_of_designs, plan, read
 from perspectron.compare.run import Cell, Rate
 from perspectron.data import open_shards
 from perspectron.train import checkpoint
-from perspectron.util.errors import CheckpointError
+from perspectron.util.errors import CheckpointError, ConfigError
 from tests.refusals import in_a_line, names, refused
 
 pytestmark = pytest.mark.slow
@@ -149,6 +149,43 @@ def test_results_of_several_comparisons_are_one_report(whole, tmp_path, capsys):
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize("match", ["tokens", "flops", "time", "state"])
+def test_results_of_other_budgets_are_no_report(match, tmp_path):
+    """Parts whose designs need 6 and 7 FLOPs for a token, or have 8 and 9 kB of state; then the same."""
+    known = dict.fromkeys(results.EQUAL, 1) | {"match": match, "tokens": 100}
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for flops, state in ((7.0, 9000), (6.0, 8000), (6.0, None)):
+        for path, name, its in zip(paths, ("ssd", "gla"), ((6.0, 8000), (flops, state)), strict=True):
+            part = {"version": 1, "kind": "designs", "conditions": {}}
+            part["designs"] = {name: {"train_flops_per_token": its[0]}}
+            part["plan"] = known | {"reference": name, "state": its[1] if match == "state" else None}
+            path.write_text(json.dumps(part))
+        same = {"tokens": True, "flops": flops == 6.0, "state": state == 8000, "time": False}[match]
+        if same:
+            assert list(results.merged(paths)["designs"]) == ["ssd", "gla"]
+            continue
+        with refused(ConfigError, "budget"):
+            results.merged(paths)
+    if match in ("flops", "state"):
+        paths[0].write_text(paths[1].read_text().replace("train_flops_per_token", "nothing"))
+        with refused(ConfigError, "budget", paths[0]):
+            results.merged(paths)
+
+
+def test_the_state_that_all_have_is_in_the_results(text, tmp_path):
+    for asked, arm in ((0, "ssd"), (8192, "gla")):
+        out = tmp_path / arm
+        settings = Settings(
+            (arm,), 120_000, 2000, 1, str(text), match="state", vocab_size=300, seq_len=32, batch_size=4, rates=(4e-3,),
+            warmups=(0.05,), dtype="float32", suites=(), state=asked,
+        )  # fmt: skip
+        what = plan(out, "designs", settings, models_of_designs, 1)
+        results.note_conditions(out, what, 1)
+        found = results.collect(out, what, {arm: Rate(4e-3, 0.05)}, {arm: []})
+        of_model = found["designs"][arm]["state_bytes"]["1024"]
+        assert found["plan"]["state"] == (asked or of_model)
+
+
 def test_what_is_done_is_not_done_again(whole, capsys):
     before = (whole / "results.json").read_bytes()
     assert main(["compare", "--resume", str(whole)]) == 0
@@ -237,7 +274,7 @@ def test_the_chosen_rates_are_kept_and_a_trial_that_failed_stops_the_choice(whol
             if run.trained(cell).status == "missing" and cell.rate.lr != without:
                 lines(cell, abs(cell.rate.lr - 2e-3))
 
-    with refused(CheckpointError, "0.002-0.1", "--resume"):
+    with refused(CheckpointError, "0.002-0.1"):
         run.choose_rates(tmp_path, plan, lambda wanted: train(wanted, without=2e-3))
     rates, _ = run.choose_rates(tmp_path, plan, train)
     assert rates == dict.fromkeys(("transformer", "adr"), Rate(2e-3, 0.1))
@@ -302,6 +339,15 @@ def test_suites_measure_the_last_step(whole, tmp_path):
     assert measure.main([str(copy), "perplexity"]) == 0
     told = [json.loads((run / "suites" / "perplexity.json").read_text()) for run in (cell, copy)]
     assert told[0] == told[1]
+
+
+def test_a_cell_that_began_with_another_rate_is_refused_not_reported(whole, tmp_path):
+    out = Path(shutil.copytree(whole, tmp_path / "other"))
+    what = read(out)
+    for rate in (Rate(4e-3, 0.1), Rate(8e-3, 0.05)):
+        with refused(CheckpointError, out / "cells" / "transformer" / "0"):
+            run.train(out, what, run.cells(out, what, dict.fromkeys(what.arms, rate)), 1)
+    run.train(out, what, run.cells(out, what, dict.fromkeys(what.arms, Rate(4e-3, 0.05))), 1)
 
 
 def test_without_its_last_checkpoint_a_cell_is_not_finished(whole, tmp_path):
@@ -381,6 +427,10 @@ def test_mistakes_of_an_ablation_are_one_line(whole, tmp_path, capsys):
     cell = whole / "cells" / "transformer" / "0"
     assert main(["ablate", str(cell), "--over", "no_gate", "--out", str(tmp_path / "out")]) == 2
     in_a_line(capsys.readouterr().err, "transformer", "no_gate", "no_rope", "half_depth")
+    for over in ("", ","):
+        assert main(["ablate", str(cell), "--over", over, "--out", str(tmp_path / "out")]) == 2
+        in_a_line(capsys.readouterr().err, "over", "no_rope")
+    assert not (tmp_path / "out").exists()
     assert main(["ablate", str(cell), "--tokens", "1M"]) == 2
     in_a_line(capsys.readouterr().err, "tokens", "1M", "--out")
 

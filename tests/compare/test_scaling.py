@@ -1,6 +1,7 @@
 """A scaling study: the lines by hand, a study in slices, and what is refused."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -79,6 +80,9 @@ def test_stopped_on_the_way_it_ends_with_the_same_numbers(whole, tmp_path, monke
         before = signal.getsignal(signal.SIGTERM)
         assert main(["scale", "--resume", str(out), "--minutes", "60"]) == 128 + signal.SIGTERM
         assert signal.getsignal(signal.SIGTERM) == before
+    assert re.search(rf"scale --resume {re.escape(str(out))}$", capsys.readouterr().err, re.MULTILINE)
+    assert main(["compare", "--resume", str(out / "120k-0.05")]) == 2
+    assert names(capsys.readouterr().err.splitlines()[-1], "resume", "scale", out)
     assert len(results(out)["cells"]) == 2 and results(out)["laws"][WINDOWS]["ssd"]["alpha"] is None
     assert main(["scale", "--resume", str(out)]) == 0
     plain = [
@@ -230,6 +234,37 @@ def test_text_that_is_encoded_is_read_as_it_is(text, tmp_path, capsys):
     plan = json.loads((out / "60k-0.05" / "results.json").read_text())["plan"]
     assert plan["text_digest"] in (corpus / "manifest.json").read_text() and plan["vocab_size"] == 280
     assert not list(out.glob("**/*.bin"))
+
+
+def test_stopped_while_it_copies_the_text_it_copies_the_rest(text, tmp_path, monkeypatch):
+    """After any number of files; the one that was being copied is cut short."""
+    study = Study(
+        ("transformer",), (60_000,), (0.05,), 1, str(text), vocab_size=300, seq_len=32, batch_size=4
+    )
+    scaling.encode_text(tmp_path, study)
+    (at,), copytree = study.points, shutil.copytree
+    folder, whole = (
+        scaling.folder_of(tmp_path, at) / "data",
+        {path.name for path in tmp_path.glob("data/[!.]*")},
+    )
+    for many in range(len(whole) - 1):
+        copied = list[str]()
+
+        def copy(source: str, target: str, *, many: int = many, copied: list[str] = copied) -> None:
+            if len(copied) == many:
+                Path(target).write_bytes(Path(source).read_bytes()[:9])
+                raise KeyboardInterrupt
+            copied.append(shutil.copy2(source, target))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "copytree", functools.partial(copytree, copy_function=copy))
+            with pytest.raises(KeyboardInterrupt):
+                scaling.text_at(tmp_path, study, at)
+        scaling.text_at(tmp_path, study, at)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+            name: (tmp_path / "data" / name).read_bytes() for name in whole
+        }
+        shutil.rmtree(folder)
 
 
 def test_rates_fall_with_the_parameters(tmp_path):

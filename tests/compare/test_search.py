@@ -7,9 +7,11 @@ import pytest
 
 from perspectron.cli.main import main
 from perspectron.compare import run, search
+from perspectron.compare.plan import Settings, models_of_designs, plan
 from perspectron.compare.run import Rate
 from perspectron.train import checkpoint
-from tests.refusals import in_a_line
+from perspectron.util.errors import CheckpointError
+from tests.refusals import in_a_line, refused
 
 SPACE = "heads = [1, 2, 1000]\nlr = [8e-3]\nembedding_norm = [true]\n"
 OPTIONS = [
@@ -98,6 +100,42 @@ def test_a_value_that_stands_twice_in_a_space_is_one():
     space = {"heads": [1, 1, 2], "lr": [8e-3, 0.008], "embedding_norm": [True]}
     found = search.candidates("gla", space, 9, seed=0)
     assert [one.variant for one in found] == [f"gla[heads={n},embedding_norm=true]" for n in (1, 2)]
+
+
+def test_a_candidate_whose_training_did_not_end_stops_the_choice(text, tmp_path):
+    """One that diverged is left out; one that was killed may be the best."""
+    variants = ("gla[heads=1]", "gla[heads=2]")
+    settings = Settings(
+        variants, 120_000, 512, 1, str(text), seq_len=32, batch_size=4, dtype="float32", suites=()
+    )
+    what = plan(tmp_path, "search", settings, models_of_designs, 1)
+    everyone = [search.Candidate(name, Rate(4e-3, 0.05)) for name in variants]
+
+    def killed(cells: list[run.Cell]) -> None:
+        first, _ = cells
+        first.folder.mkdir(parents=True)
+        (first.folder / run.FAILED).write_text('{"why": "step 1: loss is nan"}')
+
+    def ends(cells: list[run.Cell]) -> None:
+        _, last = cells
+        checkpoint.path_of(last.folder, last.steps).mkdir(parents=True)
+        (last.folder / run.METRICS).write_text(f'{{"step": {last.steps}, "dev_bits_per_byte": 2.0}}\n')
+
+    with refused(CheckpointError, tmp_path / "rungs" / "512" / "gla[heads=2]" / "0.004-0.05"):
+        search.halve(tmp_path, what, everyone, [512], 2, killed, lambda *_: None)
+    assert not (tmp_path / search.RESULTS).exists()
+    found = search.halve(tmp_path, what, everyone, [512], 2, ends, lambda *_: None)
+    assert found["chosen"]["variant"] == "gla[heads=2]"
+
+
+def test_a_search_is_not_resumed_as_a_comparison(text, tmp_path, capsys):
+    settings = Settings(
+        ("gla",), 120_000, 512, 1, str(text), seq_len=32, batch_size=4, dtype="float32", suites=()
+    )
+    plan(tmp_path, "search", settings, models_of_designs, 1)
+    assert main(["compare", "--resume", str(tmp_path)]) == 2
+    in_a_line(capsys.readouterr().err, "resume", tmp_path, "search")
+    assert not (tmp_path / "conditions.json").exists()
 
 
 def test_a_search_that_could_not_be_planned_leaves_its_folder_to_another(text, tmp_path, capsys):

@@ -109,6 +109,17 @@ def test_a_pattern_names_files(tmp_path: Path) -> None:
         open_corpus(str(tmp_path / "none-*"))
 
 
+def test_what_is_encoded_is_no_text(tmp_path: Path) -> None:
+    """Of a folder that `tokenize` wrote, the manifest and tokenizer would be read as the text."""
+    (folder := tmp_path / "encoded").mkdir()
+    text = lines(tmp_path / "text.jsonl")
+    (folder / "manifest.json").write_text(json.dumps({"text": "no text"}))
+    (folder / "tokenizer.json").write_text(json.dumps({"model": "a vocabulary, line by line\n" * 99}))
+    for source in (str(folder), f"{folder}#text", f"a=0.5:{folder} b=0.5:{text}"):
+        with refused(DataError, folder):
+            open_corpus(source)
+
+
 def test_records_name_what_they_skip(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["one", None, "two", "", "a\0b", "three"]}), path)

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from perspectron import presets
-from perspectron.data import Tokenizer, encode, open_corpus
+from perspectron.data import Split, Tokenizer, encode, open_corpus
 from perspectron.designs.transformer.mla import MLAConfig
 from perspectron.eval import perplexity
 from perspectron.eval.perplexity import mean_context, streaming, streaming_state_bytes
@@ -156,6 +156,14 @@ def test_the_mean_context_is_that_of_plain_counting(data):
             count += 1
             seen.append(count)
         assert mean_context(split, seq_len) == pytest.approx(np.mean(seen))
+
+
+def test_the_context_of_completions_is_that_of_what_is_learned():
+    """Two documents of 100 tokens; the last 10 of each are learned, and the id that begins the second."""
+    split = Split("heldout", [np.zeros(200, np.uint16)], np.array([0, 100]), 200)
+    split.learned = np.array([90, 190])
+    assert mean_context(split) == pytest.approx(np.mean([*range(90, 101), *range(90, 100)]))
+    assert mean_context(split, 0, 150) == pytest.approx(np.mean(range(90, 101)))
 
 
 def test_no_window_and_a_table_of_positions_are_refused(data):

@@ -16,7 +16,7 @@ from perspectron.train.heldout import Heldout
 from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import AdamW, OptimConfig, learning_rate, optimizer_of
 from perspectron.train.prepare import prepare
-from perspectron.util.errors import ConfigError, NonFiniteError
+from perspectron.util.errors import ConfigError, DataError, NonFiniteError
 from tests.refusals import refused
 
 MODELS = ("perspective-tiny", "transformer-tiny")
@@ -53,6 +53,9 @@ def test_a_corpus_has_no_dev_split_before_it_is_tokenised(runs, tmp_path):
     with refused(ConfigError, "measured_on", "dev"):
         prepare(tmp_path / "run", config)
     assert not (tmp_path / "run").exists()
+    gone = str(tmp_path / "encoded")  # of a comparison that was moved
+    with refused(DataError, gone):
+        prepare(tmp_path / "run", runs.config(data=gone, measured_on="dev"))
 
 
 def test_the_mean_gradient_of_accumulated_batches_is_that_of_one(runs, tmp_path):
