@@ -37,7 +37,7 @@ class Conversation:
     exactly one, the last one drawn, however the row finished. Tokens of a stop string are part of the history but not
     of the text. After "end" the pending token is the one that ended it; with a tokenizer of ours the row then goes on
     with a new document and an empty memory. recent: for each row the last `repetition_window` tokens of prompts and
-    draws, without those that begin and end texts. drawn: for each row the number of tokens drawn so far.
+    draws (in a session's file all that are known), without those that begin and end texts. drawn: for each row the number of tokens drawn so far.
     """
 
     state: LMState

@@ -440,9 +440,7 @@ class Session:
         """Write to one file, whole or not at all; `generate --load-state` takes it too. extra: any JSON to be kept with
         it. ConfigError: an entry has a name of `conversation.OWN`. StorageError when it cannot be written."""
         state = self._before_call()
-        # Nothing else says what was before a text whose beginning is not known.
-        window = SamplingConfig.repetition_window if self.whole else len(self._remembered) + len(self._ids)
-        recent = [self._recent(window)]
+        recent = [self._recent(len(self._remembered) + len(self._ids))]  # for any window that may follow
         drawn = self._drawn_before + self._said
         talk = {"pending": [self._ids[self._read :]], "recent": recent, "drawn": [drawn]}
         extra = beside(extra) | {"log": self._events, "conversation": talk, "session": self.fields()}

@@ -139,6 +139,16 @@ def test_generate_and_a_session_take_each_others_files(perspective, tokenizer, t
     assert on.ids == expected.ids and back.tokens == []
 
 
+def test_generate_goes_on_from_a_sessions_file_with_any_window(perspective, tokenizer, tmp_path) -> None:
+    sampling = SamplingConfig(repetition_penalty=30.0, repetition_window=2000)
+    session = Session(perspective, tokenizer).read([*range(2, 202), *[2, 3] * 150])
+    session.say(3, sampling=sampling), session.save(tmp_path / "long")
+    talk, start = Conversation.load(tmp_path / "long", perspective), len(session.tokens)
+    made = generate(perspective, tokenizer, [""], max_tokens=12, sampling=sampling, conversation=talk)
+    session.say(12, sampling=sampling)
+    assert made.ids == [session.tokens[start:]]
+
+
 def test_a_conversation_that_a_session_goes_on_with_is_the_same_text(
     perspective, tokenizer, tmp_path
 ) -> None:
