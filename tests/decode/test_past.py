@@ -249,6 +249,16 @@ def test_a_merge_is_nearer_than_the_second_text_alone_or_refused(design, tokeniz
     again.say(3)
 
 
+def test_a_merge_is_judged_on_as_many_tokens_as_there_are_positions_left(tokenizer) -> None:
+    model = small("gpt2")
+    for tokens, probe in ((21, 23), (43, 1)):
+        a, b = (Session(model, tokenizer).read(prompt_of(n, n)) for n in (tokens, 19))
+        found = merge(a, b)
+        assert len(found.probe) == probe and found.kl < found.alone
+    with refused(ConfigError, "on"):
+        merge(a.read([5]), b)
+
+
 def test_a_merge_of_nothing_or_of_a_text_that_is_not_known_is_refused(tokenizer, tmp_path) -> None:
     model = make("perspective-tiny")
     a, b = Session(model, tokenizer).read([5, 6, 7]), Session(model, tokenizer)
