@@ -60,8 +60,7 @@ def diffing(
     layers = tuple(distances(*states))
     expected = list[tuple[tuple[int, float], ...]]()
     for session in (a, b):
-        own = session.fork()
-        logits_TV = yield from own.predicting([0])
+        logits_TV = yield from session.fork().expecting()
         found = list[tuple[int, float]]()
         if len(logits_TV):
             _require_finite(logits_TV[-1])

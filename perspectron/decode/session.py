@@ -326,6 +326,16 @@ class Session:
         return torch.cat(found) if found else torch.zeros(0, V)
 
     @torch.inference_mode()
+    def expecting(self) -> Generator[int, None, Tensor]:
+        """Read all tokens that wait: the logits [T,V] after the last, T = 1, or 0 if none waits; pauses as `reading`
+        does."""
+        V, hidden_1TD = self._rows.tokenizer.vocab_size, None
+        while self._read < len(self._ids):
+            yield len(self._ids) - self._read
+            hidden_1TD = self._call(min(self._cell(self._read) + self.chunk, len(self._ids)) - self._read)
+        return torch.zeros(0, V) if hidden_1TD is None else self._rows.model.head(hidden_1TD[0, -1:])[:, :V].cpu()
+
+    @torch.inference_mode()
     def remembering(self) -> Generator[int, None, LMState]:
         """A copy of the state after the whole text; pauses as `reading` does."""
         own = self.fork()

@@ -1,5 +1,6 @@
 """The past of a text: its log, the token since which an answer is so, another beginning, two memories as one."""
 
+import copy
 import math
 import random
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from perspectron import presets
+from perspectron.data.specials import Specials
 from perspectron.decode.apart import diff
 from perspectron.decode.history import digest, history
 from perspectron.decode.merge import merge
@@ -178,6 +180,20 @@ def test_diff_says_where_texts_part_and_what_each_expects(model, tokenizer) -> N
     assert math.isnan(diff(a, b).mean)
     (id, p), *_ = found.next[0]
     assert p == pytest.approx(float(list_of(a.fork().predicting([0])).double().softmax(1)[-1, id]))
+
+
+@torch.inference_mode()
+def test_diff_of_a_bare_prefix_and_of_a_text_without_a_position_left_has_next_tokens(tokenizer) -> None:
+    """Also with a tokenizer none of whose ids begins another document."""
+    model, other = small("gpt2"), copy.copy(tokenizer)
+    other.specials = Specials((1,), frozenset({2}), end=2)
+    for own in (tokenizer, other):
+        full, empty = Session(model, own).read([5] * 63), Session(model, own)
+        found = diff(full, empty, count=1)
+        for session, [(id, p)] in zip((full, empty), found.next, strict=True):
+            ids_1T = torch.tensor([[*own.specials.prefix, *session.tokens]])
+            logits_V = model(ids_1T).logits[0, -1, :VOCAB].double()
+            assert id == int(logits_V.argmax()) and p == pytest.approx(float(logits_V.softmax(0)[id]), rel=1e-4)
 
 
 def test_other_models_and_foreign_ids_are_refused(tokenizer, tmp_path) -> None:
