@@ -89,6 +89,8 @@ class Session:
         self._remembered, self._drawn_before = list[int](), 0
         """If the beginning of the text is not known: tokens before it that a penalty counts, and how many were drawn,
         the last of which is the text's first token."""
+        self._entered = 0
+        """Number of ids at the last `enter`."""
         self._before = len(prefix)
         """Number of ids at the start that do not belong to the text."""
         self._events = list[history.Event]()
@@ -226,7 +228,8 @@ class Session:
         interruption the session stays as it was before.
 
         ConfigError: a number out of bounds, more tokens than a table of learned positions has left. NonFiniteError: the
-        model gave logits that are not finite, or none of those that hooks leave. PerspectronError: a hook failed.
+        model gave logits that are not finite, or none of those that hooks leave. StateError: the session read or said
+        something else meanwhile. PerspectronError: a hook failed.
         """
         steps = self.saying(
             max_tokens, sampling=sampling, stop=stop, on_text=on_text,
@@ -248,6 +251,8 @@ class Session:
     ) -> Generator[int, None, str]:
         """`say` as a generator, which pauses before each step and yields the number of tokens that may still come."""
         rows, pieces, ids, marks = self._rows, list[str](), list[int](), dict[int, LMState]()
+        if rows.active:
+            raise StateError("the session is saying something already; finish that first, or use a fork")
         handle = self.enter(
             rows, max_tokens=max_tokens, stream=0, sampling=sampling, stop=stop,
             hooks=hooks, min_tokens=min_tokens, stop_ids=stop_ids,
@@ -276,7 +281,7 @@ class Session:
     def enter(self, rows: Rows, **settings: Any) -> int:
         """Add the text to `rows`, with the settings of `Rows.add`: the handle of its row. The session stays as it was
         until `leave`. ConfigError as `Rows.add`."""
-        read = self._read
+        read, self._entered = self._read, len(self._ids)
         past, unread = self._ids.cut(read), self._ids[read:]
         if self._remembered:
             past = Log([*self._remembered, *past])
@@ -295,8 +300,13 @@ class Session:
         return rows.add("", conversation=talk, **settings)
 
     def leave(self, rows: Rows, row: int, ids: Sequence[int]) -> None:
-        """Remove the text's row, which has drawn `ids`, and continue the session from it."""
+        """Remove the text's row, which has drawn `ids`, and continue the session from it. StateError: the session has
+        read or said more since."""
         talk, end = rows.remove(row), len(self._ids)
+        if end != self._entered:
+            raise StateError(
+                f"the session has {end} tokens, {self._entered} when it began to say what is drawn; use a fork meanwhile"
+            )
         self._ids.extend(ids)
         self._drawn.extend([True] * len(ids))
         self._said += len(ids)

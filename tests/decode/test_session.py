@@ -280,6 +280,23 @@ def test_what_is_wrong_is_said_and_changes_nothing(perspective, tokenizer, tmp_p
         Session(table, tokenizer).read([*[5] * 64, 0, 5])  # also one that ends
 
 
+def test_what_a_session_reads_or_says_while_it_says_is_refused(perspective, tokenizer) -> None:
+    """Its state would not have read that, and what two say would be mixed."""
+    session, other = (Session(perspective, tokenizer).read("The cat") for _ in range(2))
+    steps = session.saying(6, sampling=GREEDY)
+    next(steps)
+    with refused(StateError):
+        session.say(2)
+    session.read("xyz")
+    with refused(StateError):
+        list(steps)
+    assert session.tokens == other.read("xyz").tokens
+    with refused(StateError):  # at the last token
+        session.say(1, sampling=GREEDY, on_text=lambda _: session.say(1, sampling=GREEDY))
+    other.say(1, sampling=GREEDY)
+    assert session.say(4, sampling=GREEDY) == other.say(4, sampling=GREEDY)
+
+
 def test_what_is_remembered_but_not_known_takes_positions_too(tokenizer, tmp_path) -> None:
     table = small("gpt2")
     generate(table, tokenizer, [[5] * 50], max_tokens=1).conversation.save(tmp_path / "a", table)
