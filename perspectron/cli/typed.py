@@ -15,8 +15,8 @@ END = "\x04"
 
 class Messages:
     """The messages on standard input, until its end: lines, or what stands between two fences. If several lines are
-    pasted into a terminal at once, each that is not blank is a message, until one fails or is interrupted (`drop`). On a
-    terminal an interrupt drops what is typed, an open fence too."""
+    pasted into a terminal at once, each that is not blank is a message, until one fails or is interrupted (`drop`). An
+    interrupt while a message is typed drops it."""
 
     def __init__(self, terminal: bool) -> None:
         self.terminal, self.pasted, self.rest, self.ended = terminal, deque[str](), "", False

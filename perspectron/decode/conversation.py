@@ -17,6 +17,7 @@ OWN = ("conversation", "session", "log")
 
 def beside(extra: dict[str, Any] | None) -> dict[str, Any]:
     """The user's entries for a file, empty if there are none. ConfigError: one has a name of OWN."""
+    require(extra is None or isinstance(extra, dict), "extra", extra, "a dict")
     extra = extra or {}
     for name in OWN:
         require(
@@ -37,7 +38,8 @@ class Conversation:
     exactly one, the last one drawn, however the row finished. Tokens of a stop string are part of the history but not
     of the text. After "end" the pending token is the one that ended it; with a tokenizer of ours the row then goes on
     with a new document and an empty memory. recent: for each row the last `repetition_window` tokens of prompts and
-    draws (in a session's file all that are known), without those that begin and end texts. drawn: for each row the number of tokens drawn so far.
+    draws (in a session's file all that are known), without those that begin and end texts. drawn: for each row the
+    number of tokens drawn so far.
     """
 
     state: LMState

@@ -23,7 +23,7 @@ from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite, sa
 from perspectron.decode.store import PrefixStore
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import MOST_TOKENS, LMState
-from perspectron.util.config import require
+from perspectron.util.config import require, require_whole
 from perspectron.util.errors import NonFiniteError, PerspectronError, StateError
 
 AHEAD = 64
@@ -57,7 +57,8 @@ class Rows:
         hooks: Sequence[Hook | Processor] = (),
         drafts: Drafter | None = None,
     ) -> None:
-        require(chunk >= 1, "chunk", chunk, "≥ 1")
+        require_whole("chunk", chunk, 1)
+        require(drafts is None or isinstance(drafts, Drafter), "drafts", drafts, "a Drafter, or None")
         V, known = tokenizer.vocab_size, model.config.vocab_size
         require(known >= V, "vocab_size of the tokenizer", V, f"≤ that of the model, {known}")
         if store is not None:
@@ -134,7 +135,7 @@ class Rows:
         _check_request(V, max_tokens, min_tokens, stop, stop_ids, logprobs)
         handle, model = self._next, self.model
         stream = handle if stream is None else stream
-        require(0 <= stream < 2**64, "stream", stream, "≥ 0 and < 2^64")
+        require(isinstance(stream, Integral) and 0 <= stream < 2**64, "stream", stream, "≥ 0 and < 2^64")
         special = self.tokenizer.specials
         ids = ids_of(prompt, self.tokenizer, "prompt")
         if conversation is None and not whole:
@@ -400,12 +401,13 @@ def _check_request(
     logprobs: int | None,
 ) -> None:
     """ConfigError for a number, a stop string or an id of `Rows.add` that is out of bounds."""
-    require(isinstance(max_tokens, Integral) and max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
+    require_whole("max_tokens", max_tokens, 1)
     strings = isinstance(stop, Collection) and not isinstance(stop, str)
     strings = strings and all(isinstance(one, str) and one for one in stop)
     require(strings, "stop", stop, "a list of strings of at least one character")
     if logprobs is not None:
-        require(0 <= logprobs <= V, "logprobs", logprobs, f"≥ 0 and ≤ {V}, the tokens there are")
+        counts = isinstance(logprobs, Integral) and 0 <= logprobs <= V
+        require(counts, "logprobs", logprobs, f"≥ 0 and ≤ {V}, the tokens there are")
     counts = isinstance(min_tokens, Integral) and 0 <= min_tokens <= max_tokens
     require(counts, "min_tokens", min_tokens, f"≥ 0, ≤ max_tokens = {max_tokens}")
     require(isinstance(stop_ids, Collection), "stop_ids", stop_ids, "a list of ids")

@@ -29,7 +29,7 @@ from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState, Stateful, read_state, save_state
 from perspectron.model.tuned import kinds_of
 from perspectron.ops.attention import BLOCK
-from perspectron.util.config import require
+from perspectron.util.config import require, require_whole
 from perspectron.util.errors import NonFiniteError, StateError
 
 Likely = tuple[float, tuple[tuple[int, float], ...]]
@@ -64,6 +64,7 @@ class Session:
         start: LMState | None = None,
         drafts: Drafter | None = None,
     ) -> None:
+        require(start is None or isinstance(start, LMState), "start", start, "a trained state, an LMState")
         self._rows = Rows(model, tokenizer, chunk=chunk, store=store, together=False, drafts=drafts)
         self._kin: Stateful = model if store is None else store.model
         prefix = [*tokenizer.specials.prefix]
@@ -175,6 +176,7 @@ class Session:
         """Log-probabilities of ids if they came next, each given all tokens before it, and of the `count` most likely
         tokens in its place; pauses as `reading` does. A first token with nothing before it has none. The session stays
         as it is. Errors as `append`. NonFiniteError: the logits are not finite."""
+        require_whole("count", count, 0)
         own, first, found = self.fork(), len(self._ids), list[Likely]()
         own.append(ids)
         V = own._rows.tokenizer.vocab_size
@@ -305,7 +307,7 @@ class Session:
         talk, end = rows.remove(row), len(self._ids)
         if end != self._entered:
             raise StateError(
-                f"the session has {end} tokens, {self._entered} when it began to say what is drawn; use a fork meanwhile"
+                f"the session has {end} tokens, {self._entered} when it began to say this; use a fork meanwhile"
             )
         self._ids.extend(ids)
         self._drawn.extend([True] * len(ids))
@@ -343,7 +345,9 @@ class Session:
         while self._read < len(self._ids):
             yield len(self._ids) - self._read
             hidden_1TD = self._call(min(self._cell(self._read) + self.chunk, len(self._ids)) - self._read)
-        return torch.zeros(0, V) if hidden_1TD is None else self._rows.model.head(hidden_1TD[0, -1:])[:, :V].cpu()
+        if hidden_1TD is None:
+            return torch.zeros(0, V)
+        return self._rows.model.head(hidden_1TD[0, -1:])[:, :V].cpu()
 
     @torch.inference_mode()
     def remembering(self) -> Generator[int, None, LMState]:

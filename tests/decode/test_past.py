@@ -12,7 +12,7 @@ from perspectron.data.specials import Specials
 from perspectron.decode.apart import diff
 from perspectron.decode.history import digest, history
 from perspectron.decode.merge import merge
-from perspectron.decode.past import bisect, rebase, until_of
+from perspectron.decode.past import Until, bisect, rebase, until_of
 from perspectron.decode.session import Session
 from perspectron.model.tuned import parts
 from perspectron.util.errors import ConfigError, StateError
@@ -81,13 +81,12 @@ def test_each_reading_has_the_bits_of_the_session_as_it_was(design, tokenizer, t
     session.read(prompt_of(30, 2)).save(tmp_path / "a")
     session, asked, seen = Session.load(tmp_path / "a", model, tokenizer, chunk=16), prompt_of(3, 9), {}
 
-    class Recorded:
-        def asked(self, then, tokens):
-            T, fork = len(then.tokens) - 3, then.fork()
-            seen[T] = yield from fork.predicting([1])
-            return T >= 23, ""
+    def recorded(then, tokens):
+        T, fork = len(then.tokens) - 3, then.fork()
+        seen[T] = yield from fork.predicting([1])
+        return T >= 23, ""
 
-    assert bisect(session, asked, Recorded()).token == 23
+    assert bisect(session, asked, Until("recorded", recorded)).token == 23
     monkeypatch.undo()
     fresh = Session.load(tmp_path / "a", model, tokenizer, chunk=16)
     for T in seen:
@@ -193,7 +192,9 @@ def test_diff_of_a_bare_prefix_and_of_a_text_without_a_position_left_has_next_to
         for session, [(id, p)] in zip((full, empty), found.next, strict=True):
             ids_1T = torch.tensor([[*own.specials.prefix, *session.tokens]])
             logits_V = model(ids_1T).logits[0, -1, :VOCAB].double()
-            assert id == int(logits_V.argmax()) and p == pytest.approx(float(logits_V.softmax(0)[id]), rel=1e-4)
+            assert id == int(logits_V.argmax()) and p == pytest.approx(
+                float(logits_V.softmax(0)[id]), rel=1e-4
+            )
 
 
 def test_other_models_and_foreign_ids_are_refused(tokenizer, tmp_path) -> None:
