@@ -199,7 +199,9 @@ class Rows:
             reading = list(dict.fromkeys(map(self._ahead, asked)))
         hooks = [hook for row in self._drawing.rows for hook in self._hooks[row.handle]]
         ahead = all(hook.reads_ahead for hook in hooks)
-        ends = self._drawing.advance(keep=any(hook.keeps_before for hook in hooks), ahead=ahead)
+        ends = self._drawing.advance(
+            keep=any(hook.keeps_before or hook.judges for hook in hooks), ahead=ahead
+        )
         more, pieces = self._read(reading)
         pieces += self._draw([*ends, *more])
         self._drawing.leave([row for row in self._drawing.rows if row.finished is not None])
@@ -243,6 +245,10 @@ class Rows:
         """The state of a row that stands in no batch."""
         return self.model.init_state(1) if row.state is None else row.state
 
+    def _judged(self, row: Row) -> bool:
+        """True if a hook may stop the row."""
+        return any(hook.judges for hook in self._hooks[row.handle])
+
     def _ahead(self, row: Row) -> Row:
         """The row that reads what this one needs next: itself, or one that is further on in the same tokens."""
         ahead = row
@@ -283,6 +289,8 @@ class Rows:
         if store is None or path is None:
             return None
         most = len(row.unread) if begins else row.start + AHEAD * self.chunk
+        if self._judged(row):  # which are to read the end themselves
+            most = min(most, len(row.unread) - 1)
         found = store.find(path, most=most, least=row.start, meanwhile=not begins)
         if found is not None:
             row.state, row.seconds = found.state.to(self.model.device), found.seconds
@@ -299,6 +307,8 @@ class Rows:
         for hook in self._hooks[row.handle]:
             ends = row.start + len(part) == len(row.unread)
             ask(hook, hook.prompt, part, state, begins=begins, last=ends)
+        if row.start + len(part) == len(row.unread) and self._judged(row):
+            row.last = row.start, state.fork()
         last_1D, row.state = reading.read(
             self.model,
             [part],
@@ -386,6 +396,8 @@ class Rows:
         row, judged = step.row, step.attempt(step.judge, id)
         stops = any(verdict.stop for verdict in step.verdicts.values())
         complete = None if judged is None or stops else step.attempt(step.take, judged)
+        if stops:  # what was read last is pending, so that the text can go on
+            row.start, step.state = (0, step.before) if row.last is None else row.last
         if judged is None or complete is None:
             return row.fail(step.error, step.verdicts)
         likely = () if row.logprobs is None else logprobs(logits_V, judged, row.logprobs)

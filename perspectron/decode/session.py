@@ -309,18 +309,18 @@ class Session:
             raise StateError(
                 f"the session has {end} tokens, {self._entered} when it began to say this; use a fork meanwhile"
             )
+        if not ids:  # a hook stopped the text before its first token
+            return
         self._ids.extend(ids)
         self._drawn.extend([True] * len(ids))
         self._said += len(ids)
         self.note()
         while self._read < end:
             self._count(min(self._cell(self._read) + rows.chunk, end) - self._read)
-        for _ in range(len(ids) - len(talk.pending[0])):
+        for _ in range(len(ids) - 1):
             self._count(1)
         self._state = talk.state
         self._marks.put(len(self._calls), self._state.fork())
-        if not talk.pending[0]:  # a hook stopped the text after reading its last token, which is unread here
-            vars(self).update(vars(self.at(len(self.tokens))))
 
     @torch.inference_mode()
     def predicting(self, ids: Sequence[int]) -> Generator[int, None, Tensor]:
