@@ -49,7 +49,8 @@ pasted without, each line is a message.
   /fork        keep this point                 /back [N]    return to the last point kept, or the N-th last
   /state       show the size of the memory     /new         begin another talk
   /quit        leave (or end the input)
-Type // for a message that begins with /. Ctrl-C stops an answer; other keys typed meanwhile are ignored."""
+Type // for a message that begins with /. Ctrl-C stops an answer or drops what is typed; other keys typed during an
+answer are ignored."""
 
 
 @dataclass(frozen=True)

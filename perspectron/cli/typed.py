@@ -15,7 +15,8 @@ END = "\x04"
 
 class Messages:
     """The messages on standard input, until its end: lines, or what stands between two fences. If several lines are
-    pasted into a terminal at once, each that is not blank is a message, until one fails or is interrupted (`drop`)."""
+    pasted into a terminal at once, each that is not blank is a message, until one fails or is interrupted (`drop`). An
+    interrupt while a message is typed drops it."""
 
     def __init__(self, terminal: bool) -> None:
         self.terminal, self.pasted, self.rest, self.ended = terminal, deque[str](), "", False
@@ -28,23 +29,34 @@ class Messages:
 
     def __iter__(self) -> Iterator[str]:
         while True:
-            pasted = bool(self.pasted)
-            text = self._line("> ")
+            try:
+                text = self._message()
+            except KeyboardInterrupt:
+                if not self.terminal:
+                    raise
+                print(file=sys.stderr)
+                self.drop()
+                continue
             if text is None:
                 return
-            if text.strip() == FENCE:
-                lines = list[str]()
-                while (text := self._line(". ")) is not None and text.strip() != FENCE:
-                    lines.append(text)
-                yield "\n".join(lines)
-            elif text or not pasted:
-                yield text
+            yield text
 
     def drop(self) -> int:
         """Discard pasted lines that have not become messages yet: how many."""
         count, self.rest = len(self.pasted), ""
         self.pasted.clear()
         return count
+
+    def _message(self) -> str | None:
+        pasted, text = bool(self.pasted), self._line("> ")
+        while pasted and text == "":
+            pasted, text = bool(self.pasted), self._line("> ")
+        if text is None or text.strip() != FENCE:
+            return text
+        lines = list[str]()
+        while (text := self._line(". ")) is not None and text.strip() != FENCE:
+            lines.append(text)
+        return "\n".join(lines)
 
     def _line(self, prompt: str) -> str | None:
         if self.pasted:
@@ -58,10 +70,6 @@ class Messages:
             text = self._typed(prompt)
         except EOFError:
             return None
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-            self.drop()
-            return ""
         more, end, _ = _waiting().partition(END)
         *lines, self.rest = re.split("\r\n|\r|\n", more)
         self.pasted.extend(lines)

@@ -14,7 +14,7 @@ from perspectron.decode.session import Session
 from perspectron.model.cache import Cache
 from perspectron.model.state import LMState
 from perspectron.model.tuned import Tuned
-from perspectron.util.config import require
+from perspectron.util.config import require, require_whole
 from perspectron.util.errors import NonFiniteError, StateError
 
 PIECE = 64
@@ -54,14 +54,14 @@ def diffing(
     """`diff` as a generator, which pauses as `Session.reading` does."""
     if a.model is not b.model:
         raise StateError("the texts are of different models; compare texts of one")
+    require_whole("count", count, 0)
     ids = ids_of(a, on)
     shared = alike(a.tokens, b.tokens) if a.whole and b.whole else None
     states = (yield from a.remembering()), (yield from b.remembering())
     layers = tuple(distances(*states))
     expected = list[tuple[tuple[int, float], ...]]()
     for session in (a, b):
-        own = session.fork()
-        logits_TV = yield from own.predicting([0])
+        logits_TV = yield from session.fork().expecting()
         found = list[tuple[int, float]]()
         if len(logits_TV):
             _require_finite(logits_TV[-1])

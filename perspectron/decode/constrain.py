@@ -43,6 +43,7 @@ _BOUNDS = (
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     *("required", "minProperties", "maxProperties"),
 )
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const")
 _NOTES = (
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"),
     *("$schema", "$id", "$anchor", "$comment"),
@@ -258,6 +259,9 @@ def _check(schema: Any, where: str) -> None:
             number = not isinstance(value, bool)
             require(number, f"{where}.{key}", value, "a number, as drafts since 6 have it")
             _check_bound(schema, key, where)
+        if key in _NUMBERS:
+            whole = schema.get("type") == "integer" and isinstance(value, float)
+            _check_whole(int(value) if whole else value, f"{where}.{key}")
     for place, part in _parts(schema):
         _check(part, f"{where}.{place}")
 
@@ -273,6 +277,14 @@ def _check_bound(schema: dict[str, Any], key: str, where: str) -> None:
     ]
     if near and bound == bound // 1 and schema.get("type") != "integer":
         raise ConfigError(f"{where}.{key} = {bound}, must be at least 1 from the other bound, {near[0]}")
+
+
+def _check_whole(value: Any, where: str) -> None:
+    """ConfigError for a whole number that the library, for which numbers are of float64, would take for another."""
+    if isinstance(value, int):
+        require(abs(value) < 1 << 53, where, value, "> −2^53 and < 2^53")
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_whole(part, where)
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:

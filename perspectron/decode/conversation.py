@@ -17,6 +17,7 @@ OWN = ("conversation", "session", "log")
 
 def beside(extra: dict[str, Any] | None) -> dict[str, Any]:
     """The user's entries for a file, empty if there are none. ConfigError: one has a name of OWN."""
+    require(extra is None or isinstance(extra, dict), "extra", extra, "a dict")
     extra = extra or {}
     for name in OWN:
         require(
@@ -34,10 +35,11 @@ class Conversation:
     because the state is updated in place.
 
     state: the model's state after the tokens read. pending: for each row the tokens not yet read; after `generate`
-    exactly one, the last one drawn, however the row finished. Tokens of a stop string are part of the history but not
-    of the text. After "end" the pending token is the one that ended it; with a tokenizer of ours the row then goes on
-    with a new document and an empty memory. recent: for each row the last `repetition_window` tokens of prompts and
-    draws, without those that begin and end texts. drawn: for each row the number of tokens drawn so far.
+    exactly one, the last one drawn, however the row finished, or the end of its prompt if a hook stopped it before it
+    drew any. Tokens of a stop string are part of the history but not of the text. After "end" the pending token is the
+    one that ended it; with a tokenizer of ours the row then goes on with a new document and an empty memory. recent:
+    for each row the last `repetition_window` tokens of prompts and draws (in a session's file all that are known),
+    without those that begin and end texts. drawn: for each row the number of tokens drawn so far.
     """
 
     state: LMState

@@ -15,7 +15,7 @@ from perspectron.decode.sampling import sample
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
-from perspectron.util.config import require
+from perspectron.util.config import require, require_whole
 from perspectron.util.errors import ConfigError, NonFiniteError
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Drafter(ABC):
         least, where = min(windows, default=(LONGEST, ""))
         if self.longest is None:
             return min(LONGEST, least)
-        require(self.longest >= 1, "draft_tokens", self.longest, "≥ 1")
+        require_whole("draft_tokens", self.longest, 1)
         require(
             not where or self.longest <= least,
             "draft_tokens",

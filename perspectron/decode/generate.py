@@ -1,6 +1,6 @@
 """Generation of a batch of texts to their ends."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,10 +74,13 @@ def generate(
         ([5, 5], ['length', 'length'])
         >>> more = perspectron.generate(model, tokenizer, ["", ""], max_tokens=5, conversation=result.conversation)
     """
-    listed = not isinstance(prompts, str | bytes) and not any(isinstance(prompt, int) for prompt in prompts)
+    listed = isinstance(prompts, Collection) and not isinstance(prompts, str | bytes)
+    listed = listed and not any(isinstance(prompt, int) for prompt in prompts)
     require(listed, "prompts", prompts, "a list of texts, or of lists of ids")
     require(len(prompts) >= 1, "prompts", list(prompts), "at least one")
     B, together = len(prompts), len(prompts) > 1
+    talks = conversation is None or isinstance(conversation, Conversation)
+    require(talks, "conversation", conversation, "a Conversation")
     if conversation is not None and conversation.rows != B:
         known = conversation.rows
         raise ConfigError(f"prompts: {B} given, must be as many as the conversation has rows, {known}")

@@ -28,7 +28,7 @@ from perspectron.util.errors import ConfigError, StateError
 SAME = 1e-9
 """KL in nats a token up to which two memories count as the same but for rounding."""
 DRAWN = 64
-"""Number of tokens that a merge is judged on if no probe is given."""
+"""Maximum number of tokens that a merge is judged on if no probe is given."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ def merging(a: Session, b: Session, on: Sequence[int] | str = ()) -> Generator[i
     yield from true.reading(ids)
     if not given:
         told, start = true.fork(), len(true.tokens)
-        yield from told.saying(DRAWN, sampling=SamplingConfig(temperature=0.0))
+        most = DRAWN if told.left is None else min(DRAWN, told.left - 1)  # all of them are judged
+        require(most >= 1, "on: positions left for a probe", most, "≥ 1")
+        yield from told.saying(most, sampling=SamplingConfig(temperature=0.0))
         given = told.tokens[start:]
     apart = yield from diverging(true.fork(), merged.fork(), given)
     alone = yield from diverging(true, b.fork(), given)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import NamedTuple
 
 from perspectron.decode.apart import ids_of
@@ -17,7 +18,7 @@ from perspectron.decode.history import exhausted
 from perspectron.decode.row import Vocabulary
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
-from perspectron.util.config import require
+from perspectron.util.config import require, require_whole
 from perspectron.util.errors import ConfigError, StateError
 
 AROUND = 12
@@ -100,10 +101,11 @@ def bisecting(
     session: Session, ask: str | Sequence[int], until: Until | str, *, max_tokens: int = 16
 ) -> Generator[int, None, Found]:
     """`bisect` as a generator, which pauses as `Session.reading` does."""
+    require(isinstance(until, str | Until), "until", until, "a text, or what `until_of` makes of one")
     until = until_of(until) if isinstance(until, str) else until
     tokens, readings, question = session.tokens, 0, ids_of(session, ask, "ask")
     require(len(question) > 0, "ask", ask, "a question")
-    require(max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
+    require_whole("max_tokens", max_tokens, 1)
     low, high = 0 if session.whole else 1, len(tokens)
     require(high > low, "tokens of the text", high, f"> {low}: there is no past to look into")
 
@@ -173,7 +175,8 @@ def ids_for(session: Session, tokenizer: Vocabulary, *, after: int = 0) -> Repla
     """The ids that `rebase` replays, those after the first `after` tokens. Errors as `rebase`."""
     if not session.whole:
         raise StateError("the beginning of this text is remembered but not known: it cannot be replayed")
-    require(0 <= after <= len(session.tokens), "after", after, f"≥ 0 and ≤ {len(session.tokens)}")
+    there = isinstance(after, Integral) and 0 <= after <= len(session.tokens)
+    require(there, "after", after, f"a whole number ≥ 0 and ≤ {len(session.tokens)}")
     ids = session.tokens[after:]
     require(len(ids) > 0, "tokens of the text", 0, "≥ 1: there is nothing to replay")
     if _alike(session.tokenizer, tokenizer):

@@ -46,6 +46,11 @@ class Hook:
     shares_prefixes = True
     """False if its rows must read their prompts themselves, and store nothing that was read."""
 
+    @property
+    def judges(self) -> bool:
+        """True if it gives verdicts, by which a row may stop."""
+        return type(self).verdict is not Hook.verdict
+
     def begin(self, row: Row) -> "Hook":
         """The hook that follows this row, before it reads anything: one of its own where there is something to
         remember. It may change the row. ConfigError: it does not fit the row."""

@@ -23,7 +23,7 @@ from perspectron.model.block import Block
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.ops.attention import places
-from perspectron.util.config import require
+from perspectron.util.config import require, require_whole
 from perspectron.util.errors import ConfigError
 from perspectron.util.machine import memory_kept
 
@@ -52,7 +52,7 @@ def prefill(
     ConfigError: no prompts, a prompt of no tokens, ids outside the model's vocabulary, a state of another
     batch size.
     """
-    require(chunk >= 1, "chunk", chunk, "≥ 1")
+    require_whole("chunk", chunk, 1)
     require(len(prompts) >= 1, "prompts", list(prompts), "at least one")
     for row, ids in enumerate(prompts):
         check_ids(ids, model.config.vocab_size, row)

@@ -137,6 +137,8 @@ class Row:
     """State before the last token, where a hook needs it and the row stands in no batch."""
     start: int = 0
     """Number of tokens of `unread` that have been read."""
+    last: tuple[int, LMState] | None = None
+    """Until the first draw, where a hook may stop the row: `start` and the state before the last call that read."""
     finished: Finish | None = None
     path: Path | None = None
     """Keys of the prompt's prefixes in the store; None if they are not stored."""
@@ -171,7 +173,7 @@ class Row:
     ) -> Piece:
         """Add a drawn token to the text: its piece. complete: a hook says that the text ends with it."""
         ends, counts = id in self.ends, self.early == 0
-        self.unread, self.start = [id], 0
+        self.unread, self.start, self.last = [id], 0, None
         self.ids.extend([id])
         self.drawn += 1
         self.left -= 1

@@ -23,7 +23,7 @@ from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite, sa
 from perspectron.decode.store import PrefixStore
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import MOST_TOKENS, LMState
-from perspectron.util.config import require
+from perspectron.util.config import require, require_whole
 from perspectron.util.errors import NonFiniteError, PerspectronError, StateError
 
 AHEAD = 64
@@ -57,7 +57,8 @@ class Rows:
         hooks: Sequence[Hook | Processor] = (),
         drafts: Drafter | None = None,
     ) -> None:
-        require(chunk >= 1, "chunk", chunk, "≥ 1")
+        require_whole("chunk", chunk, 1)
+        require(drafts is None or isinstance(drafts, Drafter), "drafts", drafts, "a Drafter, or None")
         V, known = tokenizer.vocab_size, model.config.vocab_size
         require(known >= V, "vocab_size of the tokenizer", V, f"≤ that of the model, {known}")
         if store is not None:
@@ -134,7 +135,7 @@ class Rows:
         _check_request(V, max_tokens, min_tokens, stop, stop_ids, logprobs)
         handle, model = self._next, self.model
         stream = handle if stream is None else stream
-        require(0 <= stream < 2**64, "stream", stream, "≥ 0 and < 2^64")
+        require(isinstance(stream, Integral) and 0 <= stream < 2**64, "stream", stream, "≥ 0 and < 2^64")
         special = self.tokenizer.specials
         ids = ids_of(prompt, self.tokenizer, "prompt")
         if conversation is None and not whole:
@@ -198,7 +199,9 @@ class Rows:
             reading = list(dict.fromkeys(map(self._ahead, asked)))
         hooks = [hook for row in self._drawing.rows for hook in self._hooks[row.handle]]
         ahead = all(hook.reads_ahead for hook in hooks)
-        ends = self._drawing.advance(keep=any(hook.keeps_before for hook in hooks), ahead=ahead)
+        ends = self._drawing.advance(
+            keep=any(hook.keeps_before or hook.judges for hook in hooks), ahead=ahead
+        )
         more, pieces = self._read(reading)
         pieces += self._draw([*ends, *more])
         self._drawing.leave([row for row in self._drawing.rows if row.finished is not None])
@@ -242,6 +245,10 @@ class Rows:
         """The state of a row that stands in no batch."""
         return self.model.init_state(1) if row.state is None else row.state
 
+    def _judged(self, row: Row) -> bool:
+        """True if a hook may stop the row."""
+        return any(hook.judges for hook in self._hooks[row.handle])
+
     def _ahead(self, row: Row) -> Row:
         """The row that reads what this one needs next: itself, or one that is further on in the same tokens."""
         ahead = row
@@ -282,6 +289,8 @@ class Rows:
         if store is None or path is None:
             return None
         most = len(row.unread) if begins else row.start + AHEAD * self.chunk
+        if self._judged(row):  # which are to read the end themselves
+            most = min(most, len(row.unread) - 1)
         found = store.find(path, most=most, least=row.start, meanwhile=not begins)
         if found is not None:
             row.state, row.seconds = found.state.to(self.model.device), found.seconds
@@ -298,6 +307,8 @@ class Rows:
         for hook in self._hooks[row.handle]:
             ends = row.start + len(part) == len(row.unread)
             ask(hook, hook.prompt, part, state, begins=begins, last=ends)
+        if row.start + len(part) == len(row.unread) and self._judged(row):
+            row.last = row.start, state.fork()
         last_1D, row.state = reading.read(
             self.model,
             [part],
@@ -385,6 +396,8 @@ class Rows:
         row, judged = step.row, step.attempt(step.judge, id)
         stops = any(verdict.stop for verdict in step.verdicts.values())
         complete = None if judged is None or stops else step.attempt(step.take, judged)
+        if stops:  # what was read last is pending, so that the text can go on
+            row.start, step.state = (0, step.before) if row.last is None else row.last
         if judged is None or complete is None:
             return row.fail(step.error, step.verdicts)
         likely = () if row.logprobs is None else logprobs(logits_V, judged, row.logprobs)
@@ -400,12 +413,13 @@ def _check_request(
     logprobs: int | None,
 ) -> None:
     """ConfigError for a number, a stop string or an id of `Rows.add` that is out of bounds."""
-    require(isinstance(max_tokens, Integral) and max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
+    require_whole("max_tokens", max_tokens, 1)
     strings = isinstance(stop, Collection) and not isinstance(stop, str)
     strings = strings and all(isinstance(one, str) and one for one in stop)
     require(strings, "stop", stop, "a list of strings of at least one character")
     if logprobs is not None:
-        require(0 <= logprobs <= V, "logprobs", logprobs, f"≥ 0 and ≤ {V}, the tokens there are")
+        counts = isinstance(logprobs, Integral) and 0 <= logprobs <= V
+        require(counts, "logprobs", logprobs, f"≥ 0 and ≤ {V}, the tokens there are")
     counts = isinstance(min_tokens, Integral) and 0 <= min_tokens <= max_tokens
     require(counts, "min_tokens", min_tokens, f"≥ 0, ≤ max_tokens = {max_tokens}")
     require(isinstance(stop_ids, Collection), "stop_ids", stop_ids, "a list of ids")

@@ -6,7 +6,7 @@ Shapes: B batch, V vocabulary.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
+from numbers import Integral, Real
 
 import numpy as np
 import torch
@@ -46,6 +46,8 @@ class SamplingConfig:
             value = getattr(self, name)
             require(isinstance(value, Integral), name, value, "a whole number")
             object.__setattr__(self, name, int(value))  # numpy's have too few bits for the noise
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            require(isinstance(getattr(self, name), Real), name, getattr(self, name), "a number")
         require(0 <= self.temperature < math.inf, "temperature", self.temperature, "≥ 0 and finite")
         require(self.top_k >= 0, "top_k", self.top_k, "≥ 0")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "> 0 and ≤ 1")

@@ -29,7 +29,7 @@ from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState, Stateful, read_state, save_state
 from perspectron.model.tuned import kinds_of
 from perspectron.ops.attention import BLOCK
-from perspectron.util.config import require
+from perspectron.util.config import require, require_whole
 from perspectron.util.errors import NonFiniteError, StateError
 
 Likely = tuple[float, tuple[tuple[int, float], ...]]
@@ -64,6 +64,7 @@ class Session:
         start: LMState | None = None,
         drafts: Drafter | None = None,
     ) -> None:
+        require(start is None or isinstance(start, LMState), "start", start, "a trained state, an LMState")
         self._rows = Rows(model, tokenizer, chunk=chunk, store=store, together=False, drafts=drafts)
         self._kin: Stateful = model if store is None else store.model
         prefix = [*tokenizer.specials.prefix]
@@ -89,6 +90,8 @@ class Session:
         self._remembered, self._drawn_before = list[int](), 0
         """If the beginning of the text is not known: tokens before it that a penalty counts, and how many were drawn,
         the last of which is the text's first token."""
+        self._entered = 0
+        """Number of ids at the last `enter`."""
         self._before = len(prefix)
         """Number of ids at the start that do not belong to the text."""
         self._events = list[history.Event]()
@@ -173,6 +176,7 @@ class Session:
         """Log-probabilities of ids if they came next, each given all tokens before it, and of the `count` most likely
         tokens in its place; pauses as `reading` does. A first token with nothing before it has none. The session stays
         as it is. Errors as `append`. NonFiniteError: the logits are not finite."""
+        require_whole("count", count, 0)
         own, first, found = self.fork(), len(self._ids), list[Likely]()
         own.append(ids)
         V = own._rows.tokenizer.vocab_size
@@ -226,7 +230,8 @@ class Session:
         interruption the session stays as it was before.
 
         ConfigError: a number out of bounds, more tokens than a table of learned positions has left. NonFiniteError: the
-        model gave logits that are not finite, or none of those that hooks leave. PerspectronError: a hook failed.
+        model gave logits that are not finite, or none of those that hooks leave. StateError: the session read or said
+        something else meanwhile. PerspectronError: a hook failed.
         """
         steps = self.saying(
             max_tokens, sampling=sampling, stop=stop, on_text=on_text,
@@ -248,6 +253,8 @@ class Session:
     ) -> Generator[int, None, str]:
         """`say` as a generator, which pauses before each step and yields the number of tokens that may still come."""
         rows, pieces, ids, marks = self._rows, list[str](), list[int](), dict[int, LMState]()
+        if rows.active:
+            raise StateError("the session is saying something already; finish that first, or use a fork")
         handle = self.enter(
             rows, max_tokens=max_tokens, stream=0, sampling=sampling, stop=stop,
             hooks=hooks, min_tokens=min_tokens, stop_ids=stop_ids,
@@ -276,7 +283,7 @@ class Session:
     def enter(self, rows: Rows, **settings: Any) -> int:
         """Add the text to `rows`, with the settings of `Rows.add`: the handle of its row. The session stays as it was
         until `leave`. ConfigError as `Rows.add`."""
-        read = self._read
+        read, self._entered = self._read, len(self._ids)
         past, unread = self._ids.cut(read), self._ids[read:]
         if self._remembered:
             past = Log([*self._remembered, *past])
@@ -295,20 +302,25 @@ class Session:
         return rows.add("", conversation=talk, **settings)
 
     def leave(self, rows: Rows, row: int, ids: Sequence[int]) -> None:
-        """Remove the text's row, which has drawn `ids`, and continue the session from it."""
+        """Remove the text's row, which has drawn `ids`, and continue the session from it. StateError: the session has
+        read or said more since."""
         talk, end = rows.remove(row), len(self._ids)
+        if end != self._entered:
+            raise StateError(
+                f"the session has {end} tokens, {self._entered} when it began to say this; use a fork meanwhile"
+            )
+        if not ids:  # a hook stopped the text before its first token
+            return
         self._ids.extend(ids)
         self._drawn.extend([True] * len(ids))
         self._said += len(ids)
         self.note()
         while self._read < end:
             self._count(min(self._cell(self._read) + rows.chunk, end) - self._read)
-        for _ in range(len(ids) - len(talk.pending[0])):
+        for _ in range(len(ids) - 1):
             self._count(1)
         self._state = talk.state
         self._marks.put(len(self._calls), self._state.fork())
-        if not talk.pending[0]:  # a hook stopped the text after reading its last token, which is unread here
-            vars(self).update(vars(self.at(len(self.tokens))))
 
     @torch.inference_mode()
     def predicting(self, ids: Sequence[int]) -> Generator[int, None, Tensor]:
@@ -324,6 +336,18 @@ class Session:
             if kept_1TD.shape[1]:
                 found.append(self._rows.model.head(kept_1TD)[0, :, :V].cpu())
         return torch.cat(found) if found else torch.zeros(0, V)
+
+    @torch.inference_mode()
+    def expecting(self) -> Generator[int, None, Tensor]:
+        """Read all tokens that wait: the logits [T,V] after the last, T = 1, or 0 if none waits; pauses as `reading`
+        does."""
+        V, hidden_1TD = self._rows.tokenizer.vocab_size, None
+        while self._read < len(self._ids):
+            yield len(self._ids) - self._read
+            hidden_1TD = self._call(min(self._cell(self._read) + self.chunk, len(self._ids)) - self._read)
+        if hidden_1TD is None:
+            return torch.zeros(0, V)
+        return self._rows.model.head(hidden_1TD[0, -1:])[:, :V].cpu()
 
     @torch.inference_mode()
     def remembering(self) -> Generator[int, None, LMState]:
@@ -440,9 +464,7 @@ class Session:
         """Write to one file, whole or not at all; `generate --load-state` takes it too. extra: any JSON to be kept with
         it. ConfigError: an entry has a name of `conversation.OWN`. StorageError when it cannot be written."""
         state = self._before_call()
-        # Nothing else says what was before a text whose beginning is not known.
-        window = SamplingConfig.repetition_window if self.whole else len(self._remembered) + len(self._ids)
-        recent = [self._recent(window)]
+        recent = [self._recent(len(self._remembered) + len(self._ids))]  # for any window that may follow
         drawn = self._drawn_before + self._said
         talk = {"pending": [self._ids[self._read :]], "recent": recent, "drawn": [drawn]}
         extra = beside(extra) | {"log": self._events, "conversation": talk, "session": self.fields()}

@@ -31,7 +31,7 @@ from perspectron.decode.reading import CHUNK
 from perspectron.decode.shared import Shared
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
-from perspectron.util.config import require
+from perspectron.util.config import require, require_whole
 from perspectron.util.errors import StateError
 from perspectron.util.objects import Objects
 
@@ -110,7 +110,7 @@ class PrefixStore:
         shared: Objects | None = None,
         adapter: str = "",
     ) -> None:
-        require(chunk >= 1, "chunk", chunk, "≥ 1")
+        require_whole("chunk", chunk, 1)
         require(memory_bytes >= 0, "memory_bytes", memory_bytes, "≥ 0")
         self.model, self.chunk, self.memory_bytes = Frozen(model), chunk, memory_bytes
         said = [FORMAT, self.model.fingerprint(), adapter, chunk, model.device.type, *_arithmetic()]

@@ -299,16 +299,19 @@ class Engine:
                 self.counters.failed += 1
             else:
                 self.counters.finished += 1
-                plain = job.session.start is None
+                session = job.session
+                plain = session.whole and session.start is None
                 if self.store is not None and job.shares and plain and len(job.ids) >= self._least:
-                    self._later.append(_Task(self._reread(job.session.tokens), 0))
+                    lacks = session.before < len(self.tokenizer.specials.prefix)
+                    self._later.append(_Task(self._reread(session.tokens, whole=lacks), 0))
         self.counters.drawn += piece.id is not None
         job.emit(event)
 
-    def _reread(self, ids: list[int]) -> Generator[int, None, None]:
-        """Read a finished text as a prompt, so that the store keeps it."""
+    def _reread(self, ids: list[int], *, whole: bool) -> Generator[int, None, None]:
+        """Read a finished text as a prompt, so that the store keeps it. whole: as `Session.append` has it."""
         session = self.session()
-        yield from session.reading(ids)
+        session.append(ids, whole=whole)
+        yield from session.reading([])
         if self.store is not None and self.store.anywhere:
             yield from session.finishing()
 

@@ -10,6 +10,7 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -25,6 +26,11 @@ def require(condition: bool, field: str, value: object, bound: str) -> None:
     """Raise ConfigError "field = value, must be bound" unless `condition`."""
     if not condition:
         raise ConfigError(f"{field} = {value!r}, must be {bound}")
+
+
+def require_whole(field: str, value: object, least: int) -> None:
+    """Raise ConfigError unless `value` is a whole number of at least `least`."""
+    require(isinstance(value, Integral) and int(value) >= least, field, value, f"a whole number ≥ {least}")
 
 
 def at_least(bound: float, config: object, *fields: str) -> None:

@@ -360,7 +360,8 @@ for message in lines:
 
 @pytest.mark.parametrize("edited", ["readline", "plain"])
 def test_pasted_lines_are_messages_one_after_the_other(edited):
-    """What has no end of a line yet stays to be typed on; keys typed during an answer are lost even if it fails."""
+    """What has no end of a line yet stays to be typed on; keys typed during an answer are lost even if it fails, and
+    what was typed before an interrupt, between two fences, too."""
     process, terminal = pty.fork()
     if process == 0:
         os.environ |= {"PYTHONPATH": str(Path(perspectron.__file__).parents[1]), "TERM": "dumb"}
@@ -368,8 +369,9 @@ def test_pasted_lines_are_messages_one_after_the_other(edited):
     shown = bytearray()
 
     def tell(text: str, answer: str) -> None:
+        start = len(shown)
         os.write(terminal, text.encode())
-        until(lambda: shown.extend(os.read(terminal, 4096)) or answer.encode() in shown)
+        until(lambda: shown.extend(os.read(terminal, 4096)) or answer.encode() in shown[start:])
 
     until(lambda: shown.extend(os.read(terminal, 4096)) or b"> " in shown)
     tell('one\n\nt\u2028wo\n"""\nthree\n\nfour\n"""\n\u00e9\nfi', "AFTER '\\xe9'")
@@ -377,6 +379,9 @@ def test_pasted_lines_are_messages_one_after_the_other(edited):
     tell("drop\nsix\nseven\n", "AFTER 'drop'")
     tell("wait\n", "WAITING")
     tell("zzz\n", "AFTER 'wait'")
+    for typed in ("half", '"""\nopen\nhalf'):
+        tell(typed, "half")
+        tell("\x03", "> ")
     tell("eight\n", "AFTER 'eight'")
     os.write(terminal, b"\x04")
     assert os.waitpid(process, 0)[1] == 0

@@ -1,5 +1,6 @@
 """The past of a text: its log, the token since which an answer is so, another beginning, two memories as one."""
 
+import copy
 import math
 import random
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 
 from perspectron import presets
+from perspectron.data.specials import Specials
 from perspectron.decode.apart import diff
 from perspectron.decode.history import digest, history
 from perspectron.decode.merge import merge
-from perspectron.decode.past import bisect, rebase, until_of
+from perspectron.decode.past import Until, bisect, rebase, until_of
 from perspectron.decode.session import Session
 from perspectron.model.tuned import parts
 from perspectron.util.errors import ConfigError, StateError
@@ -79,13 +81,12 @@ def test_each_reading_has_the_bits_of_the_session_as_it_was(design, tokenizer, t
     session.read(prompt_of(30, 2)).save(tmp_path / "a")
     session, asked, seen = Session.load(tmp_path / "a", model, tokenizer, chunk=16), prompt_of(3, 9), {}
 
-    class Recorded:
-        def asked(self, then, tokens):
-            T, fork = len(then.tokens) - 3, then.fork()
-            seen[T] = yield from fork.predicting([1])
-            return T >= 23, ""
+    def recorded(then, tokens):
+        T, fork = len(then.tokens) - 3, then.fork()
+        seen[T] = yield from fork.predicting([1])
+        return T >= 23, ""
 
-    assert bisect(session, asked, Recorded()).token == 23
+    assert bisect(session, asked, Until("recorded", recorded)).token == 23
     monkeypatch.undo()
     fresh = Session.load(tmp_path / "a", model, tokenizer, chunk=16)
     for T in seen:
@@ -180,6 +181,22 @@ def test_diff_says_where_texts_part_and_what_each_expects(model, tokenizer) -> N
     assert p == pytest.approx(float(list_of(a.fork().predicting([0])).double().softmax(1)[-1, id]))
 
 
+@torch.inference_mode()
+def test_diff_of_a_bare_prefix_and_of_a_text_without_a_position_left_has_next_tokens(tokenizer) -> None:
+    """Also with a tokenizer none of whose ids begins another document."""
+    model, other = small("gpt2"), copy.copy(tokenizer)
+    other.specials = Specials((1,), frozenset({2}), end=2)
+    for own in (tokenizer, other):
+        full, empty = Session(model, own).read([5] * 63), Session(model, own)
+        found = diff(full, empty, count=1)
+        for session, [(id, p)] in zip((full, empty), found.next, strict=True):
+            ids_1T = torch.tensor([[*own.specials.prefix, *session.tokens]])
+            logits_V = model(ids_1T).logits[0, -1, :VOCAB].double()
+            assert id == int(logits_V.argmax()) and p == pytest.approx(
+                float(logits_V.softmax(0)[id]), rel=1e-4
+            )
+
+
 def test_other_models_and_foreign_ids_are_refused(tokenizer, tmp_path) -> None:
     one, other = (make(design) for design in ("perspective-tiny", "transformer-tiny"))
     a, b = Session(one, tokenizer).read([5, 6]), Session(other, tokenizer).read([5, 6])
@@ -247,6 +264,16 @@ def test_a_merge_is_nearer_than_the_second_text_alone_or_refused(design, tokeniz
     assert {e.parent for e in again.log} >= {a.digest, b.digest}
     equal(again._state.filled(), found.session._state.filled())
     again.say(3)
+
+
+def test_a_merge_is_judged_on_as_many_tokens_as_there_are_positions_left(tokenizer) -> None:
+    model = small("gpt2")
+    for tokens, probe in ((21, 23), (43, 1)):
+        a, b = (Session(model, tokenizer).read(prompt_of(n, n)) for n in (tokens, 19))
+        found = merge(a, b)
+        assert len(found.probe) == probe and found.kl < found.alone
+    with refused(ConfigError, "on"):
+        merge(a.read([5]), b)
 
 
 def test_a_merge_of_nothing_or_of_a_text_that_is_not_known_is_refused(tokenizer, tmp_path) -> None:

@@ -291,6 +291,35 @@ def test_a_session_goes_on_after_a_hook_stopped_it(perspective, tokenizer, drawn
     assert session.read(" mat").say(5, sampling=WARM) == other.read(" mat").say(5, sampling=WARM)
 
 
+@pytest.mark.parametrize("drawn", [0, 3])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_texts_go_on_after_a_hook_stopped_them(model, tokenizer, tmp_path, drawn, rows):
+    """With or without a prompt: as they would have without the hook."""
+    prompts = [[5 + at % 90 for at in range(150 + row)] for row in range(rows)]
+    whole = generate(model, tokenizer, prompts, max_tokens=9, sampling=WARM)
+    made = generate(model, tokenizer, prompts, max_tokens=9, sampling=WARM, hooks=[Stop(drawn)])
+    assert made.ids == [ids[:drawn] for ids in whole.ids] and made.finished == ["unsafe"] * rows
+    talk = {"conversation": made.conversation, "sampling": WARM}
+    on = generate(model, tokenizer, [""] * rows, max_tokens=9 - drawn, **talk)
+    assert on.ids == [ids[drawn:] for ids in whole.ids]
+    more = generate(model, tokenizer, [*[""] * (rows - 1), "x"], max_tokens=2, **talk)
+    assert more.ids[:-1] == [ids[drawn : drawn + 2] for ids in whole.ids[:-1]]
+    if rows == 1:
+        made.conversation.save(tmp_path / "talk", model)
+        session = Session.load(tmp_path / "talk", model, tokenizer)
+        session.say(9 - drawn, sampling=WARM)
+        assert session.tokens[-(9 - drawn) :] == on.ids[0]
+
+
+def test_what_the_store_has_is_read_to_its_end_where_a_hook_may_stop(perspective, tokenizer):
+    ids, store = [0, *[5 + at % 90 for at in range(255)]], PrefixStore(perspective)
+    for _ in range(2):
+        rows = Rows(perspective, tokenizer, store=store)
+        row = rows.add(ids, max_tokens=3, hooks=[Stop(0)])
+        drain(rows)
+        assert rows.spared(row) in (0, 128) and rows.remove(row).pending == [ids[128:]]
+
+
 def test_a_hook_takes_another_token_and_stops(perspective, tokenizer):
     made = generate(perspective, tokenizer, ["the", "x"], max_tokens=9, hooks=[Stop(2, token=7)])
     assert made.ids == [[7, 7]] * 2 and made.finished == ["unsafe"] * 2

@@ -215,6 +215,10 @@ def test_logits_that_are_not_finite_are_refused_with_their_row(row: list[float],
         ("top_k", 2.5),
         ("top_k", None),
         ("repetition_window", 1.5),
+        ("temperature", None),
+        ("min_p", None),
+        ("repetition_penalty", None),
+        ("top_p", "1"),
     ],
 )
 def test_config_errors_name_field_and_value(field: str, value: float) -> None:

@@ -13,9 +13,13 @@ import torch
 
 from perspectron import presets
 from perspectron.data.specials import Specials
+from perspectron.decode.apart import diff
 from perspectron.decode.conversation import Conversation
+from perspectron.decode.drafts import NGrams
 from perspectron.decode.generate import generate
 from perspectron.decode.marks import Marks, held
+from perspectron.decode.past import bisect, rebase
+from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
@@ -137,6 +141,16 @@ def test_generate_and_a_session_take_each_others_files(perspective, tokenizer, t
     loaded = Conversation.load(tmp_path / "session", perspective)
     on = generate(perspective, tokenizer, [""], max_tokens=6, sampling=GREEDY, conversation=loaded)
     assert on.ids == expected.ids and back.tokens == []
+
+
+def test_generate_goes_on_from_a_sessions_file_with_any_window(perspective, tokenizer, tmp_path) -> None:
+    sampling = SamplingConfig(repetition_penalty=30.0, repetition_window=2000)
+    session = Session(perspective, tokenizer).read([*range(2, 202), *[2, 3] * 150])
+    session.say(3, sampling=sampling), session.save(tmp_path / "long")
+    talk, start = Conversation.load(tmp_path / "long", perspective), len(session.tokens)
+    made = generate(perspective, tokenizer, [""], max_tokens=12, sampling=sampling, conversation=talk)
+    session.say(12, sampling=sampling)
+    assert made.ids == [session.tokens[start:]]
 
 
 def test_a_conversation_that_a_session_goes_on_with_is_the_same_text(
@@ -268,6 +282,48 @@ def test_what_is_wrong_is_said_and_changes_nothing(perspective, tokenizer, tmp_p
         Session(table, tokenizer).read([5] * 64)
     with refused(ConfigError, 65, "positions", 64):
         Session(table, tokenizer).read([*[5] * 64, 0, 5])  # also one that ends
+
+
+def test_what_is_of_another_type_is_refused_by_name(perspective, tokenizer, tmp_path) -> None:
+    session = Session(perspective, tokenizer).read("The cat")
+    made = partial(generate, perspective, tokenizer, ["The cat"], max_tokens=2)
+    for call, name, value in (
+        (made, "drafts", "ngram"),
+        (made, "conversation", "x"),
+        (made, "chunk", 1.5),
+        (partial(generate, perspective, tokenizer), "prompts", None),
+        (lambda draft_tokens: made(drafts=NGrams(draft_tokens)), "draft_tokens", 1.5),
+        (lambda **more: Rows(perspective, tokenizer).add("a", max_tokens=2, **more), "logprobs", 2.5),
+        (lambda **more: Rows(perspective, tokenizer).add("a", max_tokens=2, **more), "stream", 2.5),
+        (partial(Session, perspective, tokenizer), "start", "x"),
+        (partial(PrefixStore, perspective), "chunk", 1.5),
+        (partial(session.save, tmp_path / "a"), "extra", [1]),
+        (lambda count: list(session.likely([5], count)), "count", -1),
+        (partial(diff, session, session), "count", -1),
+        (partial(rebase, session, session), "after", 1.5),
+        (partial(bisect, session, "x"), "until", 5),
+        (partial(bisect, session, "x", "y"), "max_tokens", "2"),
+    ):
+        with refused(ConfigError, name):
+            call(**{name: value})
+    assert session.text == "The cat" and not (tmp_path / "a").exists()
+
+
+def test_what_a_session_reads_or_says_while_it_says_is_refused(perspective, tokenizer) -> None:
+    """Its state would not have read that, and what two say would be mixed."""
+    session, other = (Session(perspective, tokenizer).read("The cat") for _ in range(2))
+    steps = session.saying(6, sampling=GREEDY)
+    next(steps)
+    with refused(StateError):
+        session.say(2)
+    session.read("xyz")
+    with refused(StateError):
+        list(steps)
+    assert session.tokens == other.read("xyz").tokens
+    with refused(StateError):  # at the last token
+        session.say(1, sampling=GREEDY, on_text=lambda _: session.say(1, sampling=GREEDY))
+    other.say(1, sampling=GREEDY)
+    assert session.say(4, sampling=GREEDY) == other.say(4, sampling=GREEDY)
 
 
 def test_what_is_remembered_but_not_known_takes_positions_too(tokenizer, tmp_path) -> None:

@@ -1,6 +1,7 @@
 """The engine: who joins, who waits, who leaves, and what a failed step costs."""
 
 import contextlib
+import copy
 import itertools
 import queue
 import threading
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
+from perspectron.data.specials import Specials
 from perspectron.decode.constrain import Matcher, json_schema
 from perspectron.decode.drafts import NGrams, Pace
 from perspectron.decode.generate import generate
@@ -363,6 +365,31 @@ def test_when_nobody_waits_what_was_said_is_read_for_the_next_turn(engine) -> No
     engine.submit([two.job])
     two.ids()
     assert two.job.spared >= 101 + len(said) - 128
+
+
+def test_a_text_without_the_prefix_is_read_without_it_and_one_half_known_is_not_read(tokenizer) -> None:
+    """As a chat template may leave the prefix out, which then is in no later turn either."""
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.specials = Specials((1,), frozenset({2}), end=2)
+    model = make("perspective-tiny")
+    engine = Engine(model, tokenizer, store=PrefixStore(model), rows=3, queue=2, together=True)
+
+    def spared(session: Session, ids: list[int], count: int) -> int:
+        session.append(ids, whole=True)
+        asked = Asked(engine, [], count)
+        asked.job.session, asked.job.min_tokens = session, count
+        engine.submit([asked.job])
+        asked.ids()
+        until(lambda: not engine._later and not engine._jobs)
+        return asked.job.spared
+
+    one, other = engine.session(), engine.session().remembered(model.init_state(1), [7])
+    assert spared(one, prompt_of(100, 0), 200) == 0
+    assert spared(engine.session(), one.tokens, 1) >= 300 - 128
+    spared(other, prompt_of(100, 1), 200)
+    for ids in (other.tokens, [1, *other.tokens]):
+        assert spared(engine.session(), ids, 1) == 0
+    engine.close()
 
 
 def test_it_finishes_what_it_has_and_takes_no_more(engine) -> None:

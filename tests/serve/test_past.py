@@ -4,7 +4,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from perspectron.decode.apart import diff
-from perspectron.decode.past import bisecting
+from perspectron.decode.past import Until, bisecting
 from perspectron.decode.session import Session
 from perspectron.serve.engine import Engine
 from perspectron.serve.served import Served
@@ -46,12 +46,11 @@ def test_bisect_finds_a_planted_fact_in_20000_tokens(both) -> None:
 def test_others_are_answered_while_a_past_is_looked_into_and_who_leaves_is_let_go(both) -> None:
     client, engine = both
 
-    class Slow:
-        def asked(self, session, tokens):
-            while True:
-                yield 9_000
+    def slow(session, tokens):
+        while True:
+            yield 9_000
 
-    future = engine.run(bisecting(engine.session().read("ab"), "K", Slow()))
+    future = engine.run(bisecting(engine.session().read("ab"), "K", Until("slow", slow)))
     assert client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2}).status_code == 200
     assert not future.done()
     assert future.cancel()
