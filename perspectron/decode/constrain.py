@@ -5,6 +5,7 @@ Shapes: V vocabulary.
 """
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ _BOUNDS = (
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     *("required", "minProperties", "maxProperties"),
 )
+_ROUNDED = {"minimum": math.inf, "maximum": -math.inf}
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const")
 _NOTES = (
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"),
@@ -154,6 +156,7 @@ def json_schema(schema: dict[str, Any], tokenizer: Vocabulary) -> Constraint:
     try:
         text = json.dumps(schema, allow_nan=False)
         require(len(text) <= MOST_BYTES, "bytes of the schema", len(text), f"≤ {MOST_BYTES}")
+        text = json.dumps(_inward(json.loads(text)))
         grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=OPTIONS)  # type: ignore[arg-type]
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"schema: not a JSON schema ({error})") from None
@@ -260,8 +263,7 @@ def _check(schema: Any, where: str) -> None:
             require(number, f"{where}.{key}", value, "a number, as drafts since 6 have it")
             _check_bound(schema, key, where)
         if key in _NUMBERS:
-            whole = schema.get("type") == "integer" and isinstance(value, float)
-            _check_whole(int(value) if whole else value, f"{where}.{key}")
+            _check_whole(value, f"{where}.{key}", 63 if key in _ROUNDED else 53)
     for place, part in _parts(schema):
         _check(part, f"{where}.{place}")
 
@@ -279,12 +281,26 @@ def _check_bound(schema: dict[str, Any], key: str, where: str) -> None:
         raise ConfigError(f"{where}.{key} = {bound}, must be at least 1 from the other bound, {near[0]}")
 
 
-def _check_whole(value: Any, where: str) -> None:
+def _check_whole(value: Any, where: str, bits: int) -> None:
     """ConfigError for a whole number that the library, for which numbers are of float64, would take for another."""
-    if isinstance(value, int):
-        require(abs(value) < 1 << 53, where, value, "> −2^53 and < 2^53")
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        require(abs(value) < 1 << bits, where, value, f"> −2^{bits} and < 2^{bits}")
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_whole(part, where)
+        _check_whole(part, where, bits)
+
+
+def _inward(schema: Any) -> Any:
+    """The schema with each whole minimum and maximum as the next number of float64 that is within it."""
+    if isinstance(schema, dict):
+        for key, away in _ROUNDED.items():
+            bound = schema.get(key)
+            if type(bound) is int and abs(bound) < 1 << 63:
+                near = int(float(bound))
+                outside = near < bound if away > 0 else near > bound
+                schema[key] = int(math.nextafter(near, away)) if outside else near
+        for _, part in _parts(schema):
+            _inward(part)
+    return schema
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -216,8 +216,9 @@ def test_a_safe_set_that_masks_what_the_grammar_asks_for_ends_the_text_by_name(
         ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, ["schema.exclusiveMinimum", True]),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["schema.exclusiveMinimum", 0]),
         ({"items": {"minimum": -1.5, "exclusiveMaximum": -1.0}}, ["schema.items.exclusiveMaximum", -1.0]),
-        ({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1}, ["schema.minimum", 2**53 + 1]),
-        ({"type": "integer", "exclusiveMaximum": float(-(2**60))}, ["schema.exclusiveMaximum", -(2**60)]),
+        ({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1}, ["minimum", "maximum"]),
+        ({"type": "integer", "minimum": 2**63}, ["schema.minimum", 2**63]),
+        ({"type": "integer", "exclusiveMaximum": float(-(2**60))}, ["schema.exclusiveMaximum", float(-(2**60))]),
         ({"items": {"const": {"a": [2**53 + 1]}}}, ["schema.items.const", 2**53 + 1]),
         ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, ["schema"]),
         ({"type": "colour"}, ["colour"]),
@@ -337,3 +338,11 @@ def test_min_tokens_change_no_bit_of_another_row(model, tokenizer) -> None:
         )
         assert ids(drain(alone), own) == ids(pieces, number)
     assert all(len(ids(pieces, number)) == 30 for number in (1, 3))
+
+
+def test_whole_bounds_that_float64_lacks_are_kept_to(perspective, tokenizer) -> None:
+    low, high = 2**53 + 1, 2**53 + 3  # only 2^53 + 2 between them is a float64
+    between = json_schema({"type": "integer", "minimum": low, "maximum": high}, tokenizer)
+    made = generate(perspective, tokenizer, ["x"], max_tokens=40, sampling=GREEDY, hooks=[between])
+    assert low <= int(made.texts[0]) <= high
+    json_schema({"properties": {"id": {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}}}, tokenizer)
