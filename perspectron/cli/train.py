@@ -240,8 +240,11 @@ class Train:
                     f"set: {typed} are sizes of a preset; name the preset with --preset, or leave the sizes out"
                 )
             return describe(Path(train.init)).model
-        if self.preset or sizes.keys() - {"vocab_size"}:
-            return presets.get(self.preset or presets.DESIGN, **sizes)
+        if self.preset:
+            return presets.get(self.preset, **sizes)
+        if sizes.keys() - {"vocab_size"}:
+            design, given = presets.variant(self.design)
+            return presets.table.made(design.make, self.design, given | sizes)
         vocab_size = sizes.get("vocab_size", 0)
         require(
             type(vocab_size) is int and (not sizes or vocab_size >= 257), "vocab_size", vocab_size, "≥ 257"
