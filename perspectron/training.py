@@ -98,6 +98,9 @@ def train(
         "data": (data, str | Path | Sequence, "a path, or several with weights"),
         "text": (text, Iterable, "a text, or several"),
         "sizes": (sizes, Mapping, "values by the names of sizes"),
+        "out": (out, str | Path, "the path of a folder"),
+        "resume": (resume, str | Path, "the path of a run"),
+        "design": (design, str, "the name of a design"),
     }
     for name, (value, kind, bound) in kinds.items():
         fits = value is None or (isinstance(value, kind) and not isinstance(value, bytes))

@@ -159,6 +159,9 @@ def test_of_another_runs_text_no_more_is_held_out_than_by_it():
         (ConfigError, "text", {"text": TEXT.encode()}),
         (ConfigError, "data", {"data": 5}),
         (ConfigError, "data", {"data": b"a.txt"}),
+        (ConfigError, "out", {"text": TEXT, "out": 5}),
+        (ConfigError, "resume", {"resume": 5}),
+        (ConfigError, "design", {"text": TEXT, "design": 3}),
         (ConfigError, "sizes", {"text": TEXT, "sizes": ["d_model"]}),
         (ConfigError, "minutes", {"text": TEXT, "minutes": "1"}),
         (ConfigError, "epochs", {"text": TEXT, "epochs": "1"}),
@@ -175,7 +178,7 @@ def test_of_another_runs_text_no_more_is_held_out_than_by_it():
 )
 def test_what_cannot_be_is_refused_by_name_and_leaves_nothing(place, error, named, given):
     with refused(error, named):
-        perspectron.train(**given, out="refused" if "resume" not in given else None, quiet=True)
+        perspectron.train(**{"out": "refused" if "resume" not in given else None, "quiet": True} | given)
     assert not (place / "refused").exists()
 
 

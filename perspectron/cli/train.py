@@ -260,7 +260,7 @@ class Train:
                     tokenizer = made(train.tokenizer, corpus, vocab_size or largest_vocabulary(train))
                     vocab_size = tokenizer.vocab_size
                     text = next(corpus.documents("train")).text
-                    each = len(text.encode()) / len(tokenizer.encode(text))
+                    each = len(text.encode()) / max(1, len(tokenizer.encode(text)))  # none is refused later
                 unique = size_of(corpus) / each
         if self.params:
             vocab_size = vocab_size or presets.vocabulary(self.params)

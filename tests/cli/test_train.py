@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import models, pre_tokenizers
 
 import perspectron
 from perspectron import presets
@@ -139,6 +141,17 @@ def test_passes_and_tokens_become_updates(play, capsys):
     assert b.optim.lr == presets.rate(
         "transformer", active_parameters(checkpoint.load_config(Path("b")).model)
     )
+
+
+def test_a_first_document_without_tokens_is_refused(play, capsys):
+    words = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "king": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save("words.json")
+    texts = [" ", *(f"king over {i}" for i in range(500))]
+    Path("some.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = ["--data", "some.jsonl", "--tokenizer", "words.json", "--seq-len", "16", "--steps", "1"]
+    assert main(["train", *options]) == 2
+    in_a_line(capsys.readouterr().err, "text")
 
 
 def test_what_is_typed_or_in_the_file_is_not_chosen(play, capsys):
