@@ -440,6 +440,9 @@ def test_what_cannot_be_converted_is_refused(runs, tmp_path, teacher):
     assert in_place(attending(head_dim=24), "kda")
     with refused(ConfigError, "to", "drm"):
         in_place(attending(), "drm")
+    for both, of_them in {(100, 1.0): 2, (0, 0.0): 0}.items():
+        with refused(ConfigError, "tokens", "minutes", of_them):
+            ConvertConfig("run", tokens=both[0], minutes=both[1])
     with refused(ConfigError, "tokens", 100):
         conversion(tmp_path / "few", teacher, runs, tokens=100).go()
     with refused(ConfigError, "to", "other"):
