@@ -178,7 +178,8 @@ class Train:
         ends = {name for name in ("eval_every", "save_every") if getattr(self.train, name) == 0}  # as it is
         typed |= (set(self.given) & memory.LEFT_OUT) - ends
         for name in sorted(typed):
-            value = getattr(self, name, getattr(self.train, name, "given"))
+            places = (self, self.train, self.train.optim)
+            value = next(getattr(place, name) for place in places if hasattr(place, name))
             require(False, name, value, "left out with --state, which trains no weights")
         assert self.out is not None
         return tune(self.out, self._settings(), self.state, frozenset(self.given), as_json=self.json)
@@ -207,6 +208,11 @@ class Train:
                 f"≤ {least}, what the run that this one starts or learns from held out of the same text",
             )
             places["heldout"] = self.train.heldout if typed else least
+        teacher, weight, heat = self.train.teacher, self.train.teacher_weight, self.train.teacher_temperature
+        right = weight == 1 or (teacher != "" and self.train.teacher_mix == 0)
+        require(right, "teacher_weight", weight, "1 without teacher, and beside teacher_mix")
+        right = heat == 1 or bool(teacher or self.staged.distill or self.staged.distill_mix)
+        require(right, "teacher_temperature", heat, "1 without teacher, a run to distil from")
         for name, kinds in (("tokenizer", KINDS), ("template", ("", PLAIN, OWN))):
             if (value := getattr(self.train, name)) not in kinds and Path(value).exists():
                 places[name] = str(Path(value).resolve())

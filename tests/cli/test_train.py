@@ -179,6 +179,14 @@ def test_a_run_from_anothers_weights_warms_up_in_a_part_of_its_updates(play, cap
     assert [optim.lr for optim in optims] == [OptimConfig.lr] * 3
 
 
+def test_a_weight_beside_a_share_is_refused(play, capsys):
+    assert main(["train", "--data", "play.txt", "--steps", "1", "--out", "a", *PLAIN, *QUICK]) == 0
+    capsys.readouterr()
+    shares = ["--teacher", "a", "--teacher-mix", "0.5", "--teacher-weight", "7", "--teacher-temperature", "2"]
+    assert main(["train", "--data", "play.txt", "--steps", "1", *shares, *PLAIN, *QUICK]) == 2
+    in_a_line(capsys.readouterr().err, "teacher_weight", 7.0, "teacher_mix")
+
+
 @pytest.mark.parametrize("named", ["init", "teacher"])
 def test_what_another_run_was_trained_on_is_not_held_out_after_it(named, play, capsys):
     train = ["train", "--steps", "1", *QUICK]
@@ -222,6 +230,8 @@ REFUSED = [
     (["--data", "none"], ["none", 1]),
     (["--recipe", "staged", "--minutes", "1"], ["minutes", 1.0]),
     (["--set", "vocab_size=3"], ["vocab_size", 3]),
+    (["--teacher-weight", "0.5", "--steps", "1"], ["teacher_weight", 0.5, "teacher"]),
+    (["--teacher-temperature", "2", "--steps", "1"], ["teacher_temperature", 2.0, "teacher"]),
 ]  # fmt: skip
 
 
