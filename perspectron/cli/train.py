@@ -262,9 +262,12 @@ class Train:
             with Work("reading the text"):
                 corpus = open_corpus(train.data, train.heldout, template=asked_template(train))
                 each = BYTES_PER_TOKEN
-                if train.tokenizer != "bpe":
-                    tokenizer = made(train.tokenizer, corpus, vocab_size or largest_vocabulary(train))
-                    vocab_size = tokenizer.vocab_size
+                if train.teacher or train.tokenizer != "bpe":
+                    if train.teacher:
+                        tokenizer = Tokenizer.load(checkpoint.run_of(Path(train.teacher)) / "tokenizer.json")
+                    else:
+                        tokenizer = made(train.tokenizer, corpus, vocab_size or largest_vocabulary(train))
+                    vocab_size = (vocab_size if train.teacher else 0) or tokenizer.vocab_size
                     text = next(corpus.documents("train")).text
                     each = len(text.encode()) / max(1, len(tokenizer.encode(text)))  # none is refused later
                 unique = size_of(corpus) / each

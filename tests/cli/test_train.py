@@ -179,6 +179,28 @@ def test_a_run_from_anothers_weights_warms_up_in_a_part_of_its_updates(play, cap
     assert [optim.lr for optim in optims] == [OptimConfig.lr] * 3
 
 
+def test_the_vocabulary_is_the_teachers(play, capsys):
+    signs = "".join(map(chr, range(0x4E00, 0x4E00 + 700)))
+    Path("signs.txt").write_text("\n".join([signs] * 30))
+    train = ["train", "--data", "signs.txt", *QUICK]
+    options = [
+        "--tokenizer",
+        "characters",
+        "--preset",
+        "transformer-tiny",
+        "--set",
+        "vocab_size=800",
+        "layers=1",
+    ]
+    assert main([*train, *options, "--steps", "1", "--out", "a"]) == 0
+    assert main([*train, "--teacher", "a", "--tokens", "2k", "--out", "b"]) == 0
+    a, b = (checkpoint.load_config(Path(name)).model.vocab_size for name in ("a", "b"))
+    assert a == b > 700
+    capsys.readouterr()
+    assert main([*train, "--teacher", "a", "--set", "vocab_size=300", "--tokens", "2k", "--out", "c"]) == 2
+    in_a_line(capsys.readouterr().err.splitlines()[-1], "vocab_size", 300, a)
+
+
 def test_a_weight_beside_a_share_is_refused(play, capsys):
     assert main(["train", "--data", "play.txt", "--steps", "1", "--out", "a", *PLAIN, *QUICK]) == 0
     capsys.readouterr()
