@@ -199,6 +199,9 @@ class Train:
                     places["data"] = with_encoding(its.train.data, self.encoding)
                 if name == "init" and not self.preset and its.model.positions and "seq_len" not in self.given:
                     places["seq_len"] = min(self.train.seq_len, its.model.positions)
+        if "heldout" in self.given and is_encoded(places["data"]):
+            bound = f"left out: {places['data']} was split when it was encoded"
+            require(False, "heldout", self.train.heldout, bound)
         if shares := [its.heldout for its in origins if its.data == places["data"]]:
             least, typed = min(shares), "heldout" in self.given
             require(

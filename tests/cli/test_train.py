@@ -179,6 +179,15 @@ def test_a_run_from_anothers_weights_warms_up_in_a_part_of_its_updates(play, cap
     assert [optim.lr for optim in optims] == [OptimConfig.lr] * 3
 
 
+def test_encoded_text_holds_out_what_it_did(play, capsys):
+    assert main(["tokenize", "play.txt", "--out", "encoded", "--vocab-size", "300"]) == 0
+    train = ["train", "--data", "encoded", *PLAIN, *QUICK, "--steps", "1"]
+    assert main([*train, "--heldout", "0.5", "--out", "a"]) == 2
+    in_a_line(capsys.readouterr().err.splitlines()[-1], "heldout", 0.5, "encoded")
+    assert not Path("a").exists()
+    assert main(train) == 0
+
+
 def test_the_vocabulary_is_the_teachers(play, capsys):
     signs = "".join(map(chr, range(0x4E00, 0x4E00 + 700)))
     Path("signs.txt").write_text("\n".join([signs] * 30))
