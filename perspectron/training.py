@@ -117,8 +117,8 @@ def train(
     if design is not None:
         presets.variant(design)
     for name in ("design", "params"):
-        for other, value in {"preset": preset, "init": options.get("init")}.items():
-            require(not value or model[name] is None, name, model[name], f"left out with {other}")
+        for other, instead in {"preset": preset, "init": options.get("init")}.items():
+            require(not instead or model[name] is None, name, model[name], f"left out with {other}")
     require(params is None or params >= 1, "params", params, "≥ 1")
     solved = params is None or set(sizes or ()) <= {"vocab_size"}
     require(solved, "params", params, "left out with sizes other than vocab_size")

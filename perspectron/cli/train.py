@@ -34,7 +34,7 @@ from perspectron.opening import describe
 from perspectron.train import checkpoint, memory
 from perspectron.train.config import Layout, RunConfig, StagedConfig, TrainConfig, launched, processes
 from perspectron.train.loggers import Kind
-from perspectron.train.prepare import asked_template
+from perspectron.train.prepare import asked_template, held_out_before
 from perspectron.train.resume import extend
 from perspectron.util.config import load, one_of, require
 from perspectron.util.errors import ConfigError
@@ -189,12 +189,10 @@ class Train:
         weights, windows are no longer than its table of positions, and nothing of a text is held out that a run named
         here was trained on. ConfigError where that is asked for."""
         places: dict[str, Any] = {"data": absolute(with_encoding(self.train.data, self.encoding))}
-        origins = list[TrainConfig]()
         for name in ("init", "teacher"):
             if origin := getattr(self.train, name):
                 places[name] = str(Path(origin).resolve())
                 its = describe(Path(origin)).of_run(name)  # an artifact is refused before the text is read
-                origins.append(its.train)
                 if name == "init" and "data" not in self.given:
                     places["data"] = with_encoding(its.train.data, self.encoding)
                 if name == "init" and not self.preset and its.model.positions and "seq_len" not in self.given:
@@ -202,13 +200,13 @@ class Train:
         if "heldout" in self.given and is_encoded(places["data"]):
             bound = f"left out: {places['data']} was split when it was encoded"
             require(False, "heldout", self.train.heldout, bound)
-        if shares := [its.heldout for its in origins if its.data == places["data"]]:
+        if shares := held_out_before(replace(self.train, **places)):
             least, typed = min(shares), "heldout" in self.given
             require(
                 not typed or self.train.heldout <= least,
                 "heldout",
                 self.train.heldout,
-                f"≤ {least}, what the run that this one starts or learns from held out of the same text",
+                f"≤ {least}, what a run that this one starts or learns from held out of the same text",
             )
             places["heldout"] = self.train.heldout if typed else least
         teacher, weight, heat = self.train.teacher, self.train.teacher_weight, self.train.teacher_temperature

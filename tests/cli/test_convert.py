@@ -68,6 +68,20 @@ def test_one_layer_of_attention_does_not_stay_in_silence(chats, tmp_path, capsys
     assert not (tmp_path / "out").exists()
 
 
+def test_what_a_run_further_back_was_trained_on_is_not_held_out(chats, tmp_path):
+    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
+    for path in (first, second):
+        path.write_text("".join(f"{path.stem} line, number {i}.\n" for i in range(2000)))
+    quick = ["--steps", "1", "--seq-len", "32", "--batch-size", "2", "--dtype", "float32"]
+    train = ["train", "--init", str(chats), *quick, "--heldout", "0.01", "--data", str(first)]
+    assert main([*train, "--out", str(tmp_path / "a")]) == 0
+    train = ["train", "--init", str(tmp_path / "a"), *quick, "--data", str(second)]
+    assert main([*train, "--out", str(tmp_path / "b")]) == 0
+    given = ["--data", str(first), "--out", str(tmp_path / "out")]
+    assert main(["convert", str(tmp_path / "b"), *given, *SMALL]) == 0
+    assert [checkpoint.load_config(tmp_path / name).train.heldout for name in ("b", "out")] == [0.05, 0.01]
+
+
 def test_too_few_minutes_leave_no_folder(chats, tmp_path, capsys):
     few = ["--to", "gdn", "--dtype", "float32", "--minutes", "0.0001"]
     assert main(["convert", str(chats), "--out", str(tmp_path / "out"), *few]) == 2

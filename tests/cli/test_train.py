@@ -239,6 +239,22 @@ def test_what_another_run_was_trained_on_is_not_held_out_after_it(named, play, c
     assert checkpoint.load_config(Path("d")).train.heldout == 0.01
 
 
+def test_nor_is_that_of_a_mixture_or_of_a_run_further_back(play, capsys):
+    Path("logs.txt").write_text("".join(f'{{"at": {i}, "level": "info"}}\n' for i in range(700)))
+    train = ["train", "--steps", "1", *QUICK]
+    assert main([*train, "--data", "play.txt", "--heldout", "0.02", "--out", "a", *PLAIN]) == 0
+    assert main([*train, "--init", "a", "--data", "logs.txt", "--out", "b"]) == 0
+    replay = ["--data", "old=0.3:play.txt", "--data", "new=0.7:logs.txt"]
+    for init, data, share in (("a", replay, 0.02), ("b", replay[:1] + ["play.txt"], 0.02), ("b", replay, 0.02)):
+        out = f"after-{len(list(Path().iterdir()))}"
+        assert main([*train, "--init", init, *data, "--out", out]) == 0
+        assert checkpoint.load_config(Path(out)).train.heldout == share
+    capsys.readouterr()
+    assert main(["tokenize", "play.txt", "--out", "encoded", "--tokenizer", "a/tokenizer.json"]) == 0
+    assert main([*train, "--init", "b", "--data", "encoded", "--out", "c"]) == 0
+    assert any(names(line, "encoded", "b") for line in capsys.readouterr().err.splitlines())
+
+
 REFUSED = [
     (["--minutes", "0.01"], ["minutes", 0.01, 0.1]),
     (["--minutes", "0"], ["minutes", 0.0]),
