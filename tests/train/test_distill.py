@@ -160,6 +160,14 @@ def test_a_run_with_a_teacher_has_its_tokenizer(runs, tmp_path, teacher):
 # Training a part
 
 
+def test_a_teacher_of_fewer_positions_is_refused_before_anything_is_left(runs, tmp_path):
+    few = small("gpt2-tiny", positions=16)
+    runs.trainer(tmp_path / "few", few, seq_len=16, steps=1).fit()
+    with refused(ConfigError, "seq_len", 32, 16, tmp_path / "few"):
+        runs.trainer(tmp_path / "run", teacher=str(tmp_path / "few"))
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
 def test_only_what_is_named_is_trained(runs, tmp_path):
     variant = {"only": ("*.mixer_norm.*", "embedding.weight"), "steps": 8}
     whole = runs.trainer(tmp_path / "whole", **variant)
