@@ -9,7 +9,7 @@ import pytest
 from perspectron.cli.main import main
 from perspectron.data.template import Template
 from perspectron.model.model import build
-from perspectron.opening import save
+from perspectron.opening import open_model, save
 from perspectron.train import checkpoint
 from perspectron.train.convert.run import config_of
 from tests.cli.small import PLAIN, TRAIN
@@ -66,6 +66,18 @@ def test_one_layer_of_attention_does_not_stay_in_silence(chats, tmp_path, capsys
     assert main(["convert", str(tmp_path / "run"), *given, *SMALL]) == 2
     in_a_line(capsys.readouterr().err, "keep_attention", 4, 0)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_learned_to_chat_keeps_its_template_on_another_text(chats, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"A line, number {i}.\n" for i in range(2000)))
+    quick = ["--steps", "1", "--seq-len", "32", "--batch-size", "2", "--dtype", "float32"]
+    train = ["train", "--init", str(chats), "--data", str(text), *quick]
+    assert main([*train, "--out", str(tmp_path / "more")]) == 0
+    assert main(["convert", str(tmp_path / "more"), "--out", str(tmp_path / "out"), *SMALL]) == 0
+    for name in ("more", "out"):
+        assert open_model(tmp_path / name).template().text == Template.named("plain").text
+        assert main(["eval", str(tmp_path / name), "--data", str(text), "--tokens", "64"]) == 0
 
 
 def test_what_a_run_further_back_was_trained_on_is_not_held_out(chats, tmp_path):
