@@ -17,6 +17,9 @@ from perspectron.util.files import remove
 WITHOUT_EFFECT = ("init", "keep", "save_every", "eval_every", "eval_tokens")
 """Settings of a training that have no effect on updates after the first."""
 
+OF_TEXT = ("data", "heldout", "tokenizer", "template")
+"""Settings of a training that have no effect once its text is encoded."""
+
 
 def set_aside(path: Path, why: str) -> None:
     """Rename a checkpoint to {why}-step-…, so that it no longer counts as the run's but can still be looked at."""
