@@ -105,6 +105,7 @@ class Trainer:
         if train.teacher:
             weight, temperature = train.teacher_mix or train.teacher_weight, train.teacher_temperature
             self.teacher = Teacher(Path(train.teacher), self.tokenizer, self.device, weight, temperature)
+            self.config = replace(self.config, taught=self.teacher.model.fingerprint())
             most = self.teacher.model.config.positions or train.seq_len
             require(train.seq_len <= most, "seq_len", train.seq_len, f"≤ {most}, positions of {train.teacher}")
 

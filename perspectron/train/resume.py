@@ -52,6 +52,8 @@ def changes(saved: RunConfig, config: RunConfig) -> list[str]:
     if Path(before["teacher"]).parts[-2:] == Path(now["teacher"]).parts[-2:]:
         before["teacher"] = now["teacher"]  # a stage of the same recipe, in a run that was moved
     told = [f"{name} was {old}, is {new}" for name, old, new in unlike(before, now)]
+    if saved.taught and config.taught and saved.taught != config.taught:
+        told.insert(0, f"teacher was {saved.taught[:12]}, is {config.taught[:12]}: its weights are others")
     if saved.id and config.id and saved.id != config.id:
         told.insert(0, f"id was {saved.id[:12]}, is {config.id[:12]}: it is of another run")
     return told
