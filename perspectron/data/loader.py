@@ -183,7 +183,9 @@ class Loader:
             if state[name] != here[name]:
                 raise DataError(f"loader state: {name} is {state[name]}, this loader has {here[name]}")
         if state["text"] != here["text"]:
-            raise DataError("loader state: of another text than here; restore the one that the run was trained on")
+            raise DataError(
+                "loader state: of another text than here; restore the one that the run was trained on"
+            )
         _at_least("loader state: epoch", state["epoch"], 0)
         if not 0 <= state["cursor"] <= self.windows:
             raise DataError(f"loader state: cursor {state['cursor']} is not between 0 and {self.windows}")

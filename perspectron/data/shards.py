@@ -55,8 +55,8 @@ class Split:
     `tokens` counts all ids; `text_bytes` the UTF-8 bytes of the text they stand for; `starts` (documents,) are the
     positions where documents start. `learned` (documents,) are the positions from which a document is learned,
     where prompts stand before that; None where all of it is. `ended`: the id that begins the next one is then not
-    learned. `sources`: the texts that it is made of. `digest`: a number for its ids and documents, 0 for one that is not
-    on disk.
+    learned. `sources`: the texts that it is made of. `digest`: a number for its ids and documents, 0 for one that is
+    not on disk.
     """
 
     def __init__(

@@ -107,7 +107,9 @@ class Trainer:
             self.teacher = Teacher(Path(train.teacher), self.tokenizer, self.device, weight, temperature)
             self.config = replace(self.config, taught=self.teacher.model.fingerprint())
             most = self.teacher.model.config.positions or train.seq_len
-            require(train.seq_len <= most, "seq_len", train.seq_len, f"≤ {most}, positions of {train.teacher}")
+            require(
+                train.seq_len <= most, "seq_len", train.seq_len, f"≤ {most}, positions of {train.teacher}"
+            )
 
     def new_model(self) -> LanguageModel:
         """The model, with the weights of the run's seed."""

@@ -245,7 +245,7 @@ def test_nor_is_that_of_a_mixture_or_of_a_run_further_back(play, capsys):
     assert main([*train, "--data", "play.txt", "--heldout", "0.02", "--out", "a", *PLAIN]) == 0
     assert main([*train, "--init", "a", "--data", "logs.txt", "--out", "b"]) == 0
     replay = ["--data", "old=0.3:play.txt", "--data", "new=0.7:logs.txt"]
-    for init, data, share in (("a", replay, 0.02), ("b", replay[:1] + ["play.txt"], 0.02), ("b", replay, 0.02)):
+    for init, data, share in (("a", replay, 0.02), ("b", ["--data", "play.txt"], 0.02), ("b", replay, 0.02)):
         out = f"after-{len(list(Path().iterdir()))}"
         assert main([*train, "--init", init, *data, "--out", out]) == 0
         assert checkpoint.load_config(Path(out)).train.heldout == share

@@ -65,7 +65,9 @@ class Conversion:
         self.teacher = checkpoint.load_run(Path(config.teacher))[0].requires_grad_(False).to(self.device)
         its = self.teacher.fingerprint()
         same = self.notes.setdefault("teacher", its) == its
-        require(same, "teacher", config.teacher, "as it was when the conversion began: its weights are others now")
+        require(
+            same, "teacher", config.teacher, "as it was when the conversion began: its weights are others now"
+        )
         self.layers = list(in_place(self.teacher.config, config.to))
 
     def folder(self, number: int) -> Path:
