@@ -67,9 +67,10 @@ def train(
     instead, a text as it is, or several, each a document; the run's folder keeps them. out: a new folder for the run
     (default: in runs/, named after the text). resume: a run to go on with; only more `steps` may be given with it.
     minutes, tokens (such as 2e6 or "20M"), epochs, steps: how long to train, one of them. design, params: the model's
-    design, and its parameters (default: what the time or the tokens can train). preset, sizes: instead, a preset, and
-    sizes to replace in it. quiet: print no progress. options: any field of `perspectron.train.config.TrainConfig` or of
-    its `optim`, such as lr, batch_size, seq_len, init, lora, tokenizer, template, device or seed.
+    design, and its parameters (default: what the time or the tokens can train). sizes: instead of params, sizes of
+    the design to replace, and vocab_size beside it. preset: instead of a design, a preset with such sizes. quiet:
+    print no progress. options: any field of `perspectron.train.config.TrainConfig` or of its `optim`, such as lr,
+    batch_size, seq_len, init, lora, tokenizer, template, device or seed.
 
     An interrupt saves the run and ends as KeyboardInterrupt, which names it; a second one ends at once. Every other
     error is a PerspectronError: ConfigError for what is not allowed, DataError for a text that cannot be read or is too
@@ -97,6 +98,9 @@ def train(
         "data": (data, str | Path | Sequence, "a path, or several with weights"),
         "text": (text, Iterable, "a text, or several"),
         "sizes": (sizes, Mapping, "values by the names of sizes"),
+        "out": (out, str | Path, "the path of a folder"),
+        "resume": (resume, str | Path, "the path of a run"),
+        "design": (design, str, "the name of a design"),
     }
     for name, (value, kind, bound) in kinds.items():
         fits = value is None or (isinstance(value, kind) and not isinstance(value, bytes))
@@ -113,7 +117,11 @@ def train(
     if design is not None:
         presets.variant(design)
     for name in ("design", "params"):
-        require(not preset or model[name] is None, name, model[name], "left out with preset")
+        for other, instead in {"preset": preset, "init": options.get("init")}.items():
+            require(not instead or model[name] is None, name, model[name], f"left out with {other}")
+    require(params is None or params >= 1, "params", params, "≥ 1")
+    solved = params is None or set(sizes or ()) <= {"vocab_size"}
+    require(solved, "params", params, "left out with sizes other than vocab_size")
     config = _settings({**options, "steps": steps} if steps is not None else options)
     sources = joined([str(data)] if isinstance(data, str | Path) else [str(source) for source in data or ()])
     one = bool(sources) + (texts is not None)

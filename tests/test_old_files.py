@@ -66,6 +66,7 @@ def test_an_old_run_goes_on(tmp_path):
                     found[key], value, rtol=1e-5, atol=5e-6, msg=lambda m, k=key: f"{k}: {m}"
                 )
     progress = [json.loads((r / last / "checkpoint.json").read_text())["progress"] for r in (run, RUN)]
+    assert progress[0]["loader"].pop("text") > 0  # which was not kept then
     assert progress[0] | {"seconds": 0, "heldout": 0} == progress[1] | {"seconds": 0, "heldout": 0}
     assert progress[0]["heldout"] == pytest.approx(progress[1]["heldout"], rel=1e-6)
 

@@ -82,6 +82,15 @@ def test_a_size_or_a_design_may_be_given_or_follow_from_the_tokens():
     assert open_model(run.folder).folder.of_run().train.steps == 125
 
 
+def test_sizes_are_those_of_the_design_that_is_named():
+    sizes = {"layers": 1, "d_model": 16, "vocab_size": 300}
+    for design, shift in {"gla[heads=2]": False, "gla+[heads=2]": True}.items():
+        run = perspectron.train(text=TEXT, steps=1, design=design, sizes=sizes, seq_len=16, quiet=True)
+        [block] = run.model.config.blocks
+        assert presets.variant_of(run.model.config) == design and block.mixer.heads == 2
+        assert run.model.config.d_model == 16 and bool(run.model.config.shift) == shift
+
+
 def test_an_interrupt_saves_the_run_which_resumes_to_the_same_weights(monkeypatch):
     step, before = Trainer.step, signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -139,6 +148,10 @@ def test_of_another_runs_text_no_more_is_held_out_than_by_it():
         (ConfigError, "lr", {"text": TEXT, "lr": "high"}),
         (ConfigError, "design", {"text": TEXT, "design": "nothing"}),
         (ConfigError, "params", {"text": TEXT, "preset": "perspective2-tiny", "params": 300_000}),
+        (ConfigError, "params", {"text": TEXT, "sizes": {"layers": 2}, "params": 300_000, "steps": 1}),
+        (ConfigError, "params", {"text": TEXT, "params": 0, "steps": 1}),
+        (ConfigError, "params", {"text": TEXT, "init": "none", "params": 300_000, "steps": 1}),
+        (ConfigError, "design", {"text": TEXT, "init": "none", "design": "gla", "steps": 1}),
         (ConfigError, "text", {"text": []}),
         (ConfigError, "text", {"text": [3]}),
         (ConfigError, "text", {"text": [TEXT, TEXT[::-1], None]}),
@@ -146,6 +159,9 @@ def test_of_another_runs_text_no_more_is_held_out_than_by_it():
         (ConfigError, "text", {"text": TEXT.encode()}),
         (ConfigError, "data", {"data": 5}),
         (ConfigError, "data", {"data": b"a.txt"}),
+        (ConfigError, "out", {"text": TEXT, "out": 5}),
+        (ConfigError, "resume", {"resume": 5}),
+        (ConfigError, "design", {"text": TEXT, "design": 3}),
         (ConfigError, "sizes", {"text": TEXT, "sizes": ["d_model"]}),
         (ConfigError, "minutes", {"text": TEXT, "minutes": "1"}),
         (ConfigError, "epochs", {"text": TEXT, "epochs": "1"}),
@@ -162,7 +178,7 @@ def test_of_another_runs_text_no_more_is_held_out_than_by_it():
 )
 def test_what_cannot_be_is_refused_by_name_and_leaves_nothing(place, error, named, given):
     with refused(error, named):
-        perspectron.train(**given, out="refused" if "resume" not in given else None, quiet=True)
+        perspectron.train(**{"out": "refused" if "resume" not in given else None, "quiet": True} | given)
     assert not (place / "refused").exists()
 
 

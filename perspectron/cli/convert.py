@@ -24,7 +24,7 @@ from perspectron.train.convert.run import Conversion, config_of, noted
 from perspectron.train.estimate import slow
 from perspectron.train.loop import Trainer
 from perspectron.train.pace import Pace
-from perspectron.train.prepare import prepare
+from perspectron.train.prepare import held_out_before, prepare
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import locked, remove
@@ -102,12 +102,14 @@ class Convert:
         device, data = pick_device(self.device), absolute(self.data or trained.data)
         tokens = 0 if self.tokens is None else count(self.tokens, "tokens")
         window = min(WINDOW, trained.seq_len) if trained.data else WINDOW
+        share = trained.heldout if trained.data else ConvertConfig.heldout
+        share = min([share, *held_out_before(TrainConfig(data=data, init=str(run.resolve())))])
         config = ConvertConfig(
             str(run.resolve()), self.to, data, self.keep_attention,
             window if self.window is None else self.window, tokens, minutes,
             *fitting(model, trained, tokens, device),
-            heldout=trained.heldout if trained.data else ConvertConfig.heldout, seed=self.seed, dtype=self.dtype,
-            device=self.device, template=OWN if trained.template and data == trained.data else "",
+            heldout=share, seed=self.seed, dtype=self.dtype, device=self.device,
+            template=OWN if trained.template and data == trained.data else "",
             teacher_mix=self.teacher_mix,
         )  # fmt: skip
         for stage in SHARES if config.tokens else ():

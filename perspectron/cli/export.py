@@ -52,7 +52,7 @@ class Export:
         with Work(f"writing {out}"):
             opened = open_model(self.run)
             why = export.export(opened, out)
-        if why and (opened.folder.path / origin.FOLDER).is_dir():
+        if why and (opened.folder.path / origin.FOLDER / "config.json").is_file():
             say(f"in a class of perspectron, not as it was imported: {why}")
         if not why and "vision_config" in read_json(out / "config.json", CheckpointError, infinite=True):
             say(

@@ -34,7 +34,7 @@ from perspectron.opening import describe
 from perspectron.train import checkpoint, memory
 from perspectron.train.config import Layout, RunConfig, StagedConfig, TrainConfig, launched, processes
 from perspectron.train.loggers import Kind
-from perspectron.train.prepare import asked_template
+from perspectron.train.prepare import asked_template, held_out_before
 from perspectron.train.resume import extend
 from perspectron.util.config import load, one_of, require
 from perspectron.util.errors import ConfigError
@@ -178,7 +178,8 @@ class Train:
         ends = {name for name in ("eval_every", "save_every") if getattr(self.train, name) == 0}  # as it is
         typed |= (set(self.given) & memory.LEFT_OUT) - ends
         for name in sorted(typed):
-            value = getattr(self, name, getattr(self.train, name, "given"))
+            places = (self, self.train, self.train.optim)
+            value = next(getattr(place, name) for place in places if hasattr(place, name))
             require(False, name, value, "left out with --state, which trains no weights")
         assert self.out is not None
         return tune(self.out, self._settings(), self.state, frozenset(self.given), as_json=self.json)
@@ -188,25 +189,31 @@ class Train:
         weights, windows are no longer than its table of positions, and nothing of a text is held out that a run named
         here was trained on. ConfigError where that is asked for."""
         places: dict[str, Any] = {"data": absolute(with_encoding(self.train.data, self.encoding))}
-        origins = list[TrainConfig]()
         for name in ("init", "teacher"):
             if origin := getattr(self.train, name):
                 places[name] = str(Path(origin).resolve())
                 its = describe(Path(origin)).of_run(name)  # an artifact is refused before the text is read
-                origins.append(its.train)
                 if name == "init" and "data" not in self.given:
                     places["data"] = with_encoding(its.train.data, self.encoding)
                 if name == "init" and not self.preset and its.model.positions and "seq_len" not in self.given:
                     places["seq_len"] = min(self.train.seq_len, its.model.positions)
-        if shares := [its.heldout for its in origins if its.data == places["data"]]:
+        if "heldout" in self.given and is_encoded(places["data"]):
+            bound = f"left out: {places['data']} was split when it was encoded"
+            require(False, "heldout", self.train.heldout, bound)
+        if shares := held_out_before(replace(self.train, **places)):
             least, typed = min(shares), "heldout" in self.given
             require(
                 not typed or self.train.heldout <= least,
                 "heldout",
                 self.train.heldout,
-                f"≤ {least}, what the run that this one starts or learns from held out of the same text",
+                f"≤ {least}, what a run that this one starts or learns from held out of the same text",
             )
             places["heldout"] = self.train.heldout if typed else least
+        teacher, weight, heat = self.train.teacher, self.train.teacher_weight, self.train.teacher_temperature
+        right = weight == 1 or (teacher != "" and self.train.teacher_mix == 0)
+        require(right, "teacher_weight", weight, "1 without teacher, and beside teacher_mix")
+        right = heat == 1 or bool(teacher or self.staged.distill or self.staged.distill_mix)
+        require(right, "teacher_temperature", heat, "1 without teacher, a run to distil from")
         for name, kinds in (("tokenizer", KINDS), ("template", ("", PLAIN, OWN))):
             if (value := getattr(self.train, name)) not in kinds and Path(value).exists():
                 places[name] = str(Path(value).resolve())
@@ -240,8 +247,11 @@ class Train:
                     f"set: {typed} are sizes of a preset; name the preset with --preset, or leave the sizes out"
                 )
             return describe(Path(train.init)).model
-        if self.preset or sizes.keys() - {"vocab_size"}:
-            return presets.get(self.preset or presets.DESIGN, **sizes)
+        if self.preset:
+            return presets.get(self.preset, **sizes)
+        if sizes.keys() - {"vocab_size"}:
+            design, given = presets.variant(self.design)
+            return presets.table.made(design.make, self.design, given | sizes)
         vocab_size = sizes.get("vocab_size", 0)
         require(
             type(vocab_size) is int and (not sizes or vocab_size >= 257), "vocab_size", vocab_size, "≥ 257"
@@ -253,11 +263,14 @@ class Train:
             with Work("reading the text"):
                 corpus = open_corpus(train.data, train.heldout, template=asked_template(train))
                 each = BYTES_PER_TOKEN
-                if train.tokenizer != "bpe":
-                    tokenizer = made(train.tokenizer, corpus, vocab_size or largest_vocabulary(train))
-                    vocab_size = tokenizer.vocab_size
+                if train.teacher or train.tokenizer != "bpe":
+                    if train.teacher:
+                        tokenizer = Tokenizer.load(checkpoint.run_of(Path(train.teacher)) / "tokenizer.json")
+                    else:
+                        tokenizer = made(train.tokenizer, corpus, vocab_size or largest_vocabulary(train))
+                    vocab_size = (vocab_size if train.teacher else 0) or tokenizer.vocab_size
                     text = next(corpus.documents("train")).text
-                    each = len(text.encode()) / len(tokenizer.encode(text))
+                    each = len(text.encode()) / max(1, len(tokenizer.encode(text)))  # none is refused later
                 unique = size_of(corpus) / each
         if self.params:
             vocab_size = vocab_size or presets.vocabulary(self.params)

@@ -134,6 +134,7 @@ class Loader:
         # Each weight as a share of those that are left from it on.
         self._shares = [weight / sum(weights[i:]) for i, weight in enumerate(weights)]
         self.sources = _digest(split.sources) if len(split.sources) > 1 else 0
+        self.text = split.digest
         self.windows = sum(source.windows for source in self._sources)
 
     def next_batch(self) -> Batch:
@@ -158,14 +159,15 @@ class Loader:
 
     def state_dict(self) -> dict[str, int]:
         """The loader's position, with the data and order it refers to. sources: a digest of the names, weights and
-        sizes of several texts, 0 for one."""
-        names = ("seed", "epoch", "cursor", "windows", "seq_len", "order", "sources")
+        sizes of several texts, 0 for one. text: a digest of the ids."""
+        names = ("seed", "epoch", "cursor", "windows", "seq_len", "order", "sources", "text")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from `state`; the batch size and number of ranks may differ. DataError for a state of
         other data, or an invalid one."""
         here = self.state_dict()
+        state = {"text": here["text"]} | state  # which was not kept before
         if set(state) != set(here):
             raise DataError(
                 f"loader state: keys are {', '.join(sorted(state))}, expected {', '.join(sorted(here))}"
@@ -180,6 +182,10 @@ class Loader:
         for name in ("seed", "windows", "seq_len", "order"):
             if state[name] != here[name]:
                 raise DataError(f"loader state: {name} is {state[name]}, this loader has {here[name]}")
+        if state["text"] != here["text"]:
+            raise DataError(
+                "loader state: of another text than here; restore the one that the run was trained on"
+            )
         _at_least("loader state: epoch", state["epoch"], 0)
         if not 0 <= state["cursor"] <= self.windows:
             raise DataError(f"loader state: cursor {state['cursor']} is not between 0 and {self.windows}")

@@ -45,5 +45,8 @@ def template_in(run: Path) -> Template | None:
 
 
 def carry(run: Path, out: Path) -> None:
-    """Copy the files that a run keeps, if any, to the folder `out` of what is made of it."""
+    """Copy the files that a run keeps, if any, to the folder `out` of what is made of it, with the template of its
+    prompts in the place of an earlier one."""
     keep(files(run / FOLDER), out)
+    if (template := template_of_prompts(run)) is not None:
+        template.save(out / FOLDER)

@@ -13,6 +13,8 @@ A shard ends where a document does. A document longer than a shard gets shards o
 first has a start. Of several sources each has such a folder, in one whose manifest.json has their names and weights.
 """
 
+import hashlib
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -53,7 +55,8 @@ class Split:
     `tokens` counts all ids; `text_bytes` the UTF-8 bytes of the text they stand for; `starts` (documents,) are the
     positions where documents start. `learned` (documents,) are the positions from which a document is learned,
     where prompts stand before that; None where all of it is. `ended`: the id that begins the next one is then not
-    learned. `sources`: the texts that it is made of.
+    learned. `sources`: the texts that it is made of. `digest`: a number for its ids and documents, 0 for one that is
+    not on disk.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Split:
         self.starts = starts
         self.learned: NDArray[np.int64] | None = None
         self.ended = False
+        self.digest = 0
         self._shards = shards
         self._offsets: NDArray[np.int64] = np.cumsum([0, *map(len, shards)], dtype=np.int64)
         self.tokens = int(self._offsets[-1])
@@ -86,6 +90,7 @@ class Split:
         split = cls(name, shards, positions("starts"), sum(record.text_bytes for record in records))
         split.learned = positions("learned") if manifest.completions else None
         split.ended = manifest.ended
+        split.digest = _digest((r.sha256, r.starts_sha256, r.learned_sha256) for r in records)
         return split
 
     @classmethod
@@ -100,6 +105,7 @@ class Split:
         if learned:
             whole.learned = np.concatenate([its + at for its, at in zip(learned, offsets, strict=False)])
         whole.ended = splits[0].ended  # of one tokenizer
+        whole.digest = _digest(split.digest for split in splits)
         whole.sources = tuple(Source(name, weight, split.tokens) for name, weight, split in parts)
         return whole
 
@@ -155,6 +161,11 @@ class Split:
         np.add.at(edges, np.clip((first[some] - 1) // seq_len, 0, windows), 1)
         np.add.at(edges, np.minimum((last[some] - 1) // seq_len + 1, windows), -1)
         return np.flatnonzero(np.cumsum(edges)[:windows] > 0)
+
+
+def _digest(parts: Iterable[object]) -> int:
+    """A number for these digests."""
+    return int.from_bytes(hashlib.blake2b(repr(list(parts)).encode(), digest_size=6).digest(), "big")
 
 
 class Shards:

@@ -161,7 +161,8 @@ class RunConfig:
     """A model and how it is trained. recipe: the staged recipe; the model is then that of the last stage. order:
     version of the shuffle (`perspectron.data.shuffle`). rule: version of the way its text is read and split
     (`perspectron.data.corpus`). turns: changes of its length; `train.steps` is the final one. id: the run's id, stored
-    in its checkpoints; "" before a trainer has created the run."""
+    in its checkpoints; "" before a trainer has created the run. taught: fingerprint of the model that `train.teacher`
+    is, also stored there; "" without one."""
 
     model: ModelConfig
     train: TrainConfig
@@ -170,6 +171,7 @@ class RunConfig:
     rule: int = RULE
     turns: tuple[Turn, ...] = ()
     id: str = field(default="", compare=False)
+    taught: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for name in ("init", "only", "teacher") if self.recipe else ():

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from perspectron.data import Shards, Tokenizer
+from perspectron.data import Shards, Tokenizer, is_encoded
 from perspectron.data.loader import Batch, Loader
 from perspectron.experts import ternary
 from perspectron.experts.router import RoutedConfig
@@ -31,7 +31,7 @@ from perspectron.train.optim import falls_at, freeze, learning_rate, optimizer_o
 from perspectron.train.pace import Pace
 from perspectron.train.page import Page, Write, forget_samples
 from perspectron.train.prepare import training_batches
-from perspectron.train.resume import resume, set_aside
+from perspectron.train.resume import OF_TEXT, resume, set_aside
 from perspectron.util import ranks
 from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError, NonFiniteError
@@ -105,6 +105,11 @@ class Trainer:
         if train.teacher:
             weight, temperature = train.teacher_mix or train.teacher_weight, train.teacher_temperature
             self.teacher = Teacher(Path(train.teacher), self.tokenizer, self.device, weight, temperature)
+            self.config = replace(self.config, taught=self.teacher.model.fingerprint())
+            most = self.teacher.model.config.positions or train.seq_len
+            require(
+                train.seq_len <= most, "seq_len", train.seq_len, f"≤ {most}, positions of {train.teacher}"
+            )
 
     def new_model(self) -> LanguageModel:
         """The model, with the weights of the run's seed."""
@@ -139,6 +144,10 @@ class Trainer:
             known = "" if newest is None else newest.config.id
             self.config = replace(self.config, id=known or secrets.token_hex(16))
         if newest is not None:
+            its, here = newest.config.train, self.config.train
+            for name in () if is_encoded(here.data) else OF_TEXT:
+                kept = f"{getattr(its, name)!r}, as its text was encoded; another needs a new run"
+                require(getattr(its, name) == getattr(here, name), name, getattr(here, name), kept)
             self.progress = newest.progress
             self.loader.load_state_dict(self.progress.loader)
         elif self.config.train.init and not self.config.train.lora:

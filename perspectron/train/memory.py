@@ -34,7 +34,7 @@ Tell = Callable[[dict[str, float]], None]
 LEFT_OUT = frozenset(
     (
         "lora", "only", "teacher", "teacher_weight", "teacher_mix", "teacher_temperature", "ternary_from",
-        "ternary_until", "compile", "eval_every", "save_every", "keep", "optimizer", "weight_decay",
+        "ternary_until", "compile", "eval_every", "save_every", "keep", "optimizer", "weight_decay", "groups",
     )
 )  # fmt: skip
 """Settings of a training of weights that do not apply to a training of a memory."""

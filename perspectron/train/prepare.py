@@ -1,18 +1,21 @@
 """The step from a corpus to a tokenizer and shards, done once, in the run's folder."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from perspectron.data import Corpus, Shards, Tokenizer, encode, is_encoded, made_in, open_corpus, open_shards
 from perspectron.data.corpus import RULE
 from perspectron.data.encoding import Tell
 from perspectron.data.loader import Loader
+from perspectron.data.mixture import parts_of
 from perspectron.data.origin import FOLDER, carry, template_in, template_of_prompts
 from perspectron.data.template import FILE, NO_TOKENS, OWN, PLAIN, Template, tokens_of
 from perspectron.train.checkpoint import load_config, run_of
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.util.config import require
-from perspectron.util.errors import ConfigError, DataError
+from perspectron.util.errors import CheckpointError, ConfigError, DataError
 from perspectron.util.files import remove, safe_join
 
 
@@ -46,10 +49,10 @@ def prepare(
             raise DataError(f"{run}: it is not known what text it was trained on; name a text with --data")
         template = template_of(run, config)
         corpus = open_corpus(source, config.train.heldout, template=template, rule=config.rule)
-        bound = f"heldout, or data a folder that tokenize --dev made of {source}"
-        require(config.train.measured_on == "heldout", "measured_on", config.train.measured_on, bound)
-        for name in () if resumes else ("init", "teacher"):
-            _require_same_split(name, config.train)
+            bound = f"heldout, or data a folder that tokenize --dev made of {source}"
+            require(config.train.measured_on == "heldout", "measured_on", config.train.measured_on, bound)
+        if not resumes:
+            _require_same_split(config.train)
         if resumes or origin:
             tokenizer = Tokenizer.load(kept if resumes else run_of(Path(origin)) / "tokenizer.json")
         else:
@@ -66,16 +69,46 @@ def prepare(
             carry(run_of(Path(config.train.init)), run)
         if (template := template_of(run, config)) is not None:
             template.save(run)
+        for _, before, its in trained_before(config.train):
+            if its.train.data != source and (whole or is_encoded(its.train.data)):
+                folder = source if whole else its.train.data
+                summary += f"\n{folder} is encoded: {before} may have been trained on what is held out here"
+                break
     return tokenizer, shards, summary
 
 
-def _require_same_split(name: str, train: TrainConfig) -> None:
-    """ConfigError if the run in the field `name` was trained on this text and held out other records of it."""
-    if run := getattr(train, name):
-        its = load_config(run_of(Path(run)))
+def trained_before(train: TrainConfig) -> Iterator[tuple[str, str, RunConfig]]:
+    """The runs that a training starts or learns from, and those that these did, as far as they are there: (the field
+    that leads to it, its folder, its config)."""
+    named, seen = [("teacher", train.teacher), ("init", train.init)], {""}
+    while named:
+        field, run = named.pop()
+        if run in seen:
+            continue
+        seen.add(run)
+        with contextlib.suppress(CheckpointError, ConfigError):
+            its = load_config(run_of(Path(run)))
+            named += [(field, its.train.teacher), (field, its.train.init)]
+            yield field, run, its
+
+
+def held_out_before(train: TrainConfig) -> list[float]:
+    """The shares that the runs before a training held out of a text that it reads."""
+    return [its.train.heldout for _, _, its in trained_before(train) if _same_text(its.train, train)]
+
+
+def _same_text(one: TrainConfig, other: TrainConfig) -> bool:
+    """True if one source of each is the same."""
+    its, others = ({part.source for part in parts_of(x.data)} or {x.data} for x in (one, other))
+    return not its.isdisjoint(others)
+
+
+def _require_same_split(train: TrainConfig) -> None:
+    """ConfigError if a run before it was trained on a text of this training and held out other records of it."""
+    for name, run, its in trained_before(train):
         same = bool(its.train.template) == bool(train.template) and (its.rule == RULE or not train.template)
         apart = f"a run of another text than {train.data}: it was trained on parts of it that would be held out now"
-        require(same or its.train.data != train.data, name, run, apart)
+        require(same or not _same_text(its.train, train), name, run, apart)
 
 
 def template_of(run: Path, config: RunConfig) -> Template | None:

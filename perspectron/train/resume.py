@@ -17,6 +17,9 @@ from perspectron.util.files import remove
 WITHOUT_EFFECT = ("init", "keep", "save_every", "eval_every", "eval_tokens")
 """Settings of a training that have no effect on updates after the first."""
 
+OF_TEXT = ("data", "heldout", "tokenizer", "template")
+"""Settings of a training that have no effect once its text is encoded."""
+
 
 def set_aside(path: Path, why: str) -> None:
     """Rename a checkpoint to {why}-step-…, so that it no longer counts as the run's but can still be looked at."""
@@ -49,6 +52,8 @@ def changes(saved: RunConfig, config: RunConfig) -> list[str]:
     if Path(before["teacher"]).parts[-2:] == Path(now["teacher"]).parts[-2:]:
         before["teacher"] = now["teacher"]  # a stage of the same recipe, in a run that was moved
     told = [f"{name} was {old}, is {new}" for name, old, new in unlike(before, now)]
+    if saved.taught and config.taught and saved.taught != config.taught:
+        told.insert(0, f"teacher was {saved.taught[:12]}, is {config.taught[:12]}: its weights are others")
     if saved.id and config.id and saved.id != config.id:
         told.insert(0, f"id was {saved.id[:12]}, is {config.id[:12]}: it is of another run")
     return told

@@ -11,7 +11,7 @@ from perspectron.cli.main import main
 from perspectron.cli.progress import Work
 from perspectron.data.template import Template
 from perspectron.model.model import build
-from perspectron.opening import save
+from perspectron.opening import open_model, save
 from perspectron.train import checkpoint
 from perspectron.train.convert.run import config_of
 from perspectron.train.loop import Trainer
@@ -94,6 +94,32 @@ def test_it_is_told_what_a_model_is_loaded_for(chats, tmp_path, monkeypatch):
         loaded.clear()
         assert main(["convert", *command]) == 0
         assert loaded[0] == f"loading {chats}" and len(loaded) > 3 and "nothing" not in loaded
+
+
+def test_a_run_that_learned_to_chat_keeps_its_template_on_another_text(chats, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"A line, number {i}.\n" for i in range(2000)))
+    quick = ["--steps", "1", "--seq-len", "32", "--batch-size", "2", "--dtype", "float32"]
+    train = ["train", "--init", str(chats), "--data", str(text), *quick]
+    assert main([*train, "--out", str(tmp_path / "more")]) == 0
+    assert main(["convert", str(tmp_path / "more"), "--out", str(tmp_path / "out"), *SMALL]) == 0
+    for name in ("more", "out"):
+        assert open_model(tmp_path / name).template().text == Template.named("plain").text
+        assert main(["eval", str(tmp_path / name), "--data", str(text), "--tokens", "64"]) == 0
+
+
+def test_what_a_run_further_back_was_trained_on_is_not_held_out(chats, tmp_path):
+    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
+    for path in (first, second):
+        path.write_text("".join(f"{path.stem} line, number {i}.\n" for i in range(2000)))
+    quick = ["--steps", "1", "--seq-len", "32", "--batch-size", "2", "--dtype", "float32"]
+    train = ["train", "--init", str(chats), *quick, "--heldout", "0.01", "--data", str(first)]
+    assert main([*train, "--out", str(tmp_path / "a")]) == 0
+    train = ["train", "--init", str(tmp_path / "a"), *quick, "--data", str(second)]
+    assert main([*train, "--out", str(tmp_path / "b")]) == 0
+    given = ["--data", str(first), "--out", str(tmp_path / "out")]
+    assert main(["convert", str(tmp_path / "b"), *given, *SMALL]) == 0
+    assert [checkpoint.load_config(tmp_path / name).train.heldout for name in ("b", "out")] == [0.05, 0.01]
 
 
 def test_too_few_minutes_leave_no_folder(chats, tmp_path, capsys):

@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import models, pre_tokenizers
 
 import perspectron
 from perspectron import presets
@@ -141,6 +143,17 @@ def test_passes_and_tokens_become_updates(play, capsys):
     )
 
 
+def test_a_first_document_without_tokens_is_refused(play, capsys):
+    words = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "king": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save("words.json")
+    texts = [" ", *(f"king over {i}" for i in range(500))]
+    Path("some.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = ["--data", "some.jsonl", "--tokenizer", "words.json", "--seq-len", "16", "--steps", "1"]
+    assert main(["train", *options]) == 2
+    in_a_line(capsys.readouterr().err, "text")
+
+
 def test_what_is_typed_or_in_the_file_is_not_chosen(play, capsys):
     Path("c.toml").write_text("[train]\nsteps = 3\n[train.optim]\nlr = 1e-3\n")
     options = ["--config", "c.toml", "--warmup", "2", "--eval_every=2", "--out", "r"]
@@ -166,6 +179,45 @@ def test_a_run_from_anothers_weights_warms_up_in_a_part_of_its_updates(play, cap
     assert [optim.lr for optim in optims] == [OptimConfig.lr] * 3
 
 
+def test_encoded_text_holds_out_what_it_did(play, capsys):
+    assert main(["tokenize", "play.txt", "--out", "encoded", "--vocab-size", "300"]) == 0
+    train = ["train", "--data", "encoded", *PLAIN, *QUICK, "--steps", "1"]
+    assert main([*train, "--heldout", "0.5", "--out", "a"]) == 2
+    in_a_line(capsys.readouterr().err.splitlines()[-1], "heldout", 0.5, "encoded")
+    assert not Path("a").exists()
+    assert main(train) == 0
+
+
+def test_the_vocabulary_is_the_teachers(play, capsys):
+    signs = "".join(map(chr, range(0x4E00, 0x4E00 + 700)))
+    Path("signs.txt").write_text("\n".join([signs] * 30))
+    train = ["train", "--data", "signs.txt", *QUICK]
+    options = [
+        "--tokenizer",
+        "characters",
+        "--preset",
+        "transformer-tiny",
+        "--set",
+        "vocab_size=800",
+        "layers=1",
+    ]
+    assert main([*train, *options, "--steps", "1", "--out", "a"]) == 0
+    assert main([*train, "--teacher", "a", "--tokens", "2k", "--out", "b"]) == 0
+    a, b = (checkpoint.load_config(Path(name)).model.vocab_size for name in ("a", "b"))
+    assert a == b > 700
+    capsys.readouterr()
+    assert main([*train, "--teacher", "a", "--set", "vocab_size=300", "--tokens", "2k", "--out", "c"]) == 2
+    in_a_line(capsys.readouterr().err.splitlines()[-1], "vocab_size", 300, a)
+
+
+def test_a_weight_beside_a_share_is_refused(play, capsys):
+    assert main(["train", "--data", "play.txt", "--steps", "1", "--out", "a", *PLAIN, *QUICK]) == 0
+    capsys.readouterr()
+    shares = ["--teacher", "a", "--teacher-mix", "0.5", "--teacher-weight", "7", "--teacher-temperature", "2"]
+    assert main(["train", "--data", "play.txt", "--steps", "1", *shares, *PLAIN, *QUICK]) == 2
+    in_a_line(capsys.readouterr().err, "teacher_weight", 7.0, "teacher_mix")
+
+
 @pytest.mark.parametrize("named", ["init", "teacher"])
 def test_what_another_run_was_trained_on_is_not_held_out_after_it(named, play, capsys):
     train = ["train", "--steps", "1", *QUICK]
@@ -185,6 +237,22 @@ def test_what_another_run_was_trained_on_is_not_held_out_after_it(named, play, c
     assert not Path("c").exists()
     assert main([*train, "--heldout", "0.01", "--out", "d"]) == 0
     assert checkpoint.load_config(Path("d")).train.heldout == 0.01
+
+
+def test_nor_is_that_of_a_mixture_or_of_a_run_further_back(play, capsys):
+    Path("logs.txt").write_text("".join(f'{{"at": {i}, "level": "info"}}\n' for i in range(700)))
+    train = ["train", "--steps", "1", *QUICK]
+    assert main([*train, "--data", "play.txt", "--heldout", "0.02", "--out", "a", *PLAIN]) == 0
+    assert main([*train, "--init", "a", "--data", "logs.txt", "--out", "b"]) == 0
+    replay = ["--data", "old=0.3:play.txt", "--data", "new=0.7:logs.txt"]
+    for init, data, share in (("a", replay, 0.02), ("b", ["--data", "play.txt"], 0.02), ("b", replay, 0.02)):
+        out = f"after-{len(list(Path().iterdir()))}"
+        assert main([*train, "--init", init, *data, "--out", out]) == 0
+        assert checkpoint.load_config(Path(out)).train.heldout == share
+    capsys.readouterr()
+    assert main(["tokenize", "play.txt", "--out", "encoded", "--tokenizer", "a/tokenizer.json"]) == 0
+    assert main([*train, "--init", "b", "--data", "encoded", "--out", "c"]) == 0
+    assert any(names(line, "encoded", "b") for line in capsys.readouterr().err.splitlines())
 
 
 REFUSED = [
@@ -209,6 +277,8 @@ REFUSED = [
     (["--data", "none"], ["none", 1]),
     (["--recipe", "staged", "--minutes", "1"], ["minutes", 1.0]),
     (["--set", "vocab_size=3"], ["vocab_size", 3]),
+    (["--teacher-weight", "0.5", "--steps", "1"], ["teacher_weight", 0.5, "teacher"]),
+    (["--teacher-temperature", "2", "--steps", "1"], ["teacher_temperature", 2.0, "teacher"]),
 ]  # fmt: skip
 
 

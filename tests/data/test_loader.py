@@ -126,6 +126,9 @@ def test_a_state_of_other_data_is_refused(shards: Shards) -> None:
     ]:
         with refused(DataError, *named):
             loader.load_state_dict(state | change)
+    with refused(DataError):  # as many tokens of another text
+        loader.load_state_dict(state | {"text": state["text"] + 1})
+    loader.load_state_dict({name: value for name, value in state.items() if name != "text"})  # of before
     with refused(DataError, "cursor", "epoch"):
         loader.load_state_dict({})
     assert loader.state_dict() == state

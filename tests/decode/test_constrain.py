@@ -218,7 +218,10 @@ def test_a_safe_set_that_masks_what_the_grammar_asks_for_ends_the_text_by_name(
         ({"items": {"minimum": -1.5, "exclusiveMaximum": -1.0}}, ["schema.items.exclusiveMaximum", -1.0]),
         ({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1}, ["minimum", "maximum"]),
         ({"type": "integer", "minimum": 2**63}, ["schema.minimum", 2**63]),
-        ({"type": "integer", "exclusiveMaximum": float(-(2**60))}, ["schema.exclusiveMaximum", float(-(2**60))]),
+        (
+            {"type": "integer", "exclusiveMaximum": float(-(2**60))},
+            ["schema.exclusiveMaximum", float(-(2**60))],
+        ),
         ({"items": {"const": {"a": [2**53 + 1]}}}, ["schema.items.const", 2**53 + 1]),
         ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, ["schema"]),
         ({"type": "colour"}, ["colour"]),

@@ -343,6 +343,20 @@ def test_a_stage_killed_before_its_first_checkpoint_keeps_the_dtype_it_chose(
     assert seen == ["bfloat16", "bfloat16"]
 
 
+def test_a_teacher_that_has_changed_is_refused(runs, tmp_path, teacher):
+    its = tmp_path / "teacher"
+    shutil.copytree(teacher, its)
+    conversion(tmp_path / "run", its, runs).go(lambda trainer, stage, ends: trainer.fit(until=1) or 2)
+    again = Conversion(tmp_path / "run", asked_of(tmp_path / "run"), runs.tokenizer, runs.shards)
+    shutil.rmtree(its)
+    runs.trainer(its, attending(), steps=1).fit()
+    with refused(ConfigError, "teacher", its):
+        Conversion(tmp_path / "run", asked_of(tmp_path / "run"), runs.tokenizer, runs.shards)
+    notes = {name: value for name, value in again.notes.items() if name != "teacher"}
+    write_json(tmp_path / "run" / "convert.json", notes)  # of before
+    Conversion(tmp_path / "run", asked_of(tmp_path / "run"), runs.tokenizer, runs.shards)
+
+
 def test_stopped_where_layers_are_chosen_it_knows_them_later(runs, tmp_path, teacher, monkeypatch):
     cut = conversion(tmp_path / "cut", teacher, runs)
 
@@ -440,6 +454,9 @@ def test_what_cannot_be_converted_is_refused(runs, tmp_path, teacher):
     assert in_place(attending(head_dim=24), "kda")
     with refused(ConfigError, "to", "drm"):
         in_place(attending(), "drm")
+    for both, of_them in {(100, 1.0): 2, (0, 0.0): 0}.items():
+        with refused(ConfigError, "tokens", "minutes", of_them):
+            ConvertConfig("run", tokens=both[0], minutes=both[1])
     with refused(ConfigError, "tokens", 100):
         conversion(tmp_path / "few", teacher, runs, tokens=100).go()
     with refused(ConfigError, "to", "other"):

@@ -160,6 +160,29 @@ def test_a_run_with_a_teacher_has_its_tokenizer(runs, tmp_path, teacher):
 # Training a part
 
 
+def test_a_teacher_of_fewer_positions_is_refused_before_anything_is_left(runs, tmp_path):
+    few = small("gpt2-tiny", positions=16)
+    runs.trainer(tmp_path / "few", few, seq_len=16, steps=1).fit()
+    with refused(ConfigError, "seq_len", 32, 16, tmp_path / "few"):
+        runs.trainer(tmp_path / "run", teacher=str(tmp_path / "few"))
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_teacher_that_has_changed_is_told(runs, tmp_path):
+    runs.trainer(tmp_path / "teacher", steps=1).fit()
+    config = runs.config(steps=4, teacher=str(tmp_path / "teacher"))
+    runs.start(tmp_path / "run", config).fit(until=2)
+    runs.start(tmp_path / "run", config)
+    shutil.rmtree(tmp_path / "teacher")
+    runs.trainer(tmp_path / "teacher", steps=2).fit()
+    kept = checkpoint.load_config(tmp_path / "run")
+    with refused(ConfigError, "teacher", "--allow-changed", kept.taught[:12]):
+        runs.start(tmp_path / "run", kept)
+    assert checkpoint.load_config(tmp_path / "run").taught == kept.taught
+    runs.start(tmp_path / "run", kept, allow_changed=True).fit()
+    assert checkpoint.load_config(tmp_path / "run").taught != kept.taught
+
+
 def test_only_what_is_named_is_trained(runs, tmp_path):
     variant = {"only": ("*.mixer_norm.*", "embedding.weight"), "steps": 8}
     whole = runs.trainer(tmp_path / "whole", **variant)

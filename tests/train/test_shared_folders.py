@@ -207,6 +207,16 @@ def test_a_changed_config_is_told_and_taken_when_asked(run, capsys):
     assert go_on(run) == 0  # its last checkpoint is of the changed one now
 
 
+@pytest.mark.parametrize(("name", "value"), [("data", "other.txt"), ("heldout", 0.4), ("tokenizer", "bytes")])
+def test_a_change_of_an_encoded_text_is_not_taken(run, capsys, name, value):
+    values = json.loads((run / "config.json").read_text())
+    values["train"][name] = value
+    write_json(run / "config.json", values)
+    before = snapshot(run)
+    in_a_line(refusal(capsys, "train", "--resume", str(run), "--allow-changed"), name, value)
+    assert snapshot(run) == before
+
+
 def test_a_checkpoint_of_another_run_is_told(run, capsys):
     values = json.loads((run / "config.json").read_text())
     assert len(values["id"]) == 32

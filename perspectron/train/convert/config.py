@@ -58,7 +58,8 @@ class ConvertConfig:
         at_least(0, self, "keep", "window", "tokens", "minutes")
         at_least(1, self, "seq_len", "batch_size")
         require(0 < self.teacher_mix <= 1, "teacher_mix", self.teacher_mix, "above 0 and ≤ 1")
-        require((self.tokens > 0) != (self.minutes > 0), "tokens", self.tokens, "given, or else minutes")
+        lengths = (self.tokens > 0) + (self.minutes > 0)
+        require(lengths == 1, "tokens, minutes", f"{lengths} of them", "one of them given")
         for name, by_stage in (("shares", self.shares), ("rates", self.rates)):
             right = by_stage.keys() == SHARES.keys() and all(0 < x < math.inf for x in by_stage.values())
             require(right, name, by_stage, f"a positive number for each of {', '.join(SHARES)}")

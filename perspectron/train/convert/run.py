@@ -63,6 +63,11 @@ class Conversion:
         self.notes, self.began, self.doing = noted(run, config), began, doing
         self.device = pick_device(config.device)
         self.teacher = checkpoint.load_run(Path(config.teacher))[0].requires_grad_(False).to(self.device)
+        its = self.teacher.fingerprint()
+        same = self.notes.setdefault("teacher", its) == its
+        require(
+            same, "teacher", config.teacher, "as it was when the conversion began: its weights are others now"
+        )
         self.layers = list(in_place(self.teacher.config, config.to))
 
     def folder(self, number: int) -> Path:
