@@ -4,6 +4,7 @@ import io
 import os
 import pty
 import re
+import select
 import signal
 import sys
 from pathlib import Path
@@ -379,9 +380,16 @@ def test_pasted_lines_are_messages_one_after_the_other(edited):
     tell("drop\nsix\nseven\n", "AFTER 'drop'")
     tell("wait\n", "WAITING")
     tell("zzz\n", "AFTER 'wait'")
+    until(lambda: b"> " in shown.rpartition(b"AFTER")[2] or shown.extend(os.read(terminal, 4096)))
     for typed in ("half", '"""\nopen\nhalf'):
         tell(typed, "half")
-        tell("\x03", "> ")
+        # readline does not hear an interrupt that comes just before it waits for a key
+        start, heard = len(shown), False
+        while b"> " not in shown[start:]:
+            if not heard:
+                os.write(terminal, b"\x03")
+            if heard := bool(select.select([terminal], [], [], 5)[0]):
+                shown.extend(os.read(terminal, 4096))
     tell("eight\n", "AFTER 'eight'")
     os.write(terminal, b"\x04")
     assert os.waitpid(process, 0)[1] == 0
