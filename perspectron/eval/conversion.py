@@ -23,7 +23,11 @@ from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError
 from perspectron.util.files import read_json
 
-PAST = (1, 4, 16)  # windows of the training: the contexts past which the loss of the same targets may rise
+PAST = (
+    1,
+    4,
+    16,
+)  # windows of the teacher's training: the contexts past which the loss of the same targets may rise
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     teacher = replace(teacher, folder=replace(teacher.folder, dtype=dtype))
     teacher.model.to(subject.model.device)
     both = {"teacher": replace(subject, opened=teacher), "converted": subject}
-    past = tuple(subject.seq_len * factor for factor in PAST)
+    past = tuple(asked.seq_len * factor for factor in PAST)
     positions = position.Options(options.tokens, options.stretches, past)
     return {
         "conversion": notes,
@@ -152,7 +156,7 @@ def lines(result: dict[str, Any]) -> list[str]:
             if one
         ]
         if len(gains) == len(pasts):
-            text.append(f"more than {int(N):,} tokens gain {gains[0]}, {gains[1]} on the same targets")
+            text.append(f"more than {int(N):,} tokens before the same targets gain {gains[0]} and {gains[1]}")
     for pairs in result["recall"]["teacher"]:
         its, own = (result["recall"][name][pairs] for name in ("teacher", "converted"))
         text.append(f"{f'recall of {pairs}':>18}  {its:>7.1%}  {own:>9.1%}")

@@ -259,10 +259,10 @@ def test_a_conversion_is_an_ordinary_run(runs, tmp_path, teacher):
 
 
 def test_the_suite_compares_the_same_targets_with_more_and_fewer_tokens_before_them(runs, tmp_path, teacher):
-    """Of the model and of its teacher, past windows of the training."""
-    made = conversion(tmp_path / "out", teacher, runs)
+    """Of the model and of its teacher, past windows of the teacher's training."""
+    made = conversion(tmp_path / "out", teacher, runs, seq_len=4, batch_size=32)
     assert made.go() is None
-    subject = Subject(open_model(tmp_path / "out"), runs.shards.split("heldout"), seq_len=4)
+    subject = Subject(open_model(tmp_path / "out"), runs.shards.split("heldout"), seq_len=16)
     found = measure(subject, Options(tokens=4 * 40, texts=2, contexts=(16,), rounds=1))
     for name in ("teacher", "converted"):
         past = found["position"][name]["past"]
@@ -270,7 +270,7 @@ def test_the_suite_compares_the_same_targets_with_more_and_fewer_tokens_before_t
         assert past["4"]["low"] <= past["4"]["bits_per_byte"] <= past["4"]["high"]
         assert past["64"] is None
     its, own = (found["position"][name]["past"]["16"]["bits_per_byte"] for name in ("teacher", "converted"))
-    (said,) = [line for line in lines(found) if line.startswith("more than 16 tokens gain")]
+    (said,) = [line for line in lines(found) if line.startswith("more than 16 tokens")]
     assert f"{its:+.3f} (" in said
     assert f"{own:+.3f} (" in said
     assert not any(line.startswith("more than 64") for line in lines(found))
