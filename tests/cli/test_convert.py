@@ -143,3 +143,18 @@ def test_a_teacher_that_does_not_fit_beside_the_student_is_refused(chats, tmp_pa
     assert main(["convert", str(chats), *given, *SMALL]) == 2
     in_a_line(capsys.readouterr().err, "memory", "transformer", "GB")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_imported_model_is_converted_on_chats(chats, tmp_path, capsys):
+    """Chats that the run was not trained on: by a template that is named, of answers alone."""
+    records = [{"prompt": f"What is {i} times 3?", "completion": f" It is {3 * i}."} for i in range(1500)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, records)))
+    model, tokenizer = checkpoint.load_run(chats)
+    save(model, tokenizer, tmp_path / "run")
+    given = [str(tmp_path / "run"), "--data", str(tmp_path / "chats.jsonl"), *SMALL, "--tokens", "21K"]
+    capsys.readouterr()
+    assert main(["convert", *given, "--out", str(tmp_path / "own"), "--template", "own"]) == 2
+    in_a_line(capsys.readouterr().err, "template", "own")
+    assert not (tmp_path / "own").exists()
+    assert main(["convert", *given, "--out", str(tmp_path / "out"), "--template", "plain"]) == 0
+    assert open_model(tmp_path / "out").template().text == Template.named("plain").text
