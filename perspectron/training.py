@@ -116,6 +116,9 @@ def train(
         return _trained(replace(saved, resume=Path(resume), train=more), quiet)
     if design is not None:
         presets.variant(design)
+        for name, value in (its := presets.training(design)).items():
+            require(name not in options, name, options.get(name), f"left out, as {design} has {name}={value}")
+        options |= its
     for name in ("design", "params"):
         for other, instead in {"preset": preset, "init": options.get("init")}.items():
             require(not instead or model[name] is None, name, model[name], f"left out with {other}")

@@ -91,6 +91,15 @@ def test_sizes_are_those_of_the_design_that_is_named():
         assert run.model.config.d_model == 16 and bool(run.model.config.shift) == shift
 
 
+def test_a_design_may_name_its_optimizer():
+    given = {"text": TEXT, "steps": 1, "sizes": {"layers": 1, "d_model": 16, "vocab_size": 300}, "quiet": True}
+    run = perspectron.train(design="gla[optimizer=muon,heads=2]", seq_len=16, **given).folder
+    optim = open_model(run).folder.of_run().train.optim
+    assert optim.optimizer == "muon"
+    with refused(ConfigError, "optimizer", "adamw", "gla[optimizer=muon]"):
+        perspectron.train(design="gla[optimizer=muon]", optimizer="adamw", **given)
+
+
 def test_an_interrupt_saves_the_run_which_resumes_to_the_same_weights(monkeypatch):
     step, before = Trainer.step, signal.signal(signal.SIGINT, signal.default_int_handler)
 
