@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ import torch
 from tests import extras, long
 
 torch.set_num_threads(1)
+# A shell starts background jobs deaf to interrupts, and their children, those of tests too, would be deaf as well.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 CACHE = tempfile.mkdtemp(prefix="perspectron-cache-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = CACHE  # nothing in the user's own

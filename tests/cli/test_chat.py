@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from tests.cli.small import PLAIN
 from tests.refusals import in_a_line, names
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 
 QUICK = ["--seq-len", "32", "--batch-size", "2", "--dtype", "float32", "--steps", "2"]
 
@@ -384,8 +385,9 @@ def test_pasted_lines_are_messages_one_after_the_other(edited):
     for typed in ("half", '"""\nopen\nhalf'):
         tell(typed, "half")
         # readline does not hear an interrupt that comes just before it waits for a key
-        start, heard = len(shown), False
+        start, heard, end = len(shown), False, time.monotonic() + PATIENCE
         while b"> " not in shown[start:]:
+            assert time.monotonic() < end, "interrupts are not heard"
             if not heard:
                 os.write(terminal, b"\x03")
             if heard := bool(select.select([terminal], [], [], 5)[0]):
