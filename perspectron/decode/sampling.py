@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -122,10 +121,18 @@ def sample(
     for own, rows in alike.items():
         few_NV = logits_BV if len(rows) == B else logits_BV[rows]
         kept_NV = filtered(few_NV, own, [recent[row] for row in rows])
-        if own.temperature > 0:
-            noise = [gumbel(configs[row].seed | streams[row] << 64, counts[row], V) for row in rows]
-            kept_NV = kept_NV + torch.from_numpy(np.stack(noise))
-        id_B[rows] = kept_NV.argmax(1)
+        if own.temperature == 0:
+            id_B[rows] = kept_NV.argmax(1)
+            continue
+        few = own.top_k > 0 or own.top_p < 1 or own.min_p > 0
+        for row, kept_V in zip(rows, kept_NV, strict=True):
+            key, count = configs[row].seed | streams[row] << 64, counts[row]
+            if few:
+                id_K = (kept_V > -math.inf).nonzero()[:, 0]
+                noise_K = torch.from_numpy(gumbel(key, count, V, id_K.numpy()))
+                id_B[row] = id_K[(kept_V[id_K] + noise_K).argmax()]
+            else:
+                id_B[row] = (kept_V + torch.from_numpy(gumbel(key, count, V))).argmax()
     return id_B
 
 
@@ -157,12 +164,17 @@ def _most_likely(logits_BV: Tensor, k: int) -> Tensor:
 
 def _nucleus(logits_BV: Tensor, top_p: float) -> Tensor:
     """Tokens [B,V] before which, from the most likely on, less than `top_p` is reached."""
-    ordered_BV, id_BV = logits_BV.sort(dim=1, descending=True, stable=True)
-    probability_BV = ordered_BV.softmax(1)
-    before_BV = probability_BV.cumsum(1) - probability_BV
-    keep_BV = before_BV < top_p - ROUNDING
-    keep_BV[:, 0] = True
-    return torch.zeros_like(keep_BV).scatter(1, id_BV, keep_BV)
+    keep_BV, V = torch.zeros_like(logits_BV, dtype=torch.bool), logits_BV.shape[1]
+    # Of a large vocabulary few are sorted: all that are less likely than this together reach less than 1 − top_p.
+    least = (1 - top_p) / (2 * V)
+    for keep_V, logits_V, probability_V in zip(keep_BV, logits_BV, logits_BV.softmax(1), strict=True):
+        id_N = (probability_V >= least).nonzero()[:, 0]
+        id_N = id_N[logits_V[id_N].sort(descending=True, stable=True).indices]
+        probability_N = probability_V[id_N]
+        before_N = probability_N.cumsum(0) - probability_N
+        keep_V[id_N[before_N < top_p - ROUNDING]] = True
+        keep_V[id_N[0]] = True
+    return keep_BV
 
 
 def logprobs(logits_V: Tensor, id: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:

@@ -43,14 +43,18 @@ def normal_slices(weight: Tensor, std: float, generator: torch.Generator, name: 
         part.normal_(0, std, generator=stream(generator.initial_seed(), name, first + index))
 
 
-def philox(key: int, count: int, size: int) -> NDArray[np.float64]:
-    """`size` uniform numbers strictly between 0 and 1: Philox is a function of (key, counter), so there is no stream to
-    keep the place in, and its raw output is the same in every version of numpy. key: of 128 bits."""
+Ids = NDArray[np.int64]
+
+
+def philox(key: int, count: int, size: int, at: Ids | None = None) -> NDArray[np.float64]:
+    """`size` uniform numbers strictly between 0 and 1, or those of them `at` some places: Philox is a function of (key,
+    counter), so there is no stream to keep the place in, and its raw output is the same in every version of numpy. key:
+    of 128 bits."""
     raw = np.random.Philox(key=key, counter=[0, count, 0, 0]).random_raw(size)
-    return ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return (((raw if at is None else raw[at]) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
-def gumbel(key: int, count: int, size: int) -> NDArray[np.float64]:
+def gumbel(key: int, count: int, size: int, at: Ids | None = None) -> NDArray[np.float64]:
     """Standard Gumbel noise, by `philox`."""
-    noise: NDArray[np.float64] = -np.log(-np.log(philox(key, count, size)))
+    noise: NDArray[np.float64] = -np.log(-np.log(philox(key, count, size, at)))
     return noise

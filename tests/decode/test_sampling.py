@@ -11,6 +11,7 @@ from torch import Tensor
 from perspectron.decode.sampling import SamplingConfig, filtered, sample
 from perspectron.util.config import dump, load
 from perspectron.util.errors import ConfigError, NonFiniteError
+from perspectron.util.streams import gumbel
 from tests.refusals import refused
 
 PLAIN = SamplingConfig(temperature=1.0)
@@ -52,6 +53,27 @@ def test_ties_go_by_id_in_every_filter() -> None:
 )
 def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, ids: list[int]) -> None:
     assert kept(LOGITS.double(), top_p=top_p) == [ids]
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 17, 3000])
+@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0])
+def test_top_p_is_that_of_sorting_every_token(vocabulary: int, spread: float) -> None:
+    draw = torch.Generator().manual_seed(vocabulary)
+    logits_BV = torch.randn(6, vocabulary, generator=draw, dtype=torch.float64) * spread
+    logits_BV[1] = logits_BV[1].round()  # many are equal
+    logits_BV[2, 1::2] = -math.inf
+    for top_p in (1e-9, 0.1, 0.9, 0.999, 1 - 1e-9):
+        for row, ids in zip(logits_BV.tolist(), kept(logits_BV, top_p=top_p), strict=True):
+            order = sorted(range(vocabulary), key=lambda id: (-row[id], id))
+            weight = [math.exp(row[id] - max(row)) for id in order]
+            reached, least = itertools.accumulate(weight, initial=0.0), (top_p - 1e-12) * math.fsum(weight)
+            wanted = [id for id, before in zip(order, reached, strict=False) if before < least]
+            assert ids == sorted(wanted or order[:1])
+
+
+def test_noise_at_some_places_is_that_of_all() -> None:
+    whole, at = gumbel(7 | 3 << 64, 5, 1000), np.array([0, 1, 17, 998, 999])
+    assert (gumbel(7 | 3 << 64, 5, 1000, at) == whole[at]).all()
 
 
 def test_rounding_of_the_sum_admits_no_further_token() -> None:
