@@ -92,7 +92,12 @@ def test_sizes_are_those_of_the_design_that_is_named():
 
 
 def test_a_design_may_name_its_optimizer():
-    given = {"text": TEXT, "steps": 1, "sizes": {"layers": 1, "d_model": 16, "vocab_size": 300}, "quiet": True}
+    given = {
+        "text": TEXT,
+        "steps": 1,
+        "sizes": {"layers": 1, "d_model": 16, "vocab_size": 300},
+        "quiet": True,
+    }
     run = perspectron.train(design="gla[optimizer=muon,heads=2]", seq_len=16, **given).folder
     optim = open_model(run).folder.of_run().train.optim
     assert optim.optimizer == "muon"
