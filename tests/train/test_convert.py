@@ -395,9 +395,9 @@ def test_the_minutes_are_kept_to(runs, tmp_path, teacher, monkeypatch):
 def test_too_few_minutes_are_told_what_would_do(runs, tmp_path, teacher, monkeypatch):
     """What was read and measured before the first stage counts: the bound is beyond the minutes that were asked for."""
     monkeypatch.setattr(conversions, "seconds", lambda trainer: 5.0)
-    made = conversion(tmp_path / "out", teacher, runs, tokens=0, minutes=4.0)
+    made = conversion(tmp_path / "out", teacher, runs, tokens=0, minutes=2.0)
     made.began = time.monotonic() - 60 * 3.5
-    with pytest.raises(ConfigError, match=r"minutes = 4.0, must be ≥ 8, or else tokens"):
+    with pytest.raises(ConfigError, match=r"minutes = 2.0, must be ≥ 8, or else tokens"):
         made.go()
     enough = conversion(tmp_path / "enough", teacher, runs, tokens=0, minutes=8.0)
     enough.began = time.monotonic() - 60 * 3.5
@@ -407,9 +407,9 @@ def test_too_few_minutes_are_told_what_would_do(runs, tmp_path, teacher, monkeyp
 def test_too_few_minutes_are_refused_after_a_pass_of_the_teacher(runs, tmp_path, teacher, monkeypatch):
     """Nothing that takes long comes before: no text is measured."""
     monkeypatch.setattr(conversions, "pass_seconds", lambda model, seq_len: 0.1)
-    made = conversion(tmp_path / "out", teacher, runs, tokens=0, minutes=4.0)
+    made = conversion(tmp_path / "out", teacher, runs, tokens=0, minutes=2.0)
     made.began = time.monotonic()
-    with pytest.raises(ConfigError, match=r"minutes = 4.0, must be ≥ \d+, or else tokens"):
+    with pytest.raises(ConfigError, match=r"minutes = 2.0, must be ≥ \d+, or else tokens"):
         made.go()
     assert not made.notes["rows"]
 
@@ -430,7 +430,7 @@ def test_measurements_take_a_small_part_of_the_minutes(runs, tmp_path, teacher, 
     window = 0.05 * made.config.seq_len
     limit, windows = made.notes["limit"], made.notes["windows"]
     assert 0.8 * 0.03 * 600 <= limit * 0.05 <= 0.03 * 600
-    assert windows < 4 * made.config.batch_size
+    assert windows < conversions.ASKED and made.config.batch_size == 1  # for as many updates as there can be
     assert 0.1 * 600 / 2 <= windows * window * (2 + len(made.layers)) <= 0.1 * 600
     assert sum(len(batch.ids_BT) for batch in made.batches(10)) in range(
         windows - made.config.batch_size + 1, windows + 1
@@ -438,6 +438,7 @@ def test_measurements_take_a_small_part_of_the_minutes(runs, tmp_path, teacher, 
     made.go(lambda trainer, stage, ends: trainer.fit(until=1) or (15 if stage == "whole" else None))
     monkeypatch.setattr(conversions, "pass_seconds", None)  # a resumed one asks no more
     again = Conversion(made.run, asked_of(made.run), runs.tokenizer, runs.shards)
+    assert again.config.batch_size == 1
     again.go(lambda trainer, stage, ends: trainer.fit(until=2))
     assert {row["measured"] for row in again.notes["rows"]} == {limit}
     assert [what.split(":")[0] for what in said[:3]] == [

@@ -17,7 +17,15 @@ from perspectron.model.model import LanguageModel
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.convert.build import heads_of, in_place, student, transferred
-from perspectron.train.convert.config import LAYERS, LEAST_UPDATES, TEXT, WHOLE, ConvertConfig, on_meta
+from perspectron.train.convert.config import (
+    LAYERS,
+    LEAST_UPDATES,
+    TEXT,
+    WHOLE,
+    ConvertConfig,
+    batch_for,
+    on_meta,
+)
 from perspectron.train.convert.layers import LayerTrainer, costs, kept, learning
 from perspectron.train.estimate import without_trace
 from perspectron.train.heldout import heldout
@@ -33,7 +41,8 @@ FILE, STAGES, FOLDERS = "convert.json", "stages", ("0-taken", "1-layers", "2-cho
 MEASURED = 65536  # held-out tokens, at most
 CLOSING = 0.03  # share of the time that a measurement after a stage may take; it is left for the last one
 CHOOSING = 0.1  # of the time, at most: for the layers that keep attention, and the distances that attention looks back
-ASKED = 4  # batches for each of these, at most
+ASKED = 32  # windows for each of these, at most
+PASSES = 5  # of the teacher, about which an update takes as long as
 Row = dict[str, Any]
 Fit = Callable[[Trainer, str, float | None], int | None]
 """Trains a stage until a time of the monotonic clock, if there is one; the signal that ended it, or None."""
@@ -98,13 +107,16 @@ class Conversion:
         return None
 
     def allot(self) -> None:
-        """Note how much text is read where nothing is learned, by the seconds of a pass of the teacher. ConfigError if
-        the minutes are too few, as far as these seconds tell."""
+        """Note how much text is read where nothing is learned, and how large batches are, by the seconds of a pass of
+        the teacher. ConfigError if the minutes are too few, as far as these seconds tell."""
         notes, minutes, seq_len = self.notes, self.config.minutes, self.config.seq_len
         window = seq_len * pass_seconds(self.teacher, seq_len)
+        learned = seq_len * 60 * minutes * (1 - CHOOSING) / (PASSES * window)
+        self.config = replace(self.config, batch_size=batch_for(learned, seq_len, self.config.batch_size))
+        notes["config"] = dump(self.config)
         notes["limit"] = seq_len * max(4, at_most(MEASURED // seq_len, CLOSING * 60 * minutes / window))
         whole = CHOOSING * 60 * minutes / window / (2 + len(self.layers))
-        notes["windows"] = at_most(ASKED * self.config.batch_size, whole)
+        notes["windows"] = at_most(ASKED, whole)
 
         def least(passes: int) -> float:
             """The least minutes, if an update costs so many passes of the teacher."""
@@ -139,7 +151,7 @@ class Conversion:
 
     def batches(self, number: int) -> list[Batch]:
         """Batches of the training text, so that choices are not made on text they are measured on."""
-        windows = int(self.notes.get("windows", ASKED * self.config.batch_size))
+        windows = int(self.notes.get("windows", ASKED))
         size = min(windows, self.config.batch_size)
         train = TrainConfig(
             data=self.config.data,
