@@ -16,14 +16,14 @@ from perspectron.util.config import at_least, one_of, require
 LAYERS, WHOLE, TEXT = "layers", "whole", "text"
 SHARES = {LAYERS: 0.3, WHOLE: 0.5, TEXT: 0.2}
 """Shares of the tokens or the time, by stage. Not tuned."""
-RATES = {LAYERS: 1.0, WHOLE: 0.045, TEXT: 0.007}
-"""Factors of the learning rate for training the target from scratch. Of those tried on one seed of `sources` (2 M
-parameters, 400,000 tokens) none was better by 0.1% (docs/lab-notes.md)."""
+RATES = {LAYERS: 1.0, WHOLE: 0.03, TEXT: 0.005}
+"""Factors of the learning rate for training the target from scratch. The best of those tried on one seed of `sources` and
+one of `prose` (2 M parameters, 400,000 tokens; docs/lab-notes.md)."""
 LONGER = 4  # windows of the other stages in one of the last stage, at most
 WINDOW = 512  # tokens in a window, for models that do not say how they were trained
 BATCH = 8
 LEAST_UPDATES = 8  # of a stage
-UPDATES = 768  # of all stages: batches are made smaller for as many
+UPDATES = 1536  # of all stages: batches are made smaller for as many
 MOST_ROOM = 0.15  # of the memory there is, for logits
 
 
