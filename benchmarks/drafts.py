@@ -18,6 +18,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,9 @@ def times(model: LanguageModel, tokenizer: Tokenizer, args: Any, spoken: bool) -
 
 
 def main() -> None:
+    if find_spec("idlelib") is None:  # Debian's Python has it in the package idle
+        print("not measured: idlelib missing, whose code and prose are read; apt install idle")
+        return
     parser = common.parser(__doc__ or "", threads=1, repeats=3)
     parser.add_argument("--texts", type=int, default=10_000, help="compared; 0 leaves them out (%(default)s)")
     parser.add_argument("--designs", nargs="+", default=[d for d in presets.DESIGNS if "[" not in d])

