@@ -17,8 +17,8 @@ LAYERS, WHOLE, TEXT = "layers", "whole", "text"
 SHARES = {LAYERS: 0.3, WHOLE: 0.5, TEXT: 0.2}
 """Shares of the tokens or the time, by stage. Not tuned."""
 RATES = {LAYERS: 1.0, WHOLE: 0.03, TEXT: 0.005}
-"""Factors of the learning rate for training the target from scratch. The best of those tried on one seed of `sources` and
-one of `prose` (2 M parameters, 400,000 tokens; docs/lab-notes.md)."""
+"""Factors of the learning rate for training the target from scratch. The best of those tried on one seed of `sources`
+and one of `prose` (2 M parameters, 400,000 tokens; docs/lab-notes.md)."""
 LONGER = 4  # windows of the other stages in one of the last stage, at most
 WINDOW = 512  # tokens in a window, for models that do not say how they were trained
 BATCH = 8
