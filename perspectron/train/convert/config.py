@@ -16,13 +16,14 @@ from perspectron.util.config import at_least, one_of, require
 LAYERS, WHOLE, TEXT = "layers", "whole", "text"
 SHARES = {LAYERS: 0.3, WHOLE: 0.5, TEXT: 0.2}
 """Shares of the tokens or the time, by stage. Not tuned."""
-RATES = {LAYERS: 1.0, WHOLE: 0.03, TEXT: 0.005}
+RATES = {LAYERS: 1.0, WHOLE: 0.03, TEXT: 0.01}
 """Factors of the learning rate for training the target from scratch. The best of those tried on one seed of `sources`
 and one of `prose` (2 M parameters, 400,000 tokens; docs/lab-notes.md)."""
 LONGER = 4  # windows of the other stages in one of the last stage, at most
 WINDOW = 512  # tokens in a window, for models that do not say how they were trained
 BATCH = 8
 LEAST_UPDATES = 8  # of a stage
+ENOUGH = 32  # updates of the last stage, before its windows are made longer
 UPDATES = 1536  # of all stages: batches are made smaller for as many
 MOST_ROOM = 0.15  # of the memory there is, for logits
 
@@ -67,10 +68,10 @@ class ConvertConfig:
     def train(self, stage: str, steps: int, size: int, longest: int, **more: object) -> TrainConfig:
         """The training settings of a stage with `steps` updates. size: parameters of the model. longest: its table of
         positions, or 0."""
-        longer, most = 1, longest // self.seq_len if longest else LONGER
-        if stage == TEXT:  # an update has as many tokens as in the other stages
-            longer = max(n for n in (1, *range(2, min(LONGER, most) + 1)) if self.batch_size % n == 0)
-        seq_len = self.seq_len * longer
+        most = min(LONGER, longest // self.seq_len if longest else LONGER)
+        if self.tokens > 0:
+            most = min(most, int(self.shares[TEXT] * self.tokens / (ENOUGH * self.seq_len)))
+        seq_len = self.seq_len * (max(1, most) if stage == TEXT else 1)
         rate = self.rates[stage] * presets.rate(self.to, size)
         values = {
             "data": self.data, "heldout": self.heldout, "template": self.template, "steps": steps,
