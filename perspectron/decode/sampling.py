@@ -149,10 +149,9 @@ def _penalised(logits_BV: Tensor, recent: Sequence[Sequence[int]], config: Sampl
         last = list(ids[-config.repetition_window :])
         require(all(0 <= id < V for id in last), "recent", last, f"ids ≥ 0 and < {V}")
         seen_BV[row, last] = True
-    penalty = config.repetition_penalty
-    return torch.where(
-        seen_BV, torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV
-    )
+    penalty, most = config.repetition_penalty, torch.finfo(logits_BV.dtype).max
+    changed_BV = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+    return torch.where(seen_BV & logits_BV.isfinite(), changed_BV.clamp(-most, most), logits_BV)
 
 
 def _most_likely(logits_BV: Tensor, k: int) -> Tensor:
@@ -173,7 +172,7 @@ def _nucleus(logits_BV: Tensor, top_p: float) -> Tensor:
         probability_N = probability_V[id_N]
         before_N = probability_N.cumsum(0) - probability_N
         keep_V[id_N[before_N < top_p - ROUNDING]] = True
-        keep_V[id_N[0]] = True
+        keep_V[id_N[:1]] = True
     return keep_BV
 
 

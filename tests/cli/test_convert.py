@@ -13,7 +13,7 @@ from perspectron.data.template import Template
 from perspectron.model.model import build
 from perspectron.opening import open_model, save
 from perspectron.train import checkpoint
-from perspectron.train.convert.run import config_of
+from perspectron.train.convert.run import config_of, noted
 from perspectron.train.loop import Trainer
 from tests.cli.small import PLAIN, TRAIN
 from tests.refusals import in_a_line
@@ -143,6 +143,21 @@ def test_a_teacher_that_does_not_fit_beside_the_student_is_refused(chats, tmp_pa
     assert main(["convert", str(chats), *given, *SMALL]) == 2
     in_a_line(capsys.readouterr().err, "memory", "transformer", "GB")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_template_of_a_file_is_kept_by_its_full_path(chats, tmp_path, monkeypatch):
+    """A conversion that was stopped before its text was encoded goes on from another folder."""
+    (tmp_path / "mine.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", str(chats), "--template", "mine.jinja", "--out", "out", *SMALL]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    asked = config_of(tmp_path / "out")
+    assert asked.template == str((tmp_path / "mine.jinja").resolve())
+    noted(tmp_path / "stopped", asked)
+    assert main(["convert", "--resume", str(tmp_path / "stopped")]) == 0
 
 
 def test_an_imported_model_is_converted_on_chats(chats, tmp_path, capsys):

@@ -115,6 +115,17 @@ def test_penalty_divides_positive_and_multiplies_negative_logits_of_the_window()
     assert sample(logits, [[4, 4, 4], []], 0, dataclasses.replace(config, temperature=0.0)).tolist() == [0, 4]
 
 
+@pytest.mark.parametrize(
+    "filters", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str
+)
+def test_a_penalty_beyond_all_numbers_leaves_a_token_to_draw(filters: dict[str, float]) -> None:
+    config = SamplingConfig(**{"temperature": 1.0} | filters, repetition_penalty=1e-310)  # type: ignore[arg-type]
+    assert sample(torch.tensor([[1.0, 3.0, 2.0, -math.inf]]), [[2, 3]], 0, config).tolist() == [2]
+    config = dataclasses.replace(config, repetition_penalty=1e308)
+    assert sample(torch.tensor([[-20.0, -30.0, -math.inf]]), [[0, 1, 2]], 0, config).item() in (0, 1)
+    filtered(torch.tensor([[0.0, math.nan]]), config)  # has none to draw
+
+
 def test_greedy_and_top_1_are_argmax() -> None:
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
     recent = [[]] * 7

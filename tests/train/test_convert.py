@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from perspectron import presets
+from perspectron.data.loader import IGNORE, Batch
 from perspectron.eval.conversion import Options, lines, measure
 from perspectron.eval.subject import Subject
 from perspectron.model.config import BlockConfig, Law5Config, ModelConfig
@@ -25,6 +26,7 @@ from perspectron.train.convert.layers import LayerTrainer, costs, kept
 from perspectron.train.convert.run import Conversion
 from perspectron.train.convert.run import config_of as asked_of
 from perspectron.train.optim import OptimConfig
+from perspectron.util.config import dump
 from perspectron.util.errors import CheckpointError, ConfigError
 from perspectron.util.files import write_json
 from tests.refusals import refused
@@ -90,8 +92,6 @@ def test_kept_attention_reads_what_it_read_where_others_read_the_token_before():
 
 
 def batches():
-    from perspectron.data.loader import Batch
-
     ids = torch.randint(300, (2, 24), generator=torch.Generator().manual_seed(0))
     return [Batch(ids, ids, torch.zeros_like(ids, dtype=torch.bool), ids.numel())]
 
@@ -249,6 +249,22 @@ def test_a_layer_costs_nothing_where_it_is_the_teachers_own():
     assert kept({1: 0.1, 3: 0.5}, 0) == []
 
 
+def test_a_layer_costs_as_much_in_small_batches_as_in_one():
+    """Also of chats, whose windows have few targets or many."""
+    model, other = (build(attending(), seed) for seed in (0, 1))
+    ids = torch.randint(300, (4, 24), generator=torch.Generator().manual_seed(0))
+    targets = ids.roll(-1, 1)
+    targets[1, 1:] = targets[2, 2:] = IGNORE
+
+    def batch(rows):
+        of = targets[rows]
+        return Batch(ids[rows], of, torch.zeros_like(of, dtype=torch.bool), int((of != IGNORE).sum()))
+
+    whole = costs(model, other, [batch(slice(4))], "float32")
+    each = costs(model, other, [batch(slice(i, i + 1)) for i in range(4)], "float32")
+    assert each == pytest.approx(whole, abs=1e-5)
+
+
 def test_a_conversion_is_an_ordinary_run(runs, tmp_path, teacher):
     made, rows = conversion(tmp_path / "out", teacher, runs), []
     assert made.go(report=rows.append) is None
@@ -347,6 +363,18 @@ def test_a_stage_killed_before_its_first_checkpoint_keeps_the_dtype_it_chose(
         monkeypatch.setattr(loop, "faster", lambda *_, dtype=faster: dtype)
         conversion(tmp_path / "out", teacher, runs, dtype="auto").go(killed)
     assert seen == ["bfloat16", "bfloat16"]
+
+
+def test_windows_that_choices_read_are_those_of_the_version_that_began(runs, tmp_path, teacher, monkeypatch):
+    made = conversion(tmp_path / "now", teacher, runs, batch_size=2)
+    monkeypatch.setattr(conversions, "ASKED", 6)
+    again = Conversion(made.run, asked_of(made.run), runs.tokenizer, runs.shards)
+    assert [len(c.batches(10)) for c in (made, again)] == [16, 16]
+    write_json(
+        made.run / "convert.json", {"config": dump(made.config), "layers": [], "rows": []}
+    )  # of before
+    again = Conversion(made.run, asked_of(made.run), runs.tokenizer, runs.shards)
+    assert len(again.batches(10)) == 4
 
 
 def test_a_teacher_that_has_changed_is_refused(runs, tmp_path, teacher):

@@ -32,9 +32,10 @@ MOST_ROOM = 0.15  # of the memory there is, for logits
 class ConvertConfig:
     """teacher: the run to convert. to: a design whose recurrence takes over, such as perspective2. keep: one attention
     layer in so many is kept; 0 keeps none. window: of attention that is kept; 0 leaves it as it is. tokens: of all
-    stages; 0 where `minutes` says how long. seq_len, batch_size: of the first two stages. shares, rates: by stage,
-    `SHARES` and `RATES` of the version that began it. template: "own" where the text has prompts and completions.
-    teacher_mix: the teacher's share in the loss of stage whole, beside the text's."""
+    stages; 0 where `minutes` says how long. seq_len, batch_size: of the first two stages; with `minutes` the batch
+    becomes smaller if so many updates do not fit. shares, rates: by stage, `SHARES` and `RATES` of the version that
+    began it. template: "own", "plain" or a file where the text has prompts and completions. teacher_mix: the teacher's
+    share in the loss of stage whole, beside the text's."""
 
     teacher: str
     to: str = "perspective2"

@@ -72,13 +72,14 @@ def costs(
     the place of its own."""
 
     def loss() -> float:
-        total = 0.0
+        total = 0.0  # weighed by targets: a window of chats may have few
         for batch in batches:
             ids_BT, targets_BT = (x.to(teacher.device) for x in (batch.ids_BT, batch.targets_BT))
             reset_BT = None if batch.reset_BT is None else batch.reset_BT.to(teacher.device)
             with autocast(teacher.device, dtype):
-                total += teacher(ids_BT, targets=targets_BT, reset_BT=reset_BT).loss.item()
-        return total / len(batches)
+                mean = teacher(ids_BT, targets=targets_BT, reset_BT=reset_BT).loss.item()
+            total += mean * batch.targets
+        return total / sum(batch.targets for batch in batches)
 
     blocks, found, before = teacher.blocks, dict[int, float](), loss()
     for index in attention_in(teacher):

@@ -151,7 +151,7 @@ class Conversion:
 
     def batches(self, number: int) -> list[Batch]:
         """Batches of the training text, so that choices are not made on text they are measured on."""
-        windows = int(self.notes.get("windows", ASKED))
+        windows = int(self.notes.get("windows", 4 * self.config.batch_size))  # of before they were noted
         size = min(windows, self.config.batch_size)
         train = TrainConfig(
             data=self.config.data,
@@ -253,7 +253,7 @@ class Conversion:
 def noted(run: Path, config: ConvertConfig) -> dict[str, Any]:
     """The contents of RUN/convert.json, which is created if there is none."""
     if not (run / FILE).is_file():
-        write_json(run / FILE, {"config": dump(config), "layers": [], "rows": []})
+        write_json(run / FILE, {"config": dump(config), "windows": ASKED, "layers": [], "rows": []})
     notes: dict[str, Any] = read_json(run / FILE, CheckpointError)
     return notes
 
