@@ -309,6 +309,8 @@ def chats(teacher: Path, out: Path, tokens: int) -> None:
         while written < tokens:
             texts = drawn([before] * AT_ONCE, LONGEST_QUESTION, ASKED, seed)
             asked = [text for text, _ in texts if text and text not in QUESTIONS]
+            if not asked:
+                raise SystemExit(f"{teacher} says nothing in the place of a user")
             answers = drawn([prompt(question) for question in asked], LONGEST_ANSWER, DRAWN, seed + AT_ONCE)
             for question, (text, ended) in zip(asked, answers, strict=True):
                 if ended and text:
@@ -335,7 +337,7 @@ def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
     }
     if not (teacher / "config.json").is_file():
         run("import", str(source), "--out", str(teacher))
-    if not (talks := args.folder / f"{teacher.name}-chats.jsonl").is_file():
+    if not (talks := args.folder / f"{teacher.name}-chats-{args.chats}.jsonl").is_file():
         chats(teacher, talks, args.chats)
     minutes = args.minutes * (1 if by_chats else 1 - FRESH)
     if (out / FILE).is_file():
@@ -468,7 +470,8 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     shapes = f"{LARGE if args.large else SMALL}, {args.tokens:,} tokens of {args.data}"
     if args.smollm2 is not None:
-        shapes = f"{args.smollm2.name or 'SmolLM2'} to {args.to} by {args.learn}, answers ≤ {LONGEST_ANSWER} tokens"
+        shapes = f"{args.smollm2.name or 'SmolLM2'} to {args.to} by {args.learn} in {args.minutes:g} minutes"
+        shapes += f", {args.chats:,} tokens of chats with answers ≤ {LONGEST_ANSWER}"
     recipe = f"rates {[*RATES.values()]}, shares {[*SHARES.values()]}, {UPDATES} updates"
     shapes = f"{shapes}; {recipe}"  # another recipe is for another file
     report = common.Report(args, TESTS, dtype=args.dtype, shapes=shapes)

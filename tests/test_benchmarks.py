@@ -327,7 +327,7 @@ def test_a_model_that_chats_is_converted_and_learns_chats_that_ended(tmp_path, l
     assert runs == found["prose"].keys() - {"commit"}
     assert all(said["alike"].keys() == runs for said in found["answers"].values())
     assert {"position", "recall", "cost"} <= found["beside"].keys()
-    assert (tmp_path / "runs" / "small-chats.jsonl").stat().st_size > 0
+    assert (tmp_path / "runs" / "small-chats-12000.jsonl").stat().st_size > 0
 
 
 def test_results_that_go_on_are_of_the_same_conditions(tmp_path, monkeypatch):

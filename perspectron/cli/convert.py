@@ -109,6 +109,9 @@ class Convert:
         share = trained.heldout if trained.data else ConvertConfig.heldout
         share = min([share, *held_out_before(TrainConfig(data=data, init=str(run.resolve())))])
         template = self.template or (OWN if trained.template and data == trained.data else "")
+        plain = data == trained.data and not trained.template
+        bound = f"left out: {run} was trained on this text without one; or name another text"
+        require(not (template and plain), "template", template, bound)
         if template not in ("", PLAIN, OWN) and Path(template).exists():
             template = str(Path(template).resolve())
         config = ConvertConfig(

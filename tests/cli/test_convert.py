@@ -173,3 +173,13 @@ def test_an_imported_model_is_converted_on_chats(chats, tmp_path, capsys):
     assert not (tmp_path / "own").exists()
     assert main(["convert", *given, "--out", str(tmp_path / "out"), "--template", "plain"]) == 0
     assert open_model(tmp_path / "out").template().text == Template.named("plain").text
+
+
+def test_a_template_for_a_text_that_was_read_without_one_is_refused(tmp_path, capsys):
+    records = [{"text": f"The number {i} comes before {i + 1}."} for i in range(300)]
+    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, records)))
+    run = trained(tmp_path / "run", tmp_path / "text.jsonl")
+    capsys.readouterr()
+    assert main(["convert", str(run), "--template", "plain", "--out", str(tmp_path / "out"), *SMALL]) == 2
+    in_a_line(capsys.readouterr().err, "template", "plain", "run")
+    assert not (tmp_path / "out").exists()
