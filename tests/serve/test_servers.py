@@ -101,7 +101,8 @@ def test_named_states_at_a_url_are_those_of_every_server(tmp_path, tokenizer, mo
     with contextlib.ExitStack() as stack:
         for name in "ab":
             one = served(tmp_path / name, tokenizer)
-            one.states = DistantStates(tmp_path / name, objects, "states/tiny", Leases(objects, 4.0))  # longer than a save on a busy machine
+            own = Leases(objects, 4.0)  # longer than a save takes on a busy machine
+            one.states = DistantStates(tmp_path / name, objects, "states/tiny", own)
             states.append(one.states)
             clients.append(stack.enter_context(TestClient(create([one]), base_url="http://localhost")))
         a, b = clients
