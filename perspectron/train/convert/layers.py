@@ -79,7 +79,7 @@ def costs(
             with autocast(teacher.device, dtype):
                 mean = teacher(ids_BT, targets=targets_BT, reset_BT=reset_BT).loss.item()
             total += mean * batch.targets
-        return total / sum(batch.targets for batch in batches)
+        return total / max(1, sum(batch.targets for batch in batches))
 
     blocks, found, before = teacher.blocks, dict[int, float](), loss()
     for index in attention_in(teacher):
