@@ -119,13 +119,14 @@ class Arm:
 
 @dataclass(frozen=True)
 class Plan:
-    """Arms and settings of a comparison, with all open settings resolved. text: fingerprints of the encoded text; "" in
-    older files."""
+    """Arms and settings of a comparison, with all open settings resolved. text: fingerprints of the encoded text; ids:
+    the digest of its ids; both "" in older files."""
 
     kind: Literal["designs", "ablations", "search"]
     settings: Settings
     arms: dict[str, Arm]
     text: str = ""
+    ids: str = ""
 
     @property
     def reference(self) -> str:
@@ -213,9 +214,10 @@ def plan(
         "settings": dump(settings),
         "arms": {name: dump(arm) for name, arm in arms.items()},
         "text": (text := _text(shards)),
+        "ids": shards.digest,
     }
     write_json(out / PLAN, {"version": VERSION} | dumped)
-    return Plan(kind, settings, arms, text)
+    return Plan(kind, settings, arms, text, shards.digest)
 
 
 def clear(out: Path, settings: Settings) -> None:
@@ -257,8 +259,9 @@ def read(out: Path) -> Plan:
     result: Plan = load(Plan, content, str(out / PLAN))
     folder = data_of(out, result.settings)
     if result.text and (folder / "manifest.json").is_file():
-        now = _text(open_shards(folder, verify=False))
-        require(now == result.text, f"{folder}: text", now, f"{result.text} as in {out / PLAN}")
+        now = open_shards(folder, verify=False)
+        same = now.digest == result.ids or _text(now) == result.text
+        require(same, f"{folder}: text", _text(now), f"{result.text} as in {out / PLAN}")
     return result
 
 

@@ -81,6 +81,7 @@ def collect(
             "curve_on": curve.name,
             "state": plan.settings.state or state,
             "text_digest": shards.corpus_fingerprint.partition(":")[2][:12],
+            "ids_digest": shards.digest,
             "heldout_bytes": heldout.text_bytes,
             "context": {
                 "windows": mean_context(heldout, plan.settings.seq_len),
@@ -152,6 +153,8 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
             value, wanted = part.get(name), parts[0].get(name)
             require(value == wanted, f"{path}: {name}", value, f"{wanted}, as in {paths[0]}")
         for name in EQUAL:
+            if name == "text_digest" and "ids_digest" in part["plan"].keys() & parts[0]["plan"].keys():
+                name = "ids_digest"  # the other depends on the times of files
             value, wanted = part["plan"].get(name), parts[0]["plan"].get(name)
             require(value == wanted, f"{path}: {name}", value, f"{wanted}, as in {paths[0]}")
         if part["plan"].get("match") != "tokens":

@@ -181,6 +181,13 @@ class Shards:
         self.splits = tuple(splits)
         self._splits = splits
 
+    @property
+    def digest(self) -> str:
+        """A digest of the tokenizer and of the ids and documents of all splits. That of the corpus depends on the times
+        of its files, too."""
+        parts = [(name, split.digest) for name, split in self._splits.items()]
+        return f"{_digest([self.tokenizer_fingerprint, *parts]):012x}"
+
     def split(self, name: SplitName) -> Split:
         """`train`, `heldout`, or `dev` where the corpus had one. DataError: another name."""
         if name not in self._splits:

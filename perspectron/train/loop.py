@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from perspectron.data import Shards, Tokenizer, is_encoded
+from perspectron.data import Shards, Tokenizer
 from perspectron.data.loader import Batch, Loader
 from perspectron.experts import ternary
 from perspectron.experts.router import RoutedConfig
@@ -31,7 +31,7 @@ from perspectron.train.optim import falls_at, freeze, learning_rate, optimizer_o
 from perspectron.train.pace import Pace
 from perspectron.train.page import Page, Write, forget_samples
 from perspectron.train.prepare import training_batches
-from perspectron.train.resume import OF_TEXT, resume, set_aside
+from perspectron.train.resume import fixed, resume, set_aside
 from perspectron.util import ranks
 from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError, NonFiniteError
@@ -145,8 +145,8 @@ class Trainer:
             self.config = replace(self.config, id=known or secrets.token_hex(16))
         if newest is not None:
             its, here = newest.config.train, self.config.train
-            for name in () if is_encoded(here.data) else OF_TEXT:
-                kept = f"{getattr(its, name)!r}, as its text was encoded; another needs a new run"
+            for name in fixed(here):
+                kept = f"{getattr(its, name)!r}, as before; another needs a new run"
                 require(getattr(its, name) == getattr(here, name), name, getattr(here, name), kept)
             self.progress = newest.progress
             self.loader.load_state_dict(self.progress.loader)

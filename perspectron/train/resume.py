@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from perspectron.data import is_encoded
 from perspectron.train import checkpoint
 from perspectron.train.checkpoint import Checkpoint
-from perspectron.train.config import RunConfig
+from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import falls_at
 from perspectron.util.config import dump, unlike
 from perspectron.util.errors import CheckpointError, ConfigError, StorageError
@@ -19,6 +20,9 @@ WITHOUT_EFFECT = ("init", "keep", "save_every", "eval_every", "eval_tokens")
 
 OF_TEXT = ("data", "heldout", "tokenizer", "template")
 """Settings of a training that have no effect once its text is encoded."""
+
+OF_ORDER = ("seed", "seq_len")
+"""Settings on which the order of the windows depends, in the midst of which a run goes on."""
 
 
 def set_aside(path: Path, why: str) -> None:
@@ -79,10 +83,12 @@ def resume(
             damaged.append((path, error))
             continue
         if config is not None and (told := changes(newest.config, config)):
-            raise ConfigError(
-                f"{run / 'config.json'}: changed since {path.name} was written ({'; '.join(told[:4])}); "
-                "restore it, or accept the change with --allow-changed"
-            )
+            if never := [line for line in told if line.split(" was ")[0] in fixed(config.train)]:
+                told, advice = never, "restore it; another needs a new run"
+            else:
+                advice = "restore it, or accept the change with --allow-changed"
+            since = f"changed since {path.name} was written ({'; '.join(told[:4])})"
+            raise ConfigError(f"{run / 'config.json'}: {since}; {advice}")
         for bad, _ in damaged:
             set_aside(bad, "damaged")
         for path in ended:
@@ -91,6 +97,11 @@ def resume(
     if damaged:
         raise damaged[0][1]
     return None, None
+
+
+def fixed(train: TrainConfig) -> tuple[str, ...]:
+    """Settings of a training that stay as they were where it goes on."""
+    return OF_ORDER if is_encoded(train.data) else (*OF_ORDER, *OF_TEXT)
 
 
 def how_to_go_on(run: Path, config: RunConfig) -> str:

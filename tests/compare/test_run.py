@@ -172,6 +172,18 @@ def test_results_of_other_budgets_are_no_report(match, tmp_path):
             results.merged(paths)
 
 
+def test_results_of_one_text_on_two_machines_are_one_report(tmp_path):
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, name, machine in zip(paths, ("ssd", "gla"), ("there", "here"), strict=True):
+        known = dict.fromkeys(results.EQUAL, 1) | {"match": "tokens", "text_digest": machine, "ids_digest": 1}
+        part = {"version": 1, "kind": "designs", "conditions": {}, "designs": {name: {}}}
+        path.write_text(json.dumps(part | {"plan": known | {"reference": name}}))
+    assert list(results.merged(paths)["designs"]) == ["ssd", "gla"]
+    paths[1].write_text(paths[1].read_text().replace('"ids_digest": 1', '"ids_digest": 2'))
+    with refused(ConfigError, "ids_digest", paths[1]):
+        results.merged(paths)
+
+
 def test_the_state_that_all_have_is_in_the_results(text, tmp_path):
     for asked, arm in ((0, "ssd"), (8192, "gla")):
         out = tmp_path / arm

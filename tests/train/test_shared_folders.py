@@ -207,12 +207,18 @@ def test_a_changed_config_is_told_and_taken_when_asked(run, capsys):
     assert go_on(run) == 0  # its last checkpoint is of the changed one now
 
 
-@pytest.mark.parametrize(("name", "value"), [("data", "other.txt"), ("heldout", 0.4), ("tokenizer", "bytes")])
+FIXED = [("data", "other.txt"), ("heldout", 0.4), ("tokenizer", "bytes"), ("seed", 5), ("seq_len", 8)]
+
+
+@pytest.mark.parametrize(("name", "value"), FIXED)
 def test_a_change_of_an_encoded_text_is_not_taken(run, capsys, name, value):
     values = json.loads((run / "config.json").read_text())
     values["train"][name] = value
     write_json(run / "config.json", values)
     before = snapshot(run)
+    said = refusal(capsys, "train", "--resume", str(run))
+    in_a_line(said, name, value)
+    assert "--allow-changed" not in said
     in_a_line(refusal(capsys, "train", "--resume", str(run), "--allow-changed"), name, value)
     assert snapshot(run) == before
 
