@@ -170,8 +170,8 @@ class Bisect:
     until: str
     """A text that the most likely answer contains, /an expression/ found in it, or p(TEXT) > NUMBER."""
     run: Run = None
-    max_tokens: int = 16
-    """Tokens of an answer."""
+    max_tokens: int | None = None
+    """Tokens of an answer; left out: 16, or fewer where the model's positions end."""
     device: Device = "auto"
     json: Json = False
 

@@ -21,6 +21,7 @@ from perspectron.decode.session import Session
 from perspectron.util.config import require, require_whole
 from perspectron.util.errors import ConfigError, StateError
 
+ANSWER = 16  # tokens of an answer, where nobody says how many
 AROUND = 12
 """Tokens of a text that are shown before and after a found one."""
 PROBABILITY = re.compile(r"p\((.+)\)\s*>\s*(\S+)", re.DOTALL)
@@ -87,10 +88,13 @@ class Found:
     readings: int
 
 
-def bisect(session: Session, ask: str | Sequence[int], until: Until | str, *, max_tokens: int = 16) -> Found:
+def bisect(
+    session: Session, ask: str | Sequence[int], until: Until | str, *, max_tokens: int | None = None
+) -> Found:
     """Find by bisection the first token of a text after which a question's answer meets a condition: for N tokens about
     log₂ N + 3 answers are asked for, each of the session as it was after a token. The session stays as it is. If the
-    condition changes more than once, one of the changes from no to yes is found.
+    condition changes more than once, one of the changes from no to yes is found. max_tokens: of an answer; None: 16, or
+    fewer where the model's positions end.
 
     ConfigError: the condition holds from the start or not at the end, no question, no tokens. Errors as `Session.read`.
     """
@@ -98,13 +102,16 @@ def bisect(session: Session, ask: str | Sequence[int], until: Until | str, *, ma
 
 
 def bisecting(
-    session: Session, ask: str | Sequence[int], until: Until | str, *, max_tokens: int = 16
+    session: Session, ask: str | Sequence[int], until: Until | str, *, max_tokens: int | None = None
 ) -> Generator[int, None, Found]:
     """`bisect` as a generator, which pauses as `Session.reading` does."""
     require(isinstance(until, str | Until), "until", until, "a text, or what `until_of` makes of one")
     until = until_of(until) if isinstance(until, str) else until
     tokens, readings, question = session.tokens, 0, ids_of(session, ask, "ask")
     require(len(question) > 0, "ask", ask, "a question")
+    if max_tokens is None:
+        most = ANSWER if session.left is None else min(ANSWER, session.left - len(question))
+        max_tokens = max(1, most)
     require_whole("max_tokens", max_tokens, 1)
     low, high = 0 if session.whole else 1, len(tokens)
     require(high > low, "tokens of the text", high, f"> {low}: there is no past to look into")

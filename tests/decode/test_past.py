@@ -96,6 +96,20 @@ def test_each_reading_has_the_bits_of_the_session_as_it_was(design, tokenizer, t
         assert torch.equal(seen[T], expected)
 
 
+@pytest.mark.parametrize("left", [40, 12, 1])
+def test_an_answer_is_as_long_as_the_positions_allow(tokenizer, left) -> None:
+    session, seen = Session(small("gpt2"), tokenizer), set()
+    session.read(prompt_of(session.left - left - 3, 1))
+
+    def asked(then, tokens):
+        seen.add(tokens)
+        said = yield from then.saying(tokens, sampling=GREEDY)
+        return len(then.tokens) > 25, said
+
+    bisect(session, prompt_of(3, 9), Until("asked", asked))
+    assert seen == {min(left, 16)}
+
+
 def list_of(steps):
     while True:
         try:

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from perspectron.decode.apart import diffing
 from perspectron.decode.merge import merging
-from perspectron.decode.past import Rebased, bisecting, ids_for, rebasing, until_of
+from perspectron.decode.past import ANSWER, Rebased, bisecting, ids_for, rebasing, until_of
 from perspectron.decode.said import said_in
 from perspectron.decode.session import Session
 from perspectron.serve.engine import Closed, Engine, Full
@@ -174,7 +174,8 @@ class App:
         """Find the first token of a state's past after which the answer to a question meets a condition."""
         served = self.served(body.model)
         bound = f"≤ {served.largest}, what this server draws at most"
-        require(body.max_tokens <= served.largest, "max_tokens", body.max_tokens, bound)
+        asked = body.max_tokens or ANSWER
+        require(asked <= served.largest, "max_tokens", asked, bound)
         until = until_of(body.until, expressions=False)
         ask = await served.ids(body.ask)
         session = await self._loaded(served, id)

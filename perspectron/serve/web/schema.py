@@ -341,7 +341,7 @@ class Bisect(Body):
 
     ask: Prompt
     until: Annotated[str, Field(min_length=1, max_length=4096)]
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
 
 
 class Rebase(Body):
