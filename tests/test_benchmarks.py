@@ -304,8 +304,10 @@ def test_in_onnx(results):
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("gguf"), reason="pip install 'perspectron[gguf]'")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("learn", ["text", "chats"])
-def test_a_model_that_chats_is_converted_and_learns_chats_that_ended(tmp_path, learn):
+@pytest.mark.parametrize(
+    ("learn", "minutes"), [pytest.param("text", "0.6", marks=pytest.mark.nightly), ("chats", "0.15")]
+)
+def test_a_model_that_chats_is_converted_and_learns_chats_that_ended(tmp_path, learn, minutes):
     from tests.gguf_models import folder_of, write
 
     folder_of("llama", tmp_path / "hf")
@@ -316,8 +318,8 @@ def test_a_model_that_chats_is_converted_and_learns_chats_that_ended(tmp_path, l
         (tmp_path / "text" / f"{i}.txt").write_text(f"The cat sat on mat {i}, and the dog on the log. " * 500)
     command = [
         sys.executable, str(ROOT / "benchmarks" / "convert.py"), "--quick", "--threads", "1", "--smollm2",
-        str(tmp_path / "small.gguf"), "--to", "kda", "--data", str(tmp_path / "text"), "--minutes", "0.6",
-        "--learn", learn, "--chats", "12000", "--folder", str(tmp_path / "runs"), "--json", str(tmp_path / "out.json"),
+        str(tmp_path / "small.gguf"), "--to", "kda", "--data", str(tmp_path / "text"), "--minutes", minutes,
+        "--learn", learn, "--chats", "4000", "--folder", str(tmp_path / "runs"), "--json", str(tmp_path / "out.json"),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
@@ -327,7 +329,7 @@ def test_a_model_that_chats_is_converted_and_learns_chats_that_ended(tmp_path, l
     assert runs == found["prose"].keys() - {"commit"}
     assert all(said["alike"].keys() == runs for said in found["answers"].values())
     assert {"position", "recall", "cost"} <= found["beside"].keys()
-    assert (tmp_path / "runs" / "small-chats-12000.jsonl").stat().st_size > 0
+    assert (tmp_path / "runs" / "small-chats-4000.jsonl").stat().st_size > 0
 
 
 def test_results_that_go_on_are_of_the_same_conditions(tmp_path, monkeypatch):
