@@ -78,6 +78,11 @@ class Ablate:
         """Settings of the run, as far as they apply to its ablations."""
         train, tokens = config.train, self.tokens
         heldout = Settings.heldout if is_encoded(train.data) else train.heldout
+        require(
+            train.template == "", "template", train.template, "left out: ablations are not trained on chats"
+        )
+        learned = train.tokenizer == "bpe" and not train.init and not train.teacher
+        own = learned or is_encoded(train.data)
         whole = train.steps * train.batch_size * train.seq_len * train.accumulate
         return Settings(
             arms, active_parameters(config.model), whole if tokens is None else count(tokens, "tokens"), self.seeds,
@@ -85,4 +90,5 @@ class Ablate:
             config.model.vocab_size, train.seq_len, train.batch_size * train.accumulate, (train.optim.lr,),
             (min(1.0, train.optim.warmup / train.steps),), dtype=train.dtype, device=train.device,
             suites=tuple(one_of(name, OF_TEXT, "suites") for name in between_commas(self.suites)),
+            tokenizer="bpe" if own else str((self.run / "tokenizer.json").resolve()),
         )  # fmt: skip

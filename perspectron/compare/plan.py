@@ -18,6 +18,7 @@ import torch
 from perspectron import presets
 from perspectron.data import Shards, Tokenizer, encode, is_encoded, made_in, open_corpus, open_shards
 from perspectron.data.loader import Loader
+from perspectron.data.vocabulary import BYTES, KINDS
 from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.eval.timing import Setting, seconds_per_step
 from perspectron.model.census import census, state_bytes
@@ -49,7 +50,8 @@ class Settings:
     vocab_size: 0 derives it from the parameters. rates, warmups: peak learning rates and warm-up shares; all pairs are
     tried on `rate_share` of the tokens, and a single pair is used without a trial. threads: per training; 0 leaves it
     open. suites: measured after training in addition to the loss. recall: "quick" is two tasks with one seed, "full"
-    all with three, "long" many pairs, long texts and facts that are combined, with one."""
+    all with three, "long" many pairs, long texts and facts that are combined, with one. tokenizer: as in a training,
+    for text that is not encoded yet."""
 
     arms: tuple[str, ...]
     params: int
@@ -71,6 +73,7 @@ class Settings:
     suites: tuple[str, ...] = BESIDE_LOSS
     recall: Literal["quick", "full", "long"] = "quick"
     state: int = 0
+    tokenizer: str = "bpe"
 
     def __post_init__(self) -> None:
         require(len(self.arms) >= 1, "designs", self.arms, "one or more")
@@ -86,7 +89,8 @@ class Settings:
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
         rest = f"in [0, {1 - self.heldout:g}), the share that is not held out"
         require(0 <= self.dev < 1 - self.heldout, "dev", self.dev, rest)
-        room = self.vocab_size == 0 or self.vocab_size >= 257
+        made = self.tokenizer in KINDS and not is_encoded(self.data)
+        room = self.vocab_size == 0 or self.vocab_size >= BYTES or not made
         require(room, "vocab_size", self.vocab_size, "≥ 257 (256 bytes and the end of a text), or 0")
         require(len(self.rates) >= 1 and min(self.rates) > 0, "rates", self.rates, "one or more numbers > 0")
         shares = len(self.warmups) >= 1 and min(self.warmups) >= 0 and max(self.warmups) <= 1
@@ -146,7 +150,7 @@ def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
     if not (folder / "manifest.json").is_file():
         corpus = open_corpus(settings.data, settings.heldout, dev=settings.dev)
         size = settings.vocab_size or presets.vocabulary(settings.params)
-        encode(corpus, made_in(folder, "bpe", corpus, size), folder)
+        encode(corpus, made_in(folder, settings.tokenizer, corpus, size), folder)
         for line in corpus.notes():
             print(f"perspectron: {escaped(line)}", file=sys.stderr)
     tokenizer, shards = Tokenizer.load(folder / "tokenizer.json"), open_shards(folder)
@@ -234,7 +238,7 @@ def clear(out: Path, settings: Settings) -> None:
 
 def asked(settings: Settings) -> dict[str, Any]:
     """The settings that the text in a folder is encoded for."""
-    return {name: getattr(settings, name) for name in ("data", "heldout", "dev", "vocab_size")}
+    return {name: getattr(settings, name) for name in ("data", "heldout", "dev", "vocab_size", "tokenizer")}
 
 
 @contextlib.contextmanager

@@ -78,6 +78,8 @@ def work(
                 raise StoppedBy(caught[0])
             look([one.job for one in running])
             time.sleep(PAUSE)
+        if caught:  # in the last pause
+            raise StoppedBy(caught[0])
 
 
 class _Running:

@@ -140,8 +140,9 @@ EQUAL = (
 
 
 def merged(paths: Sequence[Path]) -> dict[str, Any]:
-    """The results of several comparisons as one: all their designs under the conditions of each. ConfigError
-    where they differ in text, budget or seeds, or share a design."""
+    """The results of several comparisons as one: all their designs under the conditions of each, and how many `parts`
+    there were, whose times were measured apart. ConfigError where they differ in text, budget or seeds, or share a
+    design."""
     parts = [read_json(path, ConfigError) for path in paths]
     designs, owner = dict[str, Any](), dict[str, Path]()
     for path, part in zip(paths, parts, strict=True):
@@ -186,6 +187,7 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
         "conditions": conditions,
         "plan": everyone,
         "designs": designs,
+        "parts": sum(part.get("parts", 1) for part in parts),
     }
 
 

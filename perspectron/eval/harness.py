@@ -27,6 +27,9 @@ MAX_TOKENS = 256
 """Tokens generated where a request does not say how many, as in the harness."""
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names by which tasks call the number of tokens to generate; the first that is there counts, as in the harness."""
+NO_START = (
+    "after a token: this tokenizer has none that begins texts or ends them, so the first cannot be scored"
+)
 GENERATION = ("until", "do_sample", "temperature", "top_k", "top_p", *LENGTHS)
 
 
@@ -58,13 +61,16 @@ class Answers:
 
     def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
         """Scores of each continuation after its context; an empty one has likelihood 1. ConfigError for one that is
-        longer than a table of positions."""
+        longer than a table of positions, or begins a text with nothing before it."""
         return self._scores([self._row(context, continuation) for context, continuation in pairs])
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
         """The log-likelihood of each text as a whole, in nats. With a table of P positions, P tokens are scored at a
         time, in a window that begins up to P tokens before the last of them."""
         encoded = self.tokenizer.encode_batch(list(texts))
+        can = len(self.tokenizer.specials.start) > 0
+        for text, ids in zip(texts, encoded, strict=True):
+            require(can or not ids, "text", text[:80], NO_START)
         documents = [self._begun(ids) for ids in encoded]
         rows = [list(self._windows(ids)) for ids in documents]
         scores = iter(self._scores([row for windows in rows for row in windows]))
@@ -99,11 +105,13 @@ class Answers:
         continuation = context[len(stripped) :] + continuation
         before, both, after = self.tokenizer.encode_batch([stripped, stripped + continuation, continuation])
         scored = both[len(before) :] if both[: len(before)] == before else after
-        return Row([*self._begun(before), *scored], len(scored))
+        begun = self._begun(before)
+        require(len(begun) > 0 or not scored, "context", context, NO_START)
+        return Row([*begun, *scored], len(scored))
 
     def _begun(self, ids: list[int]) -> list[int]:
         """The ids of a text after a start token, so that the first of them can be scored: if the tokenizer has none,
-        after the token that ends texts, as in the harness."""
+        after the token that ends texts, as in the harness; after nothing, if it has neither."""
         return [*self.tokenizer.specials.start, *self.tokenizer.specials.bare(ids)]
 
     def _windows(self, ids: list[int]) -> Iterator[Row]:

@@ -312,6 +312,7 @@ class FixedRouter(Router):
 class Routed(nn.Module):
     """A layer with a router, whose parameters it holds under their names in checkpoints."""
 
+    no_decay: tuple[str, ...] = ()
     bias_E: Tensor
 
     def __init__(self, d_model: int, config: RoutedConfig) -> None:
@@ -321,6 +322,7 @@ class Routed(nn.Module):
         self.route_proj = nn.Linear(d_model, E if config.router == "switch" else axes)
         if config.offsets and config.router == "torus":
             self.offset_EA = nn.Parameter(torch.empty(E, axes))
+            self.no_decay = ("offset_EA",)
         if config.bias_rate > 0:
             self.register_buffer("bias_E", torch.empty(E))
 

@@ -161,6 +161,7 @@ def learning_rate(step: float, steps: int, config: OptimConfig) -> float:
         fall = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
     else:
         fall = min(1.0, (steps - step) / max(1.0, config.cooldown * steps))
+        fall = 1.0 if step < falls_at(steps, config) else fall  # where rounding has it a little below
     return config.lr * (config.final + (1 - config.final) * max(0.0, fall))
 
 

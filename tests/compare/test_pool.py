@@ -73,6 +73,15 @@ def test_a_signal_lets_them_save_and_starts_no_other(tmp_path):
         pass  # nobody holds it any more
 
 
+def test_a_signal_in_the_last_pause_is_heard(tmp_path):
+    def look(running: list[Job]) -> None:
+        if not running:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(StoppedBy):
+        pool.work([job(tmp_path, "a")], 1, 1, look=look)
+
+
 @pytest.mark.skipif(
     sys.platform != "linux", reason="the kernel tells children of their parent's death on Linux"
 )

@@ -12,17 +12,20 @@ import time
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers
 
 import perspectron
 from claims import keep
 from perspectron import presets
+from perspectron.cli.ablate import Ablate
 from perspectron.cli.compare import QUICK
 from perspectron.cli.main import main
-from perspectron.compare import measure, results, run
-from perspectron.compare.plan import Settings, models_of_designs, plan, read
+from perspectron.compare import measure, report, results, run
+from perspectron.compare.plan import Settings, models_of_designs, plan, prepare, read
 from perspectron.compare.run import Cell, Rate
-from perspectron.data import open_shards
+from perspectron.data import Tokenizer, open_shards
 from perspectron.train import checkpoint
 from perspectron.util.errors import CheckpointError, ConfigError
 from tests.refusals import in_a_line, names, refused
@@ -30,6 +33,7 @@ from tests.refusals import in_a_line, names, refused
 pytestmark = pytest.mark.slow
 
 STEPS = 40
+SHORT = ["--seq-len", "32", "--batch-size", "2", "--dtype", "float32", "--steps", "2"]
 COMMAND = [
     "compare", "--designs", "transformer,adr", "--params", "120k", "--tokens", str(STEPS * 4 * 32), "--seeds", "1",
     "--vocab-size", "300", "--seq-len", "32", "--batch-size", "4", "--rates", "0.004", "--warmups", "0.05",
@@ -131,7 +135,12 @@ def test_results_of_several_comparisons_are_one_report(whole, tmp_path, capsys):
     assert main(["compare", "--report", *paths, "--out", str(tmp_path / "both")]) == 0
     both = json.loads((tmp_path / "both" / "results.json").read_text())
     assert both["designs"] == found["designs"] and both["plan"] == found["plan"] | {"warmups": [0.05, 0.1]}
-    assert both["conditions"]["commit"] == "a; b"
+    assert both["conditions"]["commit"] == "a; b" and both["parts"] == 2
+    for design in both["designs"].values():  # as the suite writes it
+        design.setdefault("suites", {})["cost"] = {"train_tokens_per_second": 1.0}
+    apart, together = report.html(both), report.html(both | {"parts": 1})
+    assert "Of several comparisons" in apart and "Loss against seconds" not in apart
+    assert "interleaved in one run" in together and "Loss against seconds" in together
     assert all(
         presets.title(name) in (tmp_path / "both" / "results.html").read_text() for name in cells(found)
     )
@@ -433,6 +442,59 @@ def test_an_ablation_is_trained_beside_the_whole_design(whole, tmp_path, capsys)
     measured = [design["cells"][0].pop("gates") for design in kept["designs"].values()]
     assert all(shift > 0 for gates in measured for shift in gates["adr_roughness"])
     assert kept == found
+
+
+@pytest.mark.parametrize("kind", ["characters", "bytes", "bpe"])
+def test_an_ablation_reads_by_the_tokenizer_of_its_run(kind, text, tmp_path):
+    made, data = tmp_path / "run", str(text / "0.txt")
+    command = [
+        "train",
+        "--data",
+        data,
+        "--heldout",
+        "0.2",
+        "--preset",
+        "transformer-tiny",
+        "--tokenizer",
+        kind,
+    ]
+    assert main([*command, *SHORT, "--set", "vocab_size=300", "--out", str(made)]) == 0
+    settings = Ablate(made).settings(checkpoint.load_config(made), ("transformer",))
+    tokenizer, _ = prepare(tmp_path / "out", settings)
+    assert tokenizer.fingerprint == Tokenizer.load(made / "tokenizer.json").fingerprint
+
+
+def test_an_ablation_of_chats_is_refused_by_name(text, tmp_path, capsys):
+    chats = tmp_path / "chats.jsonl"
+    said = [{"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "a cat " * 9}]}
+            for i in range(40)]  # fmt: skip
+    chats.write_text("".join(json.dumps(one) + "\n" for one in said))
+    command = ["train", "--data", str(chats), "--template", "plain", "--preset", "transformer-tiny"]
+    assert main([*command, *SHORT, "--set", "vocab_size=300", "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert (
+        main(["ablate", str(tmp_path / "run"), "--over", "half_depth", "--out", str(tmp_path / "out")]) == 2
+    )
+    in_a_line(capsys.readouterr().err, "template", "plain")
+    assert not (tmp_path / "out" / "data").exists()
+
+
+def test_an_encoded_text_of_a_small_vocabulary_is_compared(text, tmp_path):
+    """One whose tokenizer has 256 ids and no end of a text."""
+    letters = {letter: id for id, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    bare = tokenizers.Tokenizer(models.BPE(vocab=letters, merges=[]))
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = decoders.ByteLevel()
+    bare.save(str(tmp_path / "bare.json"))
+    corpus = tmp_path / "corpus"
+    encoded = ["tokenize", str(text), "--tokenizer", str(tmp_path / "bare.json"), "--dev", "0.1"]
+    assert main([*encoded, "--out", str(corpus)]) == 0
+    command = [*COMMAND, "--data", str(corpus), "--out", str(tmp_path / "out")]
+    del command[command.index("--vocab-size") : command.index("--vocab-size") + 2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("perspectron.cli.compare.finish", lambda *_: 0)
+        assert main(command) == 0
+    assert {arm.model.vocab_size for arm in read(tmp_path / "out").arms.values()} == {256}
 
 
 def test_mistakes_of_an_ablation_are_one_line(whole, tmp_path, capsys):

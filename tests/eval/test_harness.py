@@ -11,14 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers
 
 from perspectron import presets
 from perspectron.data import Tokenizer
 from perspectron.decode import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval import harness
-from perspectron.eval.harness import Answers
+from perspectron.eval.harness import Answers, Score
+from perspectron.model.model import build
 from perspectron.train.heldout import heldout
 from perspectron.util.errors import ConfigError
 from tests.refusals import refused
@@ -293,3 +296,23 @@ def test_tasks_from_local_files_are_scored_as_we_score_them(subject, tmp_path):
     for sample in samples["draw"]:
         (drawn,) = sample["resps"]
         assert len(set(drawn)) == len(drawn) == 4
+
+
+def test_a_first_token_with_nothing_before_it_is_refused(tmp_path) -> None:
+    letters = {letter: id for id, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    bare = tokenizers.Tokenizer(models.BPE(vocab=letters, merges=[]))
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = decoders.ByteLevel()
+    bare.save(str(tmp_path / "bare.json"))
+    model = build(presets.get("transformer-tiny", vocab_size=256), seed=0).eval()
+    answers = Answers(model, Tokenizer.load(tmp_path / "bare.json"))
+    alone, both = (
+        answers.log_likelihoods([("a", "bc")]),
+        answers.log_likelihoods([("a", "bc"), ("abc", "def")]),
+    )
+    assert both[0].log_likelihood == pytest.approx(alone[0].log_likelihood, abs=1e-5)
+    assert answers.log_likelihoods([("", "")]) == [Score(0.0, True)] and answers.rolling([""]) == [0.0]
+    with refused(ConfigError, "context"):
+        answers.log_likelihoods([("", "bc")])
+    with refused(ConfigError, "text"):
+        answers.rolling(["bc"])

@@ -67,6 +67,14 @@ def test_rates_skips_and_biases_of_steps_have_no_decay(kind):
         assert found[name] == (1.0, 0.0, False), name
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_offsets_of_experts_are_vectors(optimizer):
+    model = build(presets.small("perspective-experts", vocab_size=128, d_model=32, seq_len=32), 0)
+    found = groups_of(model, replace(OWN, optimizer=optimizer))
+    offsets = [name for name in found if name.endswith("offset_EA")]
+    assert offsets and all(found[name] == (1.0, 0.0, False) for name in offsets)
+
+
 @pytest.mark.parametrize("kind", sorted(mixers()))
 def test_every_pattern_of_a_recipe_names_a_weight_and_other_mixers_have_the_plain_groups(kind):
     model = model_of(kind)

@@ -14,7 +14,7 @@ from torch import nn
 from perspectron.train import checkpoint, loop
 from perspectron.train.heldout import Heldout
 from perspectron.train.metrics import read_metrics
-from perspectron.train.optim import AdamW, OptimConfig, learning_rate, optimizer_of
+from perspectron.train.optim import AdamW, OptimConfig, falls_at, learning_rate, optimizer_of
 from perspectron.train.prepare import prepare
 from perspectron.util.errors import ConfigError, DataError, NonFiniteError
 from tests.refusals import refused
@@ -235,6 +235,9 @@ def test_constant_schedule_with_cooldown_at_known_points():
     assert learning_rate(90, 100, ends) == pytest.approx(0.65)
     assert learning_rate(99, 100, replace(config, cooldown=0.0)) == 1.0
     assert learning_rate(0, 100, replace(config, warmup=0)) == 1.0
+    for steps in (100, 200, 300, 400, 600):  # of a share that rounding makes larger
+        short = replace(config, warmup=0, cooldown=0.07)
+        assert learning_rate(falls_at(steps, short) - 1, steps, short) == 1.0
 
 
 def test_the_schedule_is_what_the_steps_use(runs, tmp_path):

@@ -49,9 +49,10 @@ def ranking(rows: Sequence[Row], style: Styles, compressors: dict[str, Any], how
     return [draw_dots(Dots(title, "bits per byte", dots, compressors), slug=f"{how}-")] if dots else []
 
 
-def losses(rows: Sequence[Row], style: Styles) -> list[str]:
-    """Loss against tokens, FLOPs and seconds. Seconds are tokens by the speeds that the cost suite measured in turns,
-    where it did: the clock of a cell also counts what ran beside it, and pauses."""
+def losses(rows: Sequence[Row], style: Styles, apart: bool = False) -> list[str]:
+    """Loss against tokens, FLOPs and, unless the rows are of several comparisons (`apart`), seconds. Seconds are tokens
+    by the speeds that the cost suite measured in turns, where it did: the clock of a cell also counts what ran beside
+    it, and pauses."""
     in_turns = all(row.cost for row in rows if row.finished)
 
     def seconds(row: Row, line: dict[str, Any]) -> float | None:
@@ -64,7 +65,7 @@ def losses(rows: Sequence[Row], style: Styles) -> list[str]:
         ("Loss against seconds", clock, seconds),
     )
     charts = []
-    for title, x, of in axes:
+    for title, x, of in axes[:2] if apart else axes:
         lines = [_curve(row, style[row.name], of) for row in rows if row.finished]
         charts.append(Chart(title, f"{x} (log)", "bits per byte", lines, log_x=True, x_text=short))
     return _figures("loss", charts)

@@ -73,12 +73,14 @@ def sections(results: dict[str, Any]) -> list[Section]:
     """Everything that was measured; a suite that was not run has no section."""
     plan, rows, noun = results["plan"], ranked(results), _noun(results)
     style = figures.styles(list(results["designs"]), plan["reference"])
+    apart = results.get("parts", 1) > 1
     parts = [
         _ranking(rows, results, noun, style),
-        Section("loss", "Loss", _loss_note(plan), figures.losses(rows, style)),
+        Section("loss", "Loss", _loss_note(plan), figures.losses(rows, style, apart)),
         _suite("position", "Loss by position in the context", rows, [], [tables.position(rows, noun)]),
         _suite("recall", "Recall", rows, [], tables.recall(rows, noun), _recall_note(rows)),
-        _suite("cost", "Cost", rows, figures.cost(rows, style), [tables.costs(rows, noun)], _cost_note(rows)),
+        _suite("cost", "Cost", rows, figures.cost(rows, style), [tables.costs(rows, noun)],
+               _cost_note(rows, apart)),
         _suite("calibration", "Calibration", rows, [], [tables.calibration(rows, noun)],
                "With one seed, the interval comes from bootstrapping windows of text."),
         _suite("robustness", "Robustness", rows, [], [tables.robustness(rows, noun)]),
@@ -199,16 +201,17 @@ def _recall_note(rows: Sequence[Row]) -> str:
     return f"Models of {size}, trained from scratch on each task; profile {options.get('profile')}."
 
 
-def _cost_note(rows: Sequence[Row]) -> str:
-    """A note on times at long contexts and on what was not measured."""
+def _cost_note(rows: Sequence[Row], apart: bool) -> str:
+    """A note on times at long contexts and on what was not measured. apart: the rows are of several comparisons."""
     notes = [f"{row.title}: {how}." for row in rows if (how := row.cost.get("positions"))]
     for row in rows:
         for what, why in (row.cost.get("skipped") or {}).items():
             at = f"at {context(int(what))}" if what.isdigit() else what
             notes.append(f"{row.title}, {at}: not measured, {why}.")
-    return " ".join(
-        ["All designs were interleaved in one run. Small figures: range of the measurements.", *notes]
-    )
+    how = "All designs were interleaved in one run."
+    if apart:
+        how = "Of several comparisons: each was interleaved by itself, so times of two need not compare."
+    return " ".join([how, "Small figures: range of the measurements.", *notes])
 
 
 def _suite(

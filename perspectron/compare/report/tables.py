@@ -200,7 +200,7 @@ def costs(rows: Sequence[Row], noun: str) -> Table:
         line = [Cell(name), ranged(speed, spread, short), Cell(size(cost.get("train_peak_bytes")))]
         line += [ranged(times[name].get(at), ranges.get(str(at)), short) for at in contexts]
         body.append([*line, *(Cell(size(states[name].get(at))) for at in contexts)])
-    return Table("Cost: medians of one run that interleaves all of them", head, body)
+    return Table("Cost: medians", head, body)
 
 
 def calibration(rows: Sequence[Row], noun: str) -> Table:
