@@ -23,7 +23,8 @@ from perspectron.util.files import locked
 
 @dataclass(frozen=True)
 class Ablate:
-    """Retrain the design of a run with parts removed, at the same parameters, text and learning rate, and report.
+    """Retrain the design of a run with parts removed, at the same parameters, text, tokenizer and learning rate, and
+    report.
 
     All other optimizer settings are those of `compare`.
 
