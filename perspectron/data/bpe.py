@@ -59,10 +59,24 @@ class _File(Struct):
 
 
 class Read(NamedTuple):
-    """A parsed file of the tokenizers library. value: its JSON. added: its added tokens."""
+    """A parsed file of the tokenizers library. value: its JSON. added: its added tokens. also: spellings of those that
+    are special though the file does not say so, as they begin or end texts."""
 
     value: dict[str, Any]
     added: list[Added]
+    also: frozenset[str] = frozenset()
+
+    @property
+    def special(self) -> list[str]:
+        """Spellings of the special added tokens. One letter of the vocabulary is none of them, whatever the file says:
+        texts are made of it, and some models are padded with "!"."""
+        vocab = self.value["model"]["vocab"]
+        letters = {token for token in (vocab if isinstance(vocab, dict) else dict(vocab)) if len(token) == 1}
+        return [
+            token.content
+            for token in self.added
+            if (token.special or token.content in self.also) and token.content not in letters
+        ]
 
     @property
     def ours(self) -> bool:
@@ -122,8 +136,8 @@ def aliased(file: Read) -> tuple[str, dict[str, str]]:
     names by spelling). They are random letters, drawn once for each process: nobody who does not know them can write
     them. In the vocabulary, too, special tokens have only these names, as Unigram makes whatever is in it, and no merge
     makes one. No normaliser sees a name, which it could take apart, and each is found within a word, too."""
-    value, special = file.value, [token.content for token in file.added if token.special]
-    names = {content: f"<{_ALIAS}{_letters(i)}>" for i, content in enumerate(special)}
+    value = file.value
+    names = {content: f"<{_ALIAS}{_letters(i)}>" for i, content in enumerate(file.special)}
     model: dict[str, Any] = dict(value["model"])
     vocab = model["vocab"]
     if isinstance(vocab, dict):
@@ -136,7 +150,7 @@ def aliased(file: Read) -> tuple[str, dict[str, str]]:
         model["unk_token"] = names[model["unk_token"]]
     added = [
         token | {"content": names[token["content"]], "normalized": False, "single_word": False}
-        if token.get("special")
+        if token["content"] in names
         else token
         for token in value.get("added_tokens") or []
     ]

@@ -1,6 +1,6 @@
 """Records of conversations: {"messages": [{"role": …, "content": …}, …]}, or ShareGPT's {"conversations": [{"from": …,
 "value": …}, …]}. Each answer of the assistant is learned, as a completion of all messages before it; what it says
-before the first message of a user is left out."""
+before the first message of a user is left out, and what has a `weight` of 0 is only read."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +10,15 @@ from perspectron.util.errors import ConfigError
 
 KEYS = ("messages", "conversations")
 """Fields of a record that may hold a conversation."""
+TOOLS = "tools"
+"""The field of a record that may hold the tools of its conversation."""
 NAMES = (("role", "from"), ("content", "value"))
 """Field names of a message's role, and of its text."""
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant"}
 """Roles as ShareGPT has them."""
+NOTHING: tuple[Any, ...] = (None, "", "[]", [], {})
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message with what was thought before it, which is not learned."""
 KNOWN = ("system", "developer", "user", "assistant", "tool")
 Message = dict[str, str]
 
@@ -28,6 +33,8 @@ def of(record: Any) -> list[Message] | None:
     if not found or (not any(map(record.get, found)) and "prompt" in record):
         return None
     field = next(filter(record.get, found), found[0])
+    if record.get(TOOLS) not in NOTHING:
+        raise NoTalk(f"{TOOLS!r} beside {field!r}, which the prompts would lack")
     begin = next((number for number, one in enumerate(record[field]) if _role(one) == "user"), 0)
     talk = [one for number, one in enumerate(record[field]) if number >= begin or _role(one) != "assistant"]
     said = [_message(one, field) for one in talk]
@@ -57,6 +64,8 @@ def _message(one: Any, field: str) -> Message:
     text = one.get(content)
     if one.get("tool_calls"):
         raise NoTalk(f"{field!r}: calls of tools, which are not learned")
+    if any(one.get(name) not in NOTHING for name in REASONING):
+        raise NoTalk(f"{field!r}: reasoning in a field of its own, which is not learned")
     if isinstance(text, list):  # parts, of which texts are joined
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
@@ -66,15 +75,16 @@ def _message(one: Any, field: str) -> Message:
         text = "".join(known) if len(known) == len(parts) else None
     if not isinstance(text, str):
         raise NoTalk(f"{field!r}: {content!r} is no text")
-    return {"role": who, "content": text}
+    return {"role": who, "content": text} | ({"weight": "0"} if one.get("weight") == 0 else {})
 
 
 def answers(said: list[Message], template: Template) -> Iterator[tuple[str, str, list[Message]]]:
     """(prompt, answer, messages that the prompt was made of) for each answer that is not empty. NoTalk: the template
     fails on them."""
+    plain = [{name: message[name] for name in ("role", "content")} for message in said]
     for number, message in enumerate(said):
-        if message["role"] == "assistant" and message["content"]:
+        if message["role"] == "assistant" and message["content"] and "weight" not in message:
             try:
-                yield template.prompt(said[:number]), message["content"], said[:number]
+                yield template.prompt(plain[:number]), message["content"], plain[:number]
             except ConfigError as error:
                 raise NoTalk(f"the chat template fails on them: {error}") from None

@@ -53,6 +53,7 @@ class Fields:
     def columns(self, there: Collection[str]) -> tuple[str, ...]:
         """The columns that are read, of those that are there."""
         talk = [name for name in chats.KEYS if name in there] if self.template else []
+        talk += [chats.TOOLS] if talk and chats.TOOLS in there else []
         pair = self.names if not talk or all(name in there for name in self.names) else ()
         return (*talk, *pair)
 

@@ -1,6 +1,6 @@
 """The ids that stand for no text: what begins a text, ends it, fills a batch, and begins memory anew."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,12 @@ OURS = Specials((0,), frozenset((0,)), None, 0)
 """The special ids of tokenizers that this library trains: one id separates documents."""
 
 
-def beside(folder: Path, ids: Mapping[str, int], prefix: Sequence[int]) -> Specials:
+def beside(folder: Path, ids: Mapping[str, int], prefix: Sequence[int], special: Collection[int]) -> Specials:
     """The special ids of a folder of transformers. ids: of its tokens by spelling. prefix: what the tokenizer itself
     puts first; where it puts nothing, `add_bos_token` of tokenizer_config.json may. stops: each eos of config.json,
-    generation_config.json and tokenizer_config.json. DataError, naming file and field, for what is no token."""
+    generation_config.json and tokenizer_config.json. special: ids of the special added tokens; the padding is one of
+    them or of the others, as some files name an ordinary token, which texts need. DataError, naming file and field, for
+    what is no token."""
     known = frozenset(ids.values())
     config, generation, own = (
         _Values(folder / f"{name}.json", ids, known)
@@ -103,6 +105,7 @@ def beside(folder: Path, ids: Mapping[str, int], prefix: Sequence[int]) -> Speci
         for id in source.ids("pad_token_id", unknown=True)
         if id in known
     ]
+    pad = [id for id in pad if id in special or id in stops or id in prefix]
     end = stops[0] if stops and stops[0] not in prefix else None
     return Specials(tuple(prefix), frozenset(stops), pad[0] if pad else None, None, end)
 

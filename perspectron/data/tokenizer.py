@@ -16,7 +16,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers, trainers
 
-from perspectron.data import bpe, specials, world
+from perspectron.data import added, bpe, specials, world
 from perspectron.data.bpe import END_OF_TEXT, MOST_TOKENS, blank, byte_letters
 from perspectron.data.specials import OURS, Specials
 from perspectron.util.errors import ConfigError, DataError
@@ -125,9 +125,15 @@ class Tokenizer:
                 f"{folder / TIKTOKEN}: of tiktoken, must be a tokenizer.json beside it to be read"
             )
         text = world.loaded(vocabulary) if not path.exists() and vocabulary.exists() else bpe.read(path)
+        return cls._beside(text, path)
+
+    @classmethod
+    def _beside(cls, text: str, path: Path) -> "Tokenizer":
+        """The tokenizer of a file, with what the files of transformers beside it add."""
+        bpe.parse(text, path)  # before it is looked into
+        text = added.complete(text, path.parent)
         made = cls(text, bpe.parse(text, path), path)
-        made.specials = made.beside(folder)
-        return made
+        return made._with(made.beside(path.parent), path)
 
     @classmethod
     def parse(cls, text: str, path: Path, special: Specials | None = None) -> "Tokenizer":
@@ -140,12 +146,25 @@ class Tokenizer:
             )
         made, kept = cls(text, file, path), path.with_name(specials.FILE)
         if special is not None:
-            made.specials = special
+            made = made._with(special, path)
         elif kept.exists():
-            made.specials = Specials.load(kept)
+            made = made._with(Specials.load(kept), path)
         elif not file.ours:
-            made.specials = made.beside(path.parent)
+            made = cls._beside(text, path)
         made.specials.check(path, made.vocab_size)
+        return made
+
+    def _with(self, special: Specials, path: Path) -> "Tokenizer":
+        """The same with these special ids. Added tokens that begin or end texts are special then, whatever the file
+        says, so that no user writes one."""
+        made, ids = self, special.stops.union(special.prefix)
+        also = {
+            token for token in self._added if self._spelled.get(token) in ids and token not in self.special
+        }
+        if also:
+            file = bpe.parse(self._text, path)._replace(also=frozenset(also))
+            made = Tokenizer(self._text, file, path)
+        made.specials = special
         return made
 
     def within(self, rows: int, path: Path) -> "Tokenizer":
@@ -170,7 +189,8 @@ class Tokenizer:
         ids: Mapping[str, int] = self._spelled
         if isinstance(self._inner, world.Longest):  # of which the files of a folder have texts, not letters
             ids = {self.token_bytes(id).decode(errors="replace"): id for id in ids.values()} | dict(ids)
-        return specials.beside(folder, ids, [id for id, _ in zip(first.ids, marks, strict=False)])
+        prefix = [id for id, _ in zip(first.ids, marks, strict=False)]
+        return specials.beside(folder, ids, prefix, set(self.special.values()))
 
     def save(self, path: Path) -> None:
         """Write the file as it came, and specials.json beside it where the ids are not those of this library, each
@@ -343,7 +363,7 @@ def _decoders(value: Any) -> set[str]:
 def _of(text: str, file: bpe.Read, place: object) -> tuple[Any, dict[str, str]]:
     """(the library's tokenizer of a file, with other names for special tokens; these names by spelling), the same for
     the same text: each one that encodes leaves 5 to 11 kB behind for good (tokenizers 0.23, docs/lab-notes.md)."""
-    known = _made.get(text)
+    known = _made.get((text, file.also))
     if known is None:
         inner, names = bpe.aliased(file)
         try:
@@ -356,12 +376,12 @@ def _of(text: str, file: bpe.Read, place: object) -> tuple[Any, dict[str, str]]:
             raise DataError(f"{place}: the tokenizers library cannot read it ({why})") from None
         while len(_made) >= _KEPT:
             _made.pop(next(iter(_made)))
-        _made[text] = known
+        _made[text, file.also] = known
     return known
 
 
 _KEPT = 8
-_made: dict[str, tuple[Any, dict[str, str]]] = {}
+_made: dict[tuple[str, frozenset[str]], tuple[Any, dict[str, str]]] = {}
 
 
 @contextlib.contextmanager

@@ -42,6 +42,8 @@ BAD = [
     {"messages": [{"role": "assistant", "content": {"text": "x"}}]},
     {"messages": [{"role": "assistant", "content": [{"type": "image", "url": "x"}]}]},
     {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
+    {"messages": TALKS[0], "tools": [{"type": "function"}]},
+    {"messages": [*TALKS[0][:4], {"role": "assistant", "content": "so", "reasoning_content": "hm"}]},
     {"messages": [{"role": "assistant", "content": "a NUL \0"}]},
     {"messages": [{"role": "assistant", "content": "half \ud83d"}]},
     {"conversations": [{"from": "gpt"}]},
@@ -71,6 +73,24 @@ def test_each_answer_is_learned_after_all_that_was_said_before_it(field, tmp_pat
     assert (f"{first}A number, 7.\n\n### user\nAnd 7+1?\n\n### assistant\n", "It is 8.") in said
     talks_of = [{document.name for document in part} for part in split.values()]
     assert not set.intersection(*talks_of)  # a talk is on one side
+
+
+def test_an_answer_of_no_weight_is_only_read(tmp_path):
+    talks = [[*talk[:2], talk[2] | {"weight": 0}, talk[3], talk[4] | {"weight": 1}] for talk in TALKS]
+    records = [{"messages": talk, "tools": []} for talk in talks]
+    _, split = documents(lines(tmp_path / "a.jsonl", records))
+    said = [document for part in split.values() for document in part]
+    assert len(said) == 40 and all(document.text.startswith("It is") for document in said)
+    assert all("A number" in document.prompt for document in said)
+
+
+def test_tools_in_a_table_are_seen(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    plain = [[m for m in talk if isinstance(m["content"], str)] for talk in TALKS]
+    records = [{"messages": talk, "tools": "[1]" if i < 3 else None} for i, talk in enumerate(plain)]
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    corpus, _ = documents(tmp_path / "a.parquet")
+    assert corpus.skipped_count == 3
 
 
 def test_a_json_array_and_parquet_hold_the_same(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken
@@ -151,6 +152,88 @@ def test_special_ids_are_those_of_the_files_beside(tmp_path, files, expected) ->
     for name, value in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(value))
     assert Tokenizer.load(tmp_path / "tokenizer.json").specials == expected
+
+
+def token(content: str, **flags: bool) -> dict[str, Any]:
+    return {
+        "content": content,
+        "special": True,
+        "normalized": False,
+        "lstrip": False,
+        "rstrip": False,
+        **flags,
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        ({"tokenizer_config": {"added_tokens_decoder": {"319": token("<|im_start|>")}}}, "<|im_start|>fox"),
+        ({"tokenizer_config": {"added_tokens_decoder": {"2": token("</s>", rstrip=True)}}}, "</s>\nfox"),
+        ({"tokenizer_config": {"additional_special_tokens": ["<|im_start|>", "</s>"]}}, "<|im_start|>fox</s>"),
+        ({"tokenizer_config": {"extra_special_tokens": {"image_token": "<img>"}}}, "fox <img> fox"),
+        ({"special_tokens_map": {"additional_special_tokens": ["<img>"]}}, "fox <img> fox"),
+        ({"added_tokens": {"<|im_start|>": 319, "<|b|>": 320}}, "<|im_start|>fox<|b|>"),
+        ({"tokenizer_config": {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}}, "fox jumps"),
+        ({"tokenizer_config": {"add_prefix_space": True}}, "fox jumps"),
+    ],
+)  # fmt: skip
+def test_tokens_and_flags_that_the_files_beside_add_are_those_of_transformers(files, text, tmp_path) -> None:
+    KINDS["gpt2"]().save(str(tmp_path / "tokenizer.json"))
+    whole = {"tokenizer_config": {}} | files
+    whole["tokenizer_config"] = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", **whole["tokenizer_config"],
+    }  # fmt: skip
+    for name, value in whole.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer.of_transformers(tmp_path)
+    assert ours.encode(ours.marked(text)) == theirs.encode(text)
+    ours.save(tmp_path / "kept" / "tokenizer.json")
+    assert Tokenizer.load(tmp_path / "kept" / "tokenizer.json").encode(ours.marked(text)) == theirs.encode(
+        text
+    )
+
+
+def test_an_added_token_with_an_id_that_it_cannot_have_is_refused(tmp_path) -> None:
+    KINDS["gpt2"]().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": {"400": token("<a>")}})
+    )
+    with refused(DataError, "tokenizer_config.json", 400, 319):
+        Tokenizer.of_transformers(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2"])
+def test_a_letter_that_pads_is_a_letter_of_texts(kind, tmp_path) -> None:
+    """As "!" does in some published models: named beside, or saved by transformers as a special token."""
+    text = "so! it said 'wow!'"
+    for named in (True, False):
+        made = KINDS[kind]()
+        if named:
+            (tmp_path / "config.json").write_text(json.dumps({"pad_token_id": made.token_to_id("!")}))
+        else:
+            (tmp_path / "config.json").unlink()
+            made.add_special_tokens(["!"])
+        made.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = Tokenizer.of_transformers(tmp_path)
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and ids == made.encode(text, add_special_tokens=False).ids
+        assert tokenizer.byte_counts()[ids].sum() == len(text)
+
+
+def test_a_token_that_ends_texts_is_special_whatever_its_file_says(tmp_path) -> None:
+    made = KINDS["gpt2"]()
+    made.add_tokens([AddedToken("<|im_end|>", normalized=False)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    end = made.token_to_id("<|im_end|>")
+    assert tokenizer.encode(tokenizer.marked("hi<|im_end|>"))[-1] == end
+    assert end not in tokenizer.encode("hi<|im_end|>") and tokenizer.decode([end]) == ""
+    tokenizer.save(tmp_path / "kept" / "tokenizer.json")
+    kept = Tokenizer.load(tmp_path / "kept" / "tokenizer.json")
+    assert end not in kept.encode("hi<|im_end|>") and kept.fingerprint == tokenizer.fingerprint
 
 
 def test_a_prefix_may_be_said_beside(tmp_path) -> None:

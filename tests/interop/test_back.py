@@ -5,12 +5,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from perspectron.cli.main import main
 from perspectron.data import origin
 from perspectron.interop import foreign
 from perspectron.interop.hf.back import put_back
+from perspectron.opening import open_model
 from tests.foreign_models import saved, tokenizer
 from tests.interop import families, test_families, test_hybrids
 from tests.refusals import names
@@ -79,3 +80,23 @@ def test_the_reason_is_told_of_a_checkpoint_as_of_its_run(tmp_path, capsys):
         capsys.readouterr()
         assert main(["export", str(path), "--hf", str(tmp_path / f"out-{number}")]) == 0
         assert "another config" in capsys.readouterr().err
+
+
+def test_what_was_learned_since_is_not_rounded_to_what_it_came_in(tmp_path, monkeypatch):
+    """transformers loads in the dtype that config.json names."""
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "hf", "llama", tokenizer())
+    half = AutoModelForCausalLM.from_pretrained("hf", dtype=torch.bfloat16)
+    half.save_pretrained("hf")
+    (tmp_path / "text.txt").write_text("The cat sat on the mat, and the dog on the log. " * 300)
+    more = ["--steps", "2", "--seq-len", "16", "--batch-size", "2", "--dtype", "float32", "--lr", "1e-4"]
+    assert main(["import", "hf", "--out", "came"]) == 0
+    assert main(["train", "--init", "came", "--data", "text.txt", "--out", "run", *more]) == 0
+    for run, dtype in (("came", torch.bfloat16), ("run", torch.float32)):
+        assert main(["export", run, "--hf", f"{run}-out"]) == 0
+        theirs = AutoModelForCausalLM.from_pretrained(f"{run}-out", attn_implementation="eager").eval()
+        assert theirs.dtype == dtype
+    with torch.no_grad():
+        ids = families.text(rows=1)
+        ours = open_model(tmp_path / "run").model(ids).logits
+        assert torch.allclose(theirs(ids).logits, ours, atol=1e-4)

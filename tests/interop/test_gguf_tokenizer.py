@@ -154,11 +154,32 @@ def test_special_tokens_keep_their_roles(tmp_path):
         "eos_token_id": 4,
         "eot_token_id": 5,
     }
-    ours = ours_of(written(tmp_path / "vocab.gguf", **values, padding_token_id=6), tmp_path)
     end = len(values["tokens"]) - 2
-    assert ours.specials.prefix == (3,) and ours.specials.pad == 6
+    ours = ours_of(written(tmp_path / "vocab.gguf", **values, padding_token_id=end), tmp_path)
+    assert ours.specials.prefix == (3,) and ours.specials.pad == end
     assert ours.specials.stops == {4, 5, end}, "a token that is spelled as an end is one"
     assert end not in ours.encode("<|end|>") and end + 1 in ours.encode("x<b>y")
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4])
+@pytest.mark.parametrize("named", [True, False])
+def test_what_is_spelled_as_an_end_is_one_of_any_type(kind, named, tmp_path):
+    values = bytewise("llama-bpe")
+    end = len(values["tokens"]) - 2
+    values["tokens"][end], values["token_type"][end] = "<|im_end|>", kind
+    values["eos_token_id"] = end if named else 5
+    ours = ours_of(written(tmp_path / "vocab.gguf", **values), tmp_path)
+    assert end in ours.specials.stops and ours.encode(ours.marked("hi<|im_end|>"))[-1] == end
+    assert end not in ours.encode("hi<|im_end|>")
+
+
+@pytest.mark.parametrize(("kind", "ends"), [(4, False), (3, True)])
+def test_html_is_an_end_only_where_the_file_says_so(kind, ends, tmp_path):
+    """Gemma has "</s>" for struck text."""
+    values = scored(True) | {"eos_token_id": 1}
+    values["token_type"][2] = kind
+    ours = ours_of(written(tmp_path / "vocab.gguf", **values), tmp_path)
+    assert (2 in ours.specials.stops) == ends and (2 in ours.encode("a</s>b")) != ends
 
 
 @pytest.mark.parametrize(

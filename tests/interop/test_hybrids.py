@@ -85,6 +85,7 @@ def test_the_text_of_a_model_of_images_is_read(tmp_path):
     [
         (0, {"layer_types": ["linear_attention"] * 3 + ["conv"]}, ["layer_types", "conv"]),
         (0, {"linear_num_key_heads": 3}, ["linear_num_key_heads", 3]),
+        (0, {"hidden_act": "gelu_pytorch_tanh"}, ["hidden_act", "gelu_pytorch_tanh"]),
         (0, {"attn_output_gate": False}, ["attn_output_gate", False]),
         (2, {"num_local_experts": 4, "num_experts_per_tok": 5}, ["num_experts_per_tok", 5]),
         (2, {"mamba_n_heads": 7}, [7, 8, 56]),
@@ -95,6 +96,7 @@ def test_the_text_of_a_model_of_images_is_read(tmp_path):
         (4, {"layer_types": ["mamba"] * 4}, ["layer_types", "linear_attention"]),
         (4, {"window": 3}, ["window", 3]),
         (6, {"mlp_bias": True}, ["mlp_bias", True]),
+        (6, {"hidden_act": "gelu_pytorch_tanh"}, ["hidden_act", "gelu_pytorch_tanh"]),
         (7, {"hidden_act": "relu"}, ["hidden_act", "relu"]),
     ],
 )

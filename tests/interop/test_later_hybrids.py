@@ -193,6 +193,7 @@ def test_a_letter_for_each_layer_means_what_a_list_does(tmp_path):
         (2, {"layer_types": ["conv"] * 4}, ["layer_types", "conv"]),
         (2, {"hidden_act": "gelu_pytorch_tanh"}, ["hidden_act", "gelu_pytorch_tanh"]),
         (2, {"linear_use_gate": False}, ["linear_use_gate", False]),
+        (5, {"hidden_act": "gelu_pytorch_tanh"}, ["hidden_act", "gelu_pytorch_tanh"]),
         (4, {"mlp_hidden_act": "gelu"}, ["mlp_hidden_act", "gelu"]),
         (4, {"tie_word_embeddings": True}, ["tie_word_embeddings", True]),
         (4, {"attention_bias": True}, ["attention_bias", True]),

@@ -120,6 +120,18 @@ def test_matrices_are_taken_over(to, options):
     assert torch.isfinite(logits(made)).all()
 
 
+def test_attention_beside_another_mixer_is_refused_as_that():
+    whole = presets.get("transformer-tiny")
+    (block, *_) = whole.blocks
+    both = replace(block, mixer=config_of("gla", heads=2), beside=block.mixer)
+    said = []
+    for model in (build(replace(whole, blocks=(both, both)), 0), build(presets.get("gla-tiny"), 0)):
+        with pytest.raises(ConfigError) as error:
+            attention_in(model)
+        said.append(str(error.value))
+    assert said[0].count("mixer") > said[1].count("mixer") == 0
+
+
 @pytest.mark.parametrize("to", ["perspective2", "gla", "gdn"])
 @pytest.mark.parametrize("form", ["shift=true", "shift=k+v", "input_conv=true", "input_conv=k+v"])
 def test_inputs_read_of_tokens_before_what_those_of_the_teacher_read(to, form):

@@ -12,6 +12,7 @@ HARMLESS = ("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")
 
 
 def config(source: Source) -> ModelConfig:
+    source.must("hidden_act", ("silu",), "silu")  # of the recurrence, too
     source.must("mlp_bias", (False,), False)  # transformers ignores the key: no biases
     ssd = mamba2.mixer(source, mamba2.Keys(), groups=1, state=256)
     bias = decoder.flag(source, "attention_bias", False)

@@ -42,6 +42,7 @@ config_within = partial(decoder.within, config)
 
 def mixers(source: Source, *, key_heads: int) -> list[Any]:
     """The mixer of each layer. key_heads: default number of attention's key heads."""
+    source.must("hidden_act", ("silu",), "silu")  # of the recurrence, too
     count, every = decoder.layers(source), source.number("full_attention_interval", 4)
     silent = [LINEAR if (i + 1) % every else GLOBAL for i in range(count)]
     kinds = decoder.kinds(source, silent, (LINEAR, GLOBAL))

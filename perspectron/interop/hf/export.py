@@ -1,7 +1,9 @@
 """Export of a run as a folder of transformers. (`perspectron.interop.foreign` reads it back.)"""
 
+import json
 from pathlib import Path
 
+import torch
 from transformers import GenerationConfig
 
 from perspectron.data import origin
@@ -17,10 +19,12 @@ from perspectron.util.files import atomic
 from perspectron.util.tensors import save_tensors
 from perspectron.util.version import __version__
 
+CONFIG = "config.json"
+
 
 def export(opened: Opened, out: Path) -> str:
     """Write a run's model as a new folder that `from_pretrained` reads, with a card of the run's own numbers. An
-    imported model is written in its family's format, beside its other files unchanged, and "" is returned. If that is
+    imported model is written in its family's format, beside its other files, and "" is returned. If that is
     not possible, the reason is returned, and the model is written as our class, with code for users without
     perspectron. ConfigError for an artifact in few bits, and if `out` exists; StorageError if it cannot be written."""
     opened.folder.of_run()
@@ -35,6 +39,9 @@ def export(opened: Opened, out: Path) -> str:
             save_tensors(temporary / "model.safetensors", weights, {"format": "pt"})
             (temporary / "tokenizer.json").write_text(opened.tokenizer.to_str(), encoding="utf-8")
             for name, text in origin.files(came).items():
+                kinds = {tensor.dtype for tensor in weights.values()}
+                if name == CONFIG and torch.float32 in kinds:
+                    text = _in_float32(text, mixed=len(kinds) > 1)
                 if name != origin.WEIGHTS:
                     (temporary / name).write_text(text, encoding="utf-8")
         if (template := opened.template()) is not None:
@@ -42,6 +49,19 @@ def export(opened: Opened, out: Path) -> str:
         text = card.card(opened, out.name, remote=isinstance(weights, str))
         (temporary / "README.md").write_text(text, encoding="utf-8")
     return weights if isinstance(weights, str) else ""
+
+
+def _in_float32(text: str, *, mixed: bool) -> str:
+    """The text of a config.json with "float32" as its dtype, so that weights which learned since are not rounded to
+    what they came in; as it is where it says nothing else. mixed: some weights are still narrower."""
+    values = json.loads(text)
+    if mixed and not values.keys() & {"dtype", "torch_dtype"}:
+        values["dtype"] = "float32"
+    for part in (values, values.get("text_config")):
+        names = [name for name in ("dtype", "torch_dtype") if isinstance(part, dict) and name in part]
+        for name in names:
+            part[name] = "float32"
+    return text if values == json.loads(text) else json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
 def write(model: LanguageModel, tokenizer: Tokenizer, out: Path) -> None:

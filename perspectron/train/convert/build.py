@@ -37,7 +37,9 @@ def attention_in(model: LanguageModel) -> list[int]:
         for index, block in enumerate(blocks_of(model))
         if block.config.mixer is not None and type(block.mixer).heads is not Mixer.heads
     ]
-    require(bool(found), "run", model.config.name, "a model with attention to convert")
+    both = any(type(mixer).heads is not Mixer.heads for block in blocks_of(model) for mixer in block.mixers)
+    why = ", alone in its layer: beside another mixer it cannot be converted" if both else ""
+    require(bool(found), "run", model.config.name, f"a model with attention to convert{why}")
     return found
 
 

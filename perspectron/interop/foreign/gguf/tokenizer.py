@@ -48,11 +48,13 @@ SPLITS = {
     "tekken": _split(_TEKKEN),
 }
 """Pre-tokenizers by `tokenizer.ggml.pre`."""
-ENDS = (
+SURELY = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>",
-    "<|end_of_text|>", "<end_of_utterance>", "</s>", "<eos>",
+    "<|end_of_text|>", "<end_of_utterance>",
 )  # fmt: skip
-"""Control tokens that end a text, as llama.cpp knows them, beside those that the metadata names."""
+"""Tokens that end a text, as llama.cpp knows them, beside those that the metadata names."""
+ENDS = ("</s>", "<eos>")
+"""The same where the file calls them control tokens: to Gemma "</s>" is HTML."""
 
 LONGEST = 1024
 """Most characters of a SentencePiece token, as every split of it is tried."""
@@ -114,10 +116,13 @@ def files(container: Container) -> dict[str, dict[str, Any]]:
     first = bool(data.get("add_bos_token", kind == "llama" or pre in _WHOLE)) and roles["bos"] is not None
     named = (roles["eos"], data.id("eot"), data.id("eom"))
     spelled = (data.ids[end] for end in ENDS if end in data.ids and data.kinds[data.ids[end]] == CONTROL)
-    stops = list(dict.fromkeys(id for id in (*named, *spelled) if id is not None))
+    surely = (data.ids[end] for end in SURELY if end in data.ids)
+    stops = list(dict.fromkeys(id for id in (*named, *surely, *spelled) if id is not None))
     ends = stops[0] if len(stops) == 1 else stops or None
     if kind == "rwkv":
         return _world(data, roles, ends)
+    for id in stops:
+        data.kinds[id] = CONTROL  # whatever the file says, as in llama.cpp
     made = _spm(data, roles["unknown"]) if kind == "llama" else _bpe(data, str(pre))
     added = [
         {"id": id, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
