@@ -337,8 +337,8 @@ def test_what_is_no_text_is_refused() -> None:
 def test_ids_of_padding_that_are_none_are_refused(tmp_path, file) -> None:
     for id, expected in ((1, 1), ([1], 1), (-1, None), (None, None)):
         (tmp_path / file).write_text(json.dumps({"pad_token_id": id}))
-        assert specials.beside(tmp_path, {"a": 0, "b": 1}, ()).pad == expected
+        assert specials.beside(tmp_path, {"a": 0, "b": 1}, (), {1}).pad == expected
     for id in ({"b": 1}, [[1]], "b", 1.0):
         (tmp_path / file).write_text(json.dumps({"pad_token_id": id}))
         with refused(DataError, tmp_path / file, "pad_token_id"):
-            specials.beside(tmp_path, {"a": 0, "b": 1}, ())
+            specials.beside(tmp_path, {"a": 0, "b": 1}, (), ())
