@@ -227,7 +227,7 @@ def test_text_that_is_encoded_is_read_as_it_is(text, tmp_path, capsys):
     corpus, out = tmp_path / "corpus", tmp_path / "out"
     made = ["tokenize", str(text), "--out", str(corpus), "--vocab-size", "280", "--dev", "0.1"]
     assert main(made) == 0
-    command = [*COMMAND, "--data", str(corpus), "--out", str(out), "--sizes", "60k"]
+    command = [*COMMAND, "--data", str(corpus), "--out", str(out), "--sizes", "60k", "--designs", "ssd"]
     capsys.readouterr()
     assert main(command) == ConfigError.exit_code and names(capsys.readouterr().err, "vocab_size", 280)
     assert main([*command, "--vocab-size", "0"]) == 0
