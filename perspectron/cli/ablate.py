@@ -16,6 +16,7 @@ from perspectron.eval.suites import OF_TEXT
 from perspectron.model.census import active_parameters
 from perspectron.opening import describe
 from perspectron.presets import DESIGNS, design_of
+from perspectron.train.checkpoint import run_of
 from perspectron.train.config import RunConfig
 from perspectron.util.config import between_commas, one_of, require
 from perspectron.util.files import locked
@@ -91,5 +92,5 @@ class Ablate:
             config.model.vocab_size, train.seq_len, train.batch_size * train.accumulate, (train.optim.lr,),
             (min(1.0, train.optim.warmup / train.steps),), dtype=train.dtype, device=train.device,
             suites=tuple(one_of(name, OF_TEXT, "suites") for name in between_commas(self.suites)),
-            tokenizer="bpe" if own else str((self.run / "tokenizer.json").resolve()),
+            tokenizer="bpe" if own else str((run_of(self.run) / "tokenizer.json").resolve()),
         )  # fmt: skip

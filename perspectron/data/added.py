@@ -1,37 +1,66 @@
 """Tokens and flags that a folder of transformers adds to its tokenizer.json, as transformers does when it loads one."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET, Struct, UnsetType
+
 from perspectron.util.errors import DataError
 from perspectron.util.files import read_json
+from perspectron.util.schema import checked
 
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 CONFIG, MAP, OLD = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-SPACED = ("GPT2Tokenizer", "Qwen2Tokenizer")
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+READ = ("bos_token", "eos_token", "pad_token")
+"""Those that `perspectron.data.specials` reads, and refuses where there is no such token."""
+SPACED = tuple(f"{kind}Tokenizer" for kind in ("GPT2", "Qwen2", "Qwen3_5", "GPTNeoX", "CodeGen", "Cohere"))
 """Classes that put a space before each text as tokenizer_config.json says, whatever tokenizer.json does."""
 
 
-def completed(value: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The JSON of a tokenizer with the added tokens and flags of the files beside it; itself where they add nothing.
-    DataError, naming file and field: damaged, or an id that the token cannot have."""
+class _Token(Struct):
+    content: str
+    lstrip: bool | UnsetType = UNSET
+    rstrip: bool | UnsetType = UNSET
+    single_word: bool | UnsetType = UNSET
+    normalized: bool | UnsetType = UNSET
+    special: bool | UnsetType = UNSET
+
+    def flags(self) -> dict[str, bool]:
+        return {name: getattr(self, name) for name in FLAGS if getattr(self, name) is not UNSET}
+
+
+_Listed = list[str | _Token]
+
+
+class _Lists(Struct):
+    """The part of tokenizer_config.json and special_tokens_map.json that is checked here."""
+
+    added_tokens_decoder: dict[str, _Token] | None = None
+    additional_special_tokens: _Listed | None = None
+    extra_special_tokens: _Listed | dict[str, str | _Token] | None = None
+
+
+def complete(text: str, folder: Path) -> str:
+    """The text of a valid tokenizer.json with the added tokens and flags of the files beside it; the same text where
+    they add nothing. DataError, naming file and field: damaged, or an id that the token cannot have."""
+    value = json.loads(text)
     vocab = value["model"]["vocab"]
     ids = dict(vocab) if isinstance(vocab, dict) else {piece: id for id, (piece, _) in enumerate(vocab)}
     added = {token["content"]: token for token in value.get("added_tokens") or []}
-    if not all(type(token.get("id")) is int for token in added.values()):
-        return value  # which the library refuses
     ids |= {content: token["id"] for content, token in added.items()}
-    changed = dict[str, Any]()
-    for field, token in _tokens(folder):
-        content, id = token["content"], ids.get(token["content"], max(ids.values(), default=-1) + 1)
-        if token.get("id", id) != id:
-            raise DataError(f"{folder / field}: {content!r} is token {token['id']}, must be {id}")
-        known = changed.get(content) or added.get(content) or {"normalized": not token.get("special")}
-        flags = {name: bool(token.get(name, known.get(name, False))) for name in FLAGS}
-        changed[content] = {"id": id, "content": content} | flags
-        ids[content] = id
+    changed, free = dict[str, Any](), max(ids.values(), default=-1) + 1
+    for file, token, wanted in _tokens(folder, frozenset(ids)):
+        id = ids.get(token.content, free)
+        if wanted is not None and wanted != id:
+            raise DataError(f"{folder / file}: {token.content!r} is token {wanted}, must be {id}")
+        known = changed.get(token.content) or added.get(token.content)
+        known = known or {"normalized": token.special is not True}
+        flags = {name: known.get(name, False) for name in FLAGS} | token.flags()
+        changed[token.content] = {"id": id, "content": token.content} | flags
+        ids[token.content], free = id, max(free, id + 1)
     tokens = sorted((added | changed).values(), key=lambda token: int(token["id"]))
     result = value if list(added.values()) == tokens else value | {"added_tokens": tokens}
     config = _object(folder / CONFIG)
@@ -39,30 +68,53 @@ def completed(value: dict[str, Any], folder: Path) -> dict[str, Any]:
     if isinstance(space, bool) and kind in SPACED:
         pre = _spaced(value.get("pre_tokenizer"), space)
         result = result if pre == value.get("pre_tokenizer") else result | {"pre_tokenizer": pre}
-    return result
+    return text if result is value else json.dumps(result, indent=2, ensure_ascii=False)
 
 
-def _tokens(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file, content with the flags and id that it gives) of each token, in the order in which they get ids."""
-    config = _object(folder / CONFIG)
-    listed = config.get("added_tokens_decoder")
-    listed = listed if isinstance(listed, dict) else {}
-    for id, token in sorted(((int(id), token) for id, token in listed.items() if id.isdecimal())):
-        if isinstance(token, dict) and isinstance(token.get("content"), str):
-            yield CONFIG, {**token, "id": id}
-    old = {content: id for content, id in _object(folder / OLD).items() if type(id) is int}
-    spelled = {token.get("content") for token in listed.values() if isinstance(token, dict)}
-    for content, id in sorted(old.items(), key=lambda item: item[1]):
-        if content not in spelled:
-            yield OLD, {"content": content, "id": id}
-    for name, values in ((CONFIG, config), (MAP, _object(folder / MAP))):
-        for field in ("additional_special_tokens", "extra_special_tokens"):
-            more = values.get(field) or ()
-            for token in more.values() if isinstance(more, dict) else more:
-                token = token if isinstance(token, dict) else {"content": token}
-                if isinstance(token.get("content"), str):
-                    flags = {key: flag for key, flag in token.items() if key != "id"}
-                    yield name, {**flags, "special": True}
+def _tokens(folder: Path, spelled: Collection[str]) -> Iterator[tuple[str, _Token, int | None]]:
+    """(file, token, its id where it is said) in the order in which transformers gives ids to new ones: those of
+    `added_tokens_decoder`, or else the old file; those with a role; then the further special ones. spelled: by
+    tokenizer.json."""
+    config, old = _object(folder / CONFIG), _object(folder / OLD)
+    lists = _checked(config, folder / CONFIG)
+    sources = [(CONFIG, config, lists)]
+    if lists.added_tokens_decoder is not None:
+        listed = {_id(id, folder / CONFIG): token for id, token in lists.added_tokens_decoder.items()}
+        yield from ((CONFIG, listed[id], id) for id in sorted(listed))
+    else:
+        known = sorted((_id(id, folder / OLD), content) for content, id in old.items())
+        yield from ((OLD, _Token(content), id) for id, content in known if content)
+        more = _object(folder / MAP)
+        sources.append((MAP, more, _checked(more, folder / MAP)))
+    for file, values, _ in sources:
+        for name in (*NAMED, *(name for name in values if name.endswith("_token") and name not in NAMED)):
+            value = values.get(name)
+            content = value.get("content") if isinstance(value, dict) else value
+            if isinstance(content, str) and content and (name not in READ or content in spelled):
+                yield file, _Token(content, special=True), None
+    for file, _, its in sources:
+        extra, further = its.extra_special_tokens, its.additional_special_tokens or []
+        tokens = (
+            further if extra is None else extra if isinstance(extra, list) else [*extra.values(), *further]
+        )
+        for token in tokens:
+            made = _Token(token) if isinstance(token, str) else token
+            if made.content:
+                yield file, _Token(made.content, **(made.flags() | {"special": True})), None
+
+
+def _checked(value: dict[str, Any], path: Path) -> _Lists:
+    known = {name: value[name] for name in _Lists.__struct_fields__ if name in value}
+    found: _Lists = checked(known, _Lists, DataError, str(path))
+    return found
+
+
+def _id(id: Any, path: Path) -> int:
+    if isinstance(id, str) and id.isascii() and id.isdecimal() and len(id) < 10:
+        return int(id)
+    if type(id) is int and 0 <= id < 10**9:
+        return id
+    raise DataError(f"{path}: id {str(id)[:40]!r} of an added token, must be a whole number ≥ 0")
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -79,10 +131,3 @@ def _spaced(pre: Any, space: bool) -> Any:
     if pre.get("type") == "Sequence":
         return pre | {"pretokenizers": [_spaced(part, space) for part in pre.get("pretokenizers", [])]}
     return pre | {"add_prefix_space": space} if pre.get("type") == "ByteLevel" else pre
-
-
-def complete(text: str, folder: Path) -> str:
-    """`completed` of a text; the same text where nothing is added."""
-    value = json.loads(text)
-    full = completed(value, folder)
-    return text if full is value else json.dumps(full, indent=2, ensure_ascii=False)

@@ -68,15 +68,11 @@ class Read(NamedTuple):
 
     @property
     def special(self) -> list[str]:
-        """Spellings of the special added tokens. One letter of the vocabulary is none of them, whatever the file says:
-        texts are made of it, and some models are padded with "!"."""
-        vocab = self.value["model"]["vocab"]
-        letters = {token for token in (vocab if isinstance(vocab, dict) else dict(vocab)) if len(token) == 1}
-        return [
-            token.content
-            for token in self.added
-            if (token.special or token.content in self.also) and token.content not in letters
-        ]
+        """Spellings of the special added tokens. The letter of a byte is none of them unless it begins or ends texts,
+        whatever the file says: texts are made of it, and some models are padded with "!"."""
+        letters = set(byte_letters()) - self.also
+        tokens = (token for token in self.added if token.special or token.content in self.also)
+        return [token.content for token in tokens if token.content not in letters]
 
     @property
     def ours(self) -> bool:

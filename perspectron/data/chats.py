@@ -10,13 +10,13 @@ from perspectron.util.errors import ConfigError
 
 KEYS = ("messages", "conversations")
 """Fields of a record that may hold a conversation."""
-TOOLS = "tools"
-"""The field of a record that may hold the tools of its conversation."""
+BESIDE = ("tools", "functions")
+"""Fields of a record that may hold the tools of its conversation."""
 NAMES = (("role", "from"), ("content", "value"))
 """Field names of a message's role, and of its text."""
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant"}
 """Roles as ShareGPT has them."""
-NOTHING: tuple[Any, ...] = (None, "", "[]", [], {})
+NOTHING: tuple[Any, ...] = (None, False, "", "[]", "{}", "null", [], {})
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message with what was thought before it, which is not learned."""
 KNOWN = ("system", "developer", "user", "assistant", "tool")
@@ -33,8 +33,9 @@ def of(record: Any) -> list[Message] | None:
     if not found or (not any(map(record.get, found)) and "prompt" in record):
         return None
     field = next(filter(record.get, found), found[0])
-    if record.get(TOOLS) not in NOTHING:
-        raise NoTalk(f"{TOOLS!r} beside {field!r}, which the prompts would lack")
+    for name in BESIDE:
+        if record.get(name) not in NOTHING:
+            raise NoTalk(f"{name!r} beside {field!r}, which the prompts would lack")
     begin = next((number for number, one in enumerate(record[field]) if _role(one) == "user"), 0)
     talk = [one for number, one in enumerate(record[field]) if number >= begin or _role(one) != "assistant"]
     said = [_message(one, field) for one in talk]
@@ -62,7 +63,7 @@ def _message(one: Any, field: str) -> Message:
     if who not in KNOWN:
         raise NoTalk(f"{field!r}: a role that is none of {', '.join(KNOWN)}")
     text = one.get(content)
-    if one.get("tool_calls"):
+    if one.get("tool_calls") or one.get("function_call"):
         raise NoTalk(f"{field!r}: calls of tools, which are not learned")
     if any(one.get(name) not in NOTHING for name in REASONING):
         raise NoTalk(f"{field!r}: reasoning in a field of its own, which is not learned")

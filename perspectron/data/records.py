@@ -53,7 +53,7 @@ class Fields:
     def columns(self, there: Collection[str]) -> tuple[str, ...]:
         """The columns that are read, of those that are there."""
         talk = [name for name in chats.KEYS if name in there] if self.template else []
-        talk += [chats.TOOLS] if talk and chats.TOOLS in there else []
+        talk += [name for name in chats.BESIDE if talk and name in there]
         pair = self.names if not talk or all(name in there for name in self.names) else ()
         return (*talk, *pair)
 
@@ -107,7 +107,7 @@ class Fields:
 
 def _key(said: Messages) -> str:
     """The key of messages as they are: what a template makes of them may contain the day's date."""
-    return json.dumps([list(message.values()) for message in said])
+    return json.dumps([[message["role"], message["content"]] for message in said])
 
 
 def _valid(text: str) -> bool:

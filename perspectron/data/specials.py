@@ -89,8 +89,8 @@ def beside(folder: Path, ids: Mapping[str, int], prefix: Sequence[int], special:
     """The special ids of a folder of transformers. ids: of its tokens by spelling. prefix: what the tokenizer itself
     puts first; where it puts nothing, `add_bos_token` of tokenizer_config.json may. stops: each eos of config.json,
     generation_config.json and tokenizer_config.json. special: ids of the special added tokens; the padding is one of
-    them or of the others, as some files name an ordinary token, which texts need. DataError, naming file and field, for
-    what is no token."""
+    them, or begins or ends texts, too: some files name an ordinary token, which texts need. DataError, naming file and
+    field, for what is no token."""
     known = frozenset(ids.values())
     config, generation, own = (
         _Values(folder / f"{name}.json", ids, known)

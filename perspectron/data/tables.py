@@ -124,6 +124,10 @@ def _parsed(line: bytes) -> Any:
         return Unreadable("no JSON")
 
 
+OF_TALKS = (*chats.KEYS, *chats.BESIDE)
+"""Columns that may be of any type."""
+
+
 class Parquet(FileTable):
     """Rows of a parquet file. A value that stands for many rows is decoded once."""
 
@@ -135,7 +139,7 @@ class Parquet(FileTable):
         for name, kind in kinds.items():
             kinds[name] = kind.value_type if str(kind).startswith("dictionary<") else kind
         talks = any(name in kinds for name in chats.KEYS)  # then other columns may be of any type
-        there = [name for name in kinds if not talks or name in chats.KEYS or str(kinds[name]) in STRINGS]
+        there = [name for name in kinds if not talks or name in OF_TALKS or str(kinds[name]) in STRINGS]
         self._columns = self._fields.columns(there)
         for column in self._texts:
             if str(kinds[column]) not in STRINGS:
@@ -145,7 +149,7 @@ class Parquet(FileTable):
 
     @property
     def _texts(self) -> list[str]:
-        return [name for name in self._columns if name not in chats.KEYS]
+        return [name for name in self._columns if name not in OF_TALKS]
 
     @contextmanager
     def _opened(self, dictionaries: Sequence[str] = ()) -> Iterator[Any]:

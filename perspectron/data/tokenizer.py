@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
@@ -130,9 +131,9 @@ class Tokenizer:
     @classmethod
     def _beside(cls, text: str, path: Path) -> "Tokenizer":
         """The tokenizer of a file, with what the files of transformers beside it add."""
-        bpe.parse(text, path)  # before it is looked into
-        text = added.complete(text, path.parent)
-        made = cls(text, bpe.parse(text, path), path)
+        made = cls(text, bpe.parse(text, path), path)  # a valid one, into which can be looked
+        if (whole := added.complete(text, path.parent)) != text:
+            made = cls(whole, bpe.parse(whole, path), path)
         return made._with(made.beside(path.parent), path)
 
     @classmethod
@@ -158,6 +159,8 @@ class Tokenizer:
         """The same with these special ids. Added tokens that begin or end texts are special then, whatever the file
         says, so that no user writes one."""
         made, ids = self, special.stops.union(special.prefix)
+        if special.pad is not None and special.pad not in {*ids, *self.special.values()}:
+            special = msgspec.structs.replace(special, pad=None)  # of an ordinary token, in files of before
         also = {
             token for token in self._added if self._spelled.get(token) in ids and token not in self.special
         }

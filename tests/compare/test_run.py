@@ -459,9 +459,10 @@ def test_an_ablation_reads_by_the_tokenizer_of_its_run(kind, text, tmp_path):
         kind,
     ]
     assert main([*command, *SHORT, "--set", "vocab_size=300", "--out", str(made)]) == 0
-    settings = Ablate(made).settings(checkpoint.load_config(made), ("transformer",))
-    tokenizer, _ = prepare(tmp_path / "out", settings)
-    assert tokenizer.fingerprint == Tokenizer.load(made / "tokenizer.json").fingerprint
+    for number, place in enumerate((made, made / "checkpoints" / "step-00000002")):
+        settings = Ablate(place).settings(checkpoint.load_config(made), ("transformer",))
+        tokenizer, _ = prepare(tmp_path / str(number), settings)
+        assert tokenizer.fingerprint == Tokenizer.load(made / "tokenizer.json").fingerprint
 
 
 def test_an_ablation_of_chats_is_refused_by_name(text, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Talks: records with `messages` or `conversations`, of which the answers are learned."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,8 @@ BAD = [
     {"messages": [{"role": "assistant", "content": [{"type": "image", "url": "x"}]}]},
     {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
     {"messages": TALKS[0], "tools": [{"type": "function"}]},
+    {"messages": TALKS[0], "functions": [{"name": "look"}]},
+    {"messages": [{"role": "assistant", "content": "so", "function_call": {"name": "look"}}]},
     {"messages": [*TALKS[0][:4], {"role": "assistant", "content": "so", "reasoning_content": "hm"}]},
     {"messages": [{"role": "assistant", "content": "a NUL \0"}]},
     {"messages": [{"role": "assistant", "content": "half \ud83d"}]},
@@ -77,17 +80,22 @@ def test_each_answer_is_learned_after_all_that_was_said_before_it(field, tmp_pat
 
 def test_an_answer_of_no_weight_is_only_read(tmp_path):
     talks = [[*talk[:2], talk[2] | {"weight": 0}, talk[3], talk[4] | {"weight": 1}] for talk in TALKS]
-    records = [{"messages": talk, "tools": []} for talk in talks]
+    records = [{"messages": talk, "tools": "null"} for talk in talks]
+    records += [{"messages": [*talk[:4], talk[4] | {"thinking": False}]} for talk in TALKS[:1]]
     _, split = documents(lines(tmp_path / "a.jsonl", records))
     said = [document for part in split.values() for document in part]
-    assert len(said) == 40 and all(document.text.startswith("It is") for document in said)
-    assert all("A number" in document.prompt for document in said)
+    assert len(said) == 42 and sum(document.text.startswith("It is") for document in said) == 41
+    sides = [
+        {document.prompt for document in part if "What is 0?" in document.prompt} for part in split.values()
+    ]
+    assert sum(map(bool, sides)) == 1  # the talk with weights, and without
 
 
-def test_tools_in_a_table_are_seen(tmp_path):
+@pytest.mark.parametrize("tools", ["[1]", [{"name": "look"}], ["look"]], ids=str)
+def test_tools_in_a_table_are_seen(tools, tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     plain = [[m for m in talk if isinstance(m["content"], str)] for talk in TALKS]
-    records = [{"messages": talk, "tools": "[1]" if i < 3 else None} for i, talk in enumerate(plain)]
+    records = [{"messages": talk, "tools": tools if i < 3 else None} for i, talk in enumerate(plain)]
     parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
     corpus, _ = documents(tmp_path / "a.parquet")
     assert corpus.skipped_count == 3
@@ -253,5 +261,7 @@ def test_training_on_talks_says_what_was_read_and_needs_a_template(tmp_path, cap
     in_a_line(capsys.readouterr().err.splitlines()[-1], "a.jsonl", "--template")
     assert main([*command, "--template", "plain"]) == 0
     said = capsys.readouterr().err
-    assert "records of a.jsonl" in said and str(len(BAD)) in said
+    told = [int(count) for count in re.findall(r"records of a.jsonl: (\d+) ", said)]
+    more = re.search(r"and (\d+) more kinds", said)
+    assert more and 0 < sum(told) <= len(BAD) - int(more[1])
     assert (tmp_path / "run" / "chat_template.jinja").exists()

@@ -176,6 +176,14 @@ def token(content: str, **flags: bool) -> dict[str, Any]:
         ({"added_tokens": {"<|im_start|>": 319, "<|b|>": 320}}, "<|im_start|>fox<|b|>"),
         ({"tokenizer_config": {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}}, "fox jumps"),
         ({"tokenizer_config": {"add_prefix_space": True}}, "fox jumps"),
+        ({"tokenizer_config": {"mask_token": "<m>", "additional_special_tokens": ["<i>"]}}, "fox<i>so<m>"),
+        ({"tokenizer_config": {"image_token": "<m>", "additional_special_tokens": ["<i>"]}}, "fox<i>so<m>"),
+        ({"tokenizer_config": {"additional_special_tokens": ["<a>"], "extra_special_tokens": {"x": "<b>"}}}, "<a><b>"),
+        ({"tokenizer_config": {"additional_special_tokens": ["<a>"], "extra_special_tokens": ["<b>"]}}, "<a><b>"),
+        ({"tokenizer_config": {"added_tokens_decoder": {"319": token("<a>")}},
+          "added_tokens": {"<a>": 400, "<b>": 500}, "special_tokens_map": {"additional_special_tokens": ["<c>"]}},
+         "<a><b><c>"),
+        ({"special_tokens_map": {"cls_token": "<a>", "additional_special_tokens": ["<c>"]}}, "<a><b><c>"),
     ],
 )  # fmt: skip
 def test_tokens_and_flags_that_the_files_beside_add_are_those_of_transformers(files, text, tmp_path) -> None:
@@ -202,6 +210,45 @@ def test_an_added_token_with_an_id_that_it_cannot_have_is_refused(tmp_path) -> N
     )
     with refused(DataError, "tokenizer_config.json", 400, 319):
         Tokenizer.of_transformers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "value"),
+    [
+        ("tokenizer_config", {"added_tokens_decoder": {"9" * 5000: token("<a>")}}),
+        ("tokenizer_config", {"added_tokens_decoder": {"٣١٩": token("<a>")}}),
+        ("tokenizer_config", {"added_tokens_decoder": [token("<a>")]}),
+        ("tokenizer_config", {"added_tokens_decoder": {"319": {"content": ["x"]}}}),
+        ("tokenizer_config", {"added_tokens_decoder": {"2": {"content": "</s>", "rstrip": "no"}}}),
+        ("tokenizer_config", {"additional_special_tokens": 5}),
+        ("tokenizer_config", {"extra_special_tokens": True}),
+        ("special_tokens_map", {"additional_special_tokens": "ab"}),
+        ("special_tokens_map", []),
+        ("added_tokens", {"<a>": 10**18}),
+        ("added_tokens", {"<a>": -1}),
+        ("added_tokens", {"<a>": "x"}),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_beside_is_named(file, value, tmp_path) -> None:
+    KINDS["gpt2"]().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / f"{file}.json").write_text(json.dumps(value))
+    with refused(DataError, f"{file}.json"):
+        Tokenizer.of_transformers(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "llama2", "t5"])
+@pytest.mark.parametrize("end", ["\ue000", "</s>"])
+def test_no_user_writes_what_ends_texts(kind, end, tmp_path) -> None:
+    """Of one letter, or in the vocabulary alone."""
+    made = KINDS[kind]()
+    made.add_special_tokens(["\ue000"])
+    value = json.loads(made.to_str())
+    value["added_tokens"] = [one for one in value["added_tokens"] if one["content"] != "</s>"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(value))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    tokenizer = Tokenizer.of_transformers(tmp_path)
+    (stop,) = tokenizer.specials.stops
+    assert stop not in tokenizer.encode(f"a{end}b") and stop in tokenizer.encode(tokenizer.marked(f"a{end}b"))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2"])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from perspectron.cli.main import main
@@ -100,3 +100,17 @@ def test_what_was_learned_since_is_not_rounded_to_what_it_came_in(tmp_path, monk
         ids = families.text(rows=1)
         ours = open_model(tmp_path / "run").model(ids).logits
         assert torch.allclose(theirs(ids).logits, ours, atol=1e-4)
+
+
+def test_a_model_of_several_dtypes_is_exported_as_it_came(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "hf", "llama", tokenizer())
+    AutoModelForCausalLM.from_pretrained("hf", dtype=torch.bfloat16).save_pretrained("hf")
+    tensors = load_file("hf/model.safetensors")
+    name = next(name for name in tensors if "norm" in name)
+    save_file(tensors | {name: tensors[name].float()}, "hf/model.safetensors", {"format": "pt"})
+    assert main(["import", "hf", "--out", "came"]) == 0 == main(["export", "came", "--hf", "out"])
+    assert {name: tensor.dtype for name, tensor in load_file("out/model.safetensors").items()} == {
+        own: torch.float32 if own == name else torch.bfloat16 for own in tensors
+    }
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"

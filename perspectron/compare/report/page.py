@@ -73,7 +73,7 @@ def sections(results: dict[str, Any]) -> list[Section]:
     """Everything that was measured; a suite that was not run has no section."""
     plan, rows, noun = results["plan"], ranked(results), _noun(results)
     style = figures.styles(list(results["designs"]), plan["reference"])
-    apart = results.get("parts", 1) > 1
+    apart = results.get("parts", 1) > 1 or "; " in str(results["conditions"].get("started"))  # of before
     parts = [
         _ranking(rows, results, noun, style),
         Section("loss", "Loss", _loss_note(plan), figures.losses(rows, style, apart)),

@@ -53,6 +53,12 @@ def put_back(model: LanguageModel, came: Path) -> dict[str, Tensor] | str:
     return found if same else "what its importer does to some weights cannot be undone"
 
 
+def widened(weights: Mapping[str, Tensor], came: Path) -> bool:
+    """True if a tensor of `put_back` has another dtype than it came in."""
+    known = read_json(came / origin.WEIGHTS, CheckpointError)
+    return any(tensor.dtype != getattr(torch, known[name][0]) for name, tensor in weights.items())
+
+
 class _Importer:
     """A family's importer, run on a folder with given tensors in place of the folder's."""
 

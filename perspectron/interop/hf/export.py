@@ -3,13 +3,12 @@
 import json
 from pathlib import Path
 
-import torch
 from transformers import GenerationConfig
 
 from perspectron.data import origin
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.hf import card, remote
-from perspectron.interop.hf.back import put_back
+from perspectron.interop.hf.back import put_back, widened
 from perspectron.interop.hf.configuration import PerspectronConfig
 from perspectron.interop.hf.tokenizer import fast_tokenizer
 from perspectron.model.model import LanguageModel
@@ -39,9 +38,8 @@ def export(opened: Opened, out: Path) -> str:
             save_tensors(temporary / "model.safetensors", weights, {"format": "pt"})
             (temporary / "tokenizer.json").write_text(opened.tokenizer.to_str(), encoding="utf-8")
             for name, text in origin.files(came).items():
-                kinds = {tensor.dtype for tensor in weights.values()}
-                if name == CONFIG and torch.float32 in kinds:
-                    text = _in_float32(text, mixed=len(kinds) > 1)
+                if name == CONFIG and widened(weights, came):
+                    text = _in_float32(text)
                 if name != origin.WEIGHTS:
                     (temporary / name).write_text(text, encoding="utf-8")
         if (template := opened.template()) is not None:
@@ -51,17 +49,15 @@ def export(opened: Opened, out: Path) -> str:
     return weights if isinstance(weights, str) else ""
 
 
-def _in_float32(text: str, *, mixed: bool) -> str:
+def _in_float32(text: str) -> str:
     """The text of a config.json with "float32" as its dtype, so that weights which learned since are not rounded to
-    what they came in; as it is where it says nothing else. mixed: some weights are still narrower."""
-    values = json.loads(text)
-    if mixed and not values.keys() & {"dtype", "torch_dtype"}:
-        values["dtype"] = "float32"
+    what they came in."""
+    values = {"dtype": "float32"} | json.loads(text)
     for part in (values, values.get("text_config")):
         names = [name for name in ("dtype", "torch_dtype") if isinstance(part, dict) and name in part]
         for name in names:
             part[name] = "float32"
-    return text if values == json.loads(text) else json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
 def write(model: LanguageModel, tokenizer: Tokenizer, out: Path) -> None:

@@ -173,13 +173,13 @@ class App:
     async def bisect(self, id: schema.Name, body: schema.Bisect, request: Request) -> JSONResponse:
         """Find the first token of a state's past after which the answer to a question meets a condition."""
         served = self.served(body.model)
-        bound = f"≤ {served.largest}, what this server draws at most"
-        asked = body.max_tokens or ANSWER
-        require(asked <= served.largest, "max_tokens", asked, bound)
+        most = served.largest
+        asked = body.max_tokens or (None if most >= ANSWER else most)
+        require((asked or 1) <= most, "max_tokens", asked, f"≤ {most}, what this server draws at most")
         until = until_of(body.until, expressions=False)
         ask = await served.ids(body.ask)
         session = await self._loaded(served, id)
-        steps = bisecting(session, ask, until, max_tokens=body.max_tokens)
+        steps = bisecting(session, ask, until, max_tokens=asked)
         found = await _result(request, served.engine.run(_later(steps)))
         return JSONResponse({"id": id, "object": "state.bisect", **asdict(found)})
 

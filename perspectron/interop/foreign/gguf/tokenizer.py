@@ -122,7 +122,8 @@ def files(container: Container) -> dict[str, dict[str, Any]]:
     if kind == "rwkv":
         return _world(data, roles, ends)
     for id in stops:
-        data.kinds[id] = CONTROL  # whatever the file says, as in llama.cpp
+        if len(data.tokens[id]) > 1:  # whatever the file says, as in llama.cpp
+            data.kinds[id] = CONTROL
     made = _spm(data, roles["unknown"]) if kind == "llama" else _bpe(data, str(pre))
     added = [
         {"id": id, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
