@@ -8,10 +8,10 @@ Shapes: B batch, T time, N tokens, D model width, E experts, A axes of the torus
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -312,7 +312,8 @@ class FixedRouter(Router):
 class Routed(nn.Module):
     """A layer with a router, whose parameters it holds under their names in checkpoints."""
 
-    no_decay: tuple[str, ...] = ()
+    recipe: ClassVar[Mapping[str, tuple[float, float]]] = {"offset_EA": (1.0, 0.0)}
+    """Places, one a row, have no decay: as `perspectron.model.mixer.Mixer.recipe`."""
     bias_E: Tensor
 
     def __init__(self, d_model: int, config: RoutedConfig) -> None:
@@ -322,7 +323,6 @@ class Routed(nn.Module):
         self.route_proj = nn.Linear(d_model, E if config.router == "switch" else axes)
         if config.offsets and config.router == "torus":
             self.offset_EA = nn.Parameter(torch.empty(E, axes))
-            self.no_decay = ("offset_EA",)
         if config.bias_rate > 0:
             self.register_buffer("bias_E", torch.empty(E))
 

@@ -89,4 +89,6 @@ def require_targets(split: Split, seq_len: int, limit_tokens: int | None, spread
         b.targets
         for b in windows(split, seq_len=seq_len, batch_size=1, limit_tokens=limit_tokens, spread=spread)
     ):
-        raise DataError(f"{split.name}: no completion among the tokens measured; measure more of it")
+        raise DataError(
+            f"{split.name}: no completion among the tokens measured; measure more of it (eval_tokens; eval --tokens)"
+        )

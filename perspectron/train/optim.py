@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from perspectron.experts.router import Routed
 from perspectron.model.mixer import Mixer
 from perspectron.util.config import at_least, one_of, positive, require
 
@@ -97,15 +98,15 @@ class Muon(AdamW):
 
 def recipe_of(model: nn.Module, groups: str) -> dict[int, tuple[float, float]]:
     """(factor of the learning rate, factor of the weight decay) of each weight with its own, by id. ConfigError, naming
-    `groups`: they are of a mixer that the model lacks."""
+    `groups`: they are of a mixer, or of experts, that the model lacks."""
     found = dict[int, tuple[float, float]]()
-    mixers = [module for module in model.modules() if isinstance(module, Mixer) and module.recipe]
-    kinds = {mixer.config.kind for mixer in mixers}
+    parts = [module for module in model.modules() if isinstance(module, Mixer | Routed) and module.recipe]
+    kinds = {part.config.kind for part in parts}
     one_of(groups, ("plain", "own", *sorted(kinds)), "groups")
-    for mixer in mixers:
-        if groups in ("own", mixer.config.kind):
-            for name, parameter in mixer.named_parameters():
-                fitting = (share for key, share in mixer.recipe.items() if fnmatch.fnmatchcase(name, key))
+    for part in parts:
+        if groups in ("own", part.config.kind):
+            for name, parameter in part.named_parameters():
+                fitting = (share for key, share in part.recipe.items() if fnmatch.fnmatchcase(name, key))
                 if share := next(fitting, None):
                     found[id(parameter)] = share
     return found
