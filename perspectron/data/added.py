@@ -84,7 +84,7 @@ def _tokens(folder: Path, spelled: Collection[str]) -> Iterator[tuple[str, _Toke
     else:
         known = sorted((_id(id, folder / OLD), content) for content, id in old.items())
         yield from ((OLD, _Token(content), id) for id, content in known if content)
-        more = _object(folder / MAP)
+        more = {name: value for name, value in _object(folder / MAP).items() if not config.get(name)}
         sources.append((MAP, more, _checked(more, folder / MAP)))
     for file, values, _ in sources:
         for name in (*NAMED, *(name for name in values if name.endswith("_token") and name not in NAMED)):

@@ -183,6 +183,8 @@ def token(content: str, **flags: bool) -> dict[str, Any]:
         ({"tokenizer_config": {"added_tokens_decoder": {"319": token("<a>")}},
           "added_tokens": {"<a>": 400, "<b>": 500}, "special_tokens_map": {"additional_special_tokens": ["<c>"]}},
          "<a><b><c>"),
+        ({"tokenizer_config": {"additional_special_tokens": ["<a>"]},
+          "special_tokens_map": {"additional_special_tokens": ["<b>"]}}, "<a><b>"),
         ({"special_tokens_map": {"cls_token": "<a>", "additional_special_tokens": ["<c>"]}}, "<a><b><c>"),
     ],
 )  # fmt: skip
