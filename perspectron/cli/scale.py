@@ -18,7 +18,7 @@ from perspectron.cli.options import BatchSize, Device, Jobs, SeqLen, count, tabl
 from perspectron.cli.progress import Work
 from perspectron.compare import pool, run, scaling
 from perspectron.compare.plan import Plan, models_of_designs, plan, threads_for, vocabulary_in
-from perspectron.compare.report.scaling import write
+from perspectron.compare.report.scaling import CROSSING, crossing_rows, sentence, write
 from perspectron.compare.report.summary import WINDOWS
 from perspectron.compare.run import Rate
 from perspectron.compare.scaling import STUDY, Point, Study
@@ -43,6 +43,8 @@ class Scale:
     In slices, of an hour each: perspectron scale --minutes 60 --out runs/scale
 
     Go on: perspectron scale --resume runs/scale
+
+    On another machine: copy scale-results.json alone into the new folder; what finished is not trained again.
     """
 
     FIRST: ClassVar[tuple[str, ...]] = (
@@ -97,9 +99,9 @@ class Scale:
                 code = 128 + stop.number
         found = write(out, study)
         console.print(_table(study, found))
-        console.print(scaling.sentence(found))
-        if crossings := scaling.crossing_rows(found):
-            console.print(table("where lines cross", scaling.CROSSING, crossings))
+        console.print(sentence(found))
+        if crossings := crossing_rows(found):
+            console.print(table("where lines cross", CROSSING, crossings))
         console.print(f"report: {out / scaling.PAGE}; numbers: {out / scaling.RESULTS}")
         if late.is_set():
             console.print(
@@ -110,33 +112,31 @@ class Scale:
 
     def _study(self, out: Path) -> Study:
         """The study of the options, or of the folder to resume. ConfigError: another study began in the folder."""
-        kept = out / STUDY
+        known = _known(out)
         if self.resume is not None:
             alone = self == Scale(resume=self.resume, minutes=self.minutes, jobs=self.jobs)
             require(alone, "resume", str(out), "the only option besides --minutes and --jobs")
-            if not kept.is_file():
+            if known is None:
                 raise ConfigError(f"no study at {out}{meant_beside(out)}")
-            resumed: Study = load(Study, read_json(kept, ConfigError), str(kept))
-            return resumed
+            return known
         study = Study(
             tuple(between_commas(self.designs)), tuple(count(size, "sizes") for size in between_commas(self.sizes)),
             tuple(self._ratios()), self.seeds, absolute(with_encoding(self.data, self.encoding)), self.heldout,
             self.dev, vocabulary_in(self.data, self.vocab_size), self.seq_len, self.batch_size, self.rates, self.dtype,
             self.device,
         )  # fmt: skip
-        known: Study | None = load(Study, read_json(kept, ConfigError), str(kept)) if kept.is_file() else None
-        if known is not None and scaling.planned(out, known):
+        if known is not None and (scaling.planned(out, known) or scaling.kept(out, known)):
             for name, value in dump(known).items():
                 asked, more = dump(study)[name], ""
                 same = asked == value
                 if name in GROWING and (name != "sizes" or asked[0] == value[0]):
                     same, more = {*asked} <= {*value} or {*asked} >= {*value}, ", or more of them"
                     study = replace(study, **{name: max(getattr(known, name), getattr(study, name), key=len)})
-                require(same, name, asked, f"{value} as in {kept}{more}, or give a new folder as --out")
+                require(same, name, asked, f"{value} as in {out}{more}, or give a new folder as --out")
             return study
         scaling.checked(study)
         out.mkdir(parents=True, exist_ok=True)
-        write_json(kept, dump(study))
+        write_json(out / STUDY, dump(study))
         return study
 
     def _ratios(self) -> list[float]:
@@ -151,11 +151,16 @@ class Scale:
         """The comparison at each point, from the smallest on."""
         with locked(out), Work("encoding the text and planning"):
             scaling.encode_text(out, study)
-            plans = {at: self._plan(out, study, at) for at in study.points}
+            before = scaling.kept(out, study)
+            plans = {at: self._plan(out, study, at) for at in study.points if at not in before}
             write_json(out / STUDY, dump(study))  # one that grows is kept once it can be trained
+        if before:
+            names = ", ".join(scaling.folder_of(out, at).name for at in before)
+            console.print(f"{names}: not trained again; their numbers are those of {out / scaling.RESULTS}")
         if len(study.points) == 1:
             console.print("one size has no line; give --sizes or --per-parameter two or more for that")
-        console.print(_estimate(study, plans, self.jobs))
+        if plans:
+            console.print(_estimate(study, plans, self.jobs))
         code = 0
         for at, what in plans.items():
             folder = scaling.folder_of(out, at)
@@ -172,6 +177,17 @@ class Scale:
         folder = scaling.folder_of(out, at)
         scaling.text_at(out, study, at)
         return plan(folder, "designs", study.settings(at), models_of_designs, threads_for(self.jobs))
+
+
+def _known(out: Path) -> Study | None:
+    """The study of a folder, or of the results alone that were copied there; None if there is none."""
+    if (out / STUDY).is_file():
+        study: Study = load(Study, read_json(out / STUDY, ConfigError), str(out / STUDY))
+    elif found := scaling.results_in(out):
+        study = load(Study, found["study"], str(out / scaling.RESULTS))
+    else:
+        return None
+    return study
 
 
 @contextmanager

@@ -6,6 +6,8 @@ A − α log N − β log D, by least squares for each seed; where all points ha
 no β. Intervals are Student's over the seeds, so that designs are compared on the same seeds. A loss that no model gets
 below is not fitted: a few sizes cannot tell it from a smaller α, and `off` shows how straight the lines are.
 
+A study also goes on from its results alone: points that are whole there, and have no folder, are not trained again.
+
 N: active parameters, D: tokens, L: held-out bits per byte.
 """
 
@@ -27,11 +29,11 @@ from perspectron.data import is_encoded
 from perspectron.presets.rates import FALL, PASSES, rate
 from perspectron.util.config import at_least, dump, require
 from perspectron.util.errors import ConfigError
-from perspectron.util.files import read_json, safe_join, write_json
-from perspectron.util.numbers import fixed, short
-from perspectron.util.stats import interval, paired
+from perspectron.util.files import read_json, remove, safe_join, write_json
+from perspectron.util.numbers import short
+from perspectron.util.stats import interval
 
-VERSION = 2
+VERSION = 3
 STUDY, RESULTS, PAGE = "scale.json", "scale-results.json", "scale.html"
 WARMUP = 0.2
 FAR = 10.0  # crossings further from the trained sizes than by this factor are not reported
@@ -142,12 +144,37 @@ def planned(out: Path, study: Study) -> bool:
     return any((folder_of(out, at) / PLAN).is_file() for at in study.points)
 
 
+def results_in(out: Path) -> dict[str, Any]:
+    """The results that a study wrote into a folder; empty if there are none, or another version's, which lack what a
+    study needs to go on."""
+    found: dict[str, Any] = read_json(out / RESULTS, ConfigError) if (out / RESULTS).is_file() else {}
+    return found if found.get("version") == VERSION else {}
+
+
+def kept(out: Path, study: Study) -> dict[Point, list[dict[str, Any]]]:
+    """Lines of the results for each point at which all trainings finished, and whose folder is not there any more, or
+    never was."""
+    whole, by_point = len(study.designs) * study.seeds, dict[Point, list[dict[str, Any]]]()
+    for cell in results_in(out).get("cells", []):
+        by_point.setdefault(Point(cell["size"], cell["per_parameter"]), []).append(cell)
+    return {
+        at: by_point[at]
+        for at in study.points
+        if len(by_point.get(at, [])) == whole and not folder_of(out, at).exists()
+    }
+
+
 def encode_text(out: Path, study: Study) -> None:
     """Encode the text in the vocabulary of all sizes, once. ConfigError where a training would read it more than PASSES
-    times."""
+    times, or where it is not the text of results that are there."""
+    first, ids = study.settings(study.points[0]), results_in(out).get("ids")
     if not planned(out, study):
-        clear(out, study.settings(study.points[0]))
-    _, shards = prepare(out, study.settings(study.points[0]))
+        clear(out, first)
+    _, shards = prepare(out, first)
+    if ids and shards.digest != ids:
+        if not planned(out, study):
+            remove(out / DATA)
+        require(False, "data", study.data, f"the text of {out / RESULTS}, or give a new folder as --out")
     there, most = shards.split("train").tokens, study.tokens(study.points[-1])
     few = f"the text has {there:,} tokens to train on, of which more than {PASSES:g} passes teach little"
     bound = f"≤ {PASSES * there / study.sizes[-1]:.3g}: {few}"
@@ -184,9 +211,19 @@ def transferred(out: Path, study: Study, at: Point) -> dict[str, float]:
         return {}
     best = dict.fromkeys(study.designs, study.rates[0])
     if len(study.rates) > 1:
-        tried = read_json(folder_of(out, Point(first, at.ratio)) / "rates.json", ConfigError)["tried"]
-        best = {name: lowest(tried[name]) for name in study.designs}
+        best = best_rates(out, study, at.ratio)
     return {name: float(f"{best[name] * (at.size / first) ** FALL:.3g}") for name in study.designs}
+
+
+def best_rates(out: Path, study: Study, ratio: float) -> dict[str, float]:
+    """The rate of each design from which those of larger sizes follow: the `lowest` of those tried at the smallest
+    size. Empty if none have been."""
+    path = folder_of(out, Point(study.sizes[0], ratio)) / "rates.json"
+    if not path.is_file():
+        known: dict[str, float] = results_in(out).get("rates", {}).get(f"{ratio:g}", {})
+        return known
+    tried = read_json(path, ConfigError)["tried"]
+    return {name: lowest(tried[name]) for name in study.designs if tried[name]}
 
 
 def lowest(tried: Sequence[dict[str, Any]]) -> float:
@@ -206,9 +243,13 @@ def lowest(tried: Sequence[dict[str, Any]]) -> float:
 
 
 def collected(out: Path, study: Study) -> dict[str, Any]:
-    """The results so far: a line for each cell that finished, the laws and the crossings."""
-    cells = list[dict[str, Any]]()
+    """The results so far: a line for each cell that finished, the laws and the crossings; what a study on another
+    machine needs to go on, the digest of the text's ids and the best rates."""
+    before, cells, ids = kept(out, study), list[dict[str, Any]](), results_in(out).get("ids")
     for at in study.points:
+        cells += before.get(at, [])
+        if (folder_of(out, at) / PLAN).is_file():
+            ids = read_json(folder_of(out, at) / PLAN, ConfigError).get("ids") or ids
         path = folder_of(out, at) / "results.json"
         if not path.is_file():
             continue
@@ -223,7 +264,8 @@ def collected(out: Path, study: Study) -> dict[str, Any]:
                     } | {score: cell.get(score) for score in SCORES})  # fmt: skip
     laws = {score: laws_of(cells, study, score) for score in SCORES}
     return {
-        "version": VERSION, "study": dump(study), "cells": cells,
+        "version": VERSION, "study": dump(study), "ids": ids,
+        "rates": {f"{ratio:g}": best_rates(out, study, ratio) for ratio in study.per_parameter}, "cells": cells,
         "laws": {score: {name: told(law) for name, law in each.items()} for score, each in laws.items()},
         "crossings": {score: crossings(each, study) for score, each in laws.items()},
     }  # fmt: skip
@@ -317,59 +359,3 @@ def losses_at(found: dict[str, Any], at: Point, score: str) -> dict[str, dict[in
     most = max(map(len, losses.values()), default=0)
     order = {name: (len(each) < most, statistics.fmean(each.values())) for name, each in losses.items()}
     return {name: losses[name] for name in sorted(losses, key=order.__getitem__)}
-
-
-def sentence(found: dict[str, Any], score: str = WINDOWS) -> str:
-    """The conclusion in words: which design is ahead at each end, and from which others it is told apart."""
-    study, ahead = found["study"], list[str]()
-    ends = [Point(study["sizes"][i], study["per_parameter"][i]) for i in (0, -1)]
-    for at in dict.fromkeys(ends):
-        if losses := losses_at(found, at, score):
-            ahead.append(_ahead(at, losses))
-    if not ahead:
-        return "Nothing has finished yet."
-    return f"Scored {SCORES[score]}: {'; '.join(ahead)}."
-
-
-CROSSING = ("ahead beyond it", "of", "tokens for each", "parameters", "trained there", "moved by")
-"""Heads of `crossing_rows`."""
-
-
-def crossing_rows(found: dict[str, Any], score: str = WINDOWS) -> list[list[str]]:
-    """Table rows of where lines cross. The last column is the factor by which deviations from both lines move it."""
-    rows = []
-    for cross in found["crossings"][score]:
-        behind = next(name for name in cross["designs"] if name != cross["ahead_beyond"])
-        span = cross["interval"]
-        rows.append([
-            presets.title(cross["ahead_beyond"]), presets.title(behind), f"{cross['per_parameter']:g}",
-            short(cross["parameters"]) + (f" ({short(span[0])} to {short(span[1])})" if span else " (one seed)"),
-            "yes" if cross["trained"] else "no",
-            _factor(cross["moved"]),
-        ])  # fmt: skip
-    return rows
-
-
-def _factor(moved: float | None) -> str:
-    if moved is None:
-        return "too few points"
-    return f"{moved:.1f}" if moved < MOST_MOVED else f"{MOST_MOVED:,.0f} or more"
-
-
-def _ahead(at: Point, losses: dict[str, dict[int, float]]) -> str:
-    """The design with the lowest mean at a point, and those that are not told apart from it."""
-    (best, own), *others = losses.items()
-    where = f"{short(at.size)} parameters and {at.ratio:g} tokens for each"
-    text = f"at {where} {presets.title(best)} has the lowest loss, {fixed(statistics.fmean(own.values()))}"
-    if not others:
-        return text
-    if len(own) == 1:
-        return f"{text} (one seed, which tells nothing apart)"
-    level = []
-    for name, its in others:
-        seeds = [seed for seed in its if seed in own]
-        against = paired([its[s] for s in seeds], [own[s] for s in seeds])
-        if against is None or against.low is None or against.low <= 0:
-            level.append(presets.title(name))
-    rest = f"not told apart from {', '.join(level)}" if level else "told apart from all others"
-    return f"{text}, {rest}"

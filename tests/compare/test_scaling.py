@@ -15,7 +15,7 @@ import pytest
 
 from perspectron.cli.main import main
 from perspectron.compare import pool, scaling
-from perspectron.compare.report.scaling import html
+from perspectron.compare.report.scaling import crossing_rows, html, sentence
 from perspectron.compare.report.summary import WINDOWS
 from perspectron.compare.scaling import Point, Study
 from perspectron.data import Tokenizer
@@ -91,6 +91,38 @@ def test_stopped_on_the_way_it_ends_with_the_same_numbers(whole, tmp_path, monke
     assert plain[0] == plain[1] and results(out)["laws"] == results(whole)["laws"]
 
 
+def test_a_study_goes_on_from_its_results_alone(whole, text, tmp_path, capsys):
+    shutil.copy(whole / scaling.RESULTS, tmp_path)
+    assert main(["scale", "--resume", str(tmp_path)]) == 0
+    assert "60k-0.05, 120k-0.05: not trained again" in capsys.readouterr().err
+    assert results(tmp_path) == results(whole) and not list(tmp_path.glob("*-0.05"))
+    other = json.dumps(results(whole) | {"ids": "0" * 64})
+    (tmp_path / scaling.RESULTS).write_text(other)
+    again = [*COMMAND, "--data", str(text), "--out", str(tmp_path), "--sizes", "60k,120k,180k"]
+    assert main(again) == ConfigError.exit_code and names(capsys.readouterr().err, "data", scaling.RESULTS)
+    assert (tmp_path / scaling.RESULTS).read_text() == other
+    assert not (tmp_path / "data").exists() and not list(tmp_path.glob("*-0.05"))
+
+
+def test_results_alone_say_which_rates_were_best(tmp_path):
+    study = Study(("transformer", "ssd"), (100_000, 800_000), rates=(8e-3, 1.6e-2))
+    best = {"transformer": 1.1e-2, "ssd": 2.4e-2}
+    known = {"version": scaling.VERSION, "rates": {"20": best}}
+    (tmp_path / scaling.RESULTS).write_text(json.dumps(known))
+    share = 8.0**FALL
+    assert scaling.transferred(tmp_path, study, POINTS[1]) == pytest.approx(
+        {name: rate * share for name, rate in best.items()}, rel=5e-3
+    )
+    assert scaling.collected(tmp_path, study)["rates"] == {"20": best}
+
+
+def test_results_of_an_older_version_are_no_study(whole, tmp_path, capsys):
+    old = results(whole) | {"version": scaling.VERSION - 1}
+    (tmp_path / scaling.RESULTS).write_text(json.dumps(old))
+    assert main(["scale", "--resume", str(tmp_path)]) == ConfigError.exit_code
+    assert names(capsys.readouterr().err, tmp_path)
+
+
 def cell(design: str, size: int, seed: int, loss: float, ratio: float = 20.0) -> dict:
     known = {
         "parameters": 1.01 * size,
@@ -128,7 +160,7 @@ def test_laws_and_crossings_are_those_of_the_numbers_they_were_made_of():
     ):
         within = dataclasses.replace(study, designs=tuple(known), sizes=sizes)
         made = scaling.crossings({name: found[of] for name, of in known.items()}, within)
-        (row,) = scaling.crossing_rows({"study": dump(within), "cells": named, "crossings": {WINDOWS: made}})
+        (row,) = crossing_rows({"study": dump(within), "cells": named, "crossings": {WINDOWS: made}})
         assert row[:2] == ["KDA", "Transformer"] and row[-2:] == [trained, moved]
 
 
@@ -146,7 +178,7 @@ def test_a_crossing_says_how_far_losses_off_the_lines_move_it():
     (cross,) = scaling.crossings(scaling.laws_of(cells, study, WINDOWS), study)
     assert cross["off"] == pytest.approx(2 * (1 - math.exp(-0.02)))
     assert cross["moved"] == pytest.approx(math.exp(0.8), rel=0.02)
-    (row,) = scaling.crossing_rows({"crossings": {WINDOWS: [cross]}})
+    (row,) = crossing_rows({"crossings": {WINDOWS: [cross]}})
     assert row[-1] == "2.2"
 
 
@@ -159,7 +191,7 @@ def test_a_crossing_of_lines_that_hardly_differ_is_moved_far():
         for size, loss in zip(study.sizes, each, strict=True)
     ]
     made = scaling.crossings(scaling.laws_of(cells, study, WINDOWS), study)
-    (row,) = scaling.crossing_rows({"crossings": {WINDOWS: made}})
+    (row,) = crossing_rows({"crossings": {WINDOWS: made}})
     assert row[-1] == "1,000 or more"
 
 
@@ -212,14 +244,14 @@ def test_who_is_level_with_the_best_is_named():
         cell(name, size, seed, mean + (0.01 * seed if name == "kda" else 0.0))
         for name, mean in means.items() for size in study.sizes for seed in range(3)
     ]  # fmt: skip
-    said = scaling.sentence({"study": dump(study), "cells": cells, "crossings": {WINDOWS: []}})
+    said = sentence({"study": dump(study), "cells": cells, "crossings": {WINDOWS: []}})
     assert "KDA" in said and "Mamba-2" not in said
 
 
 def test_a_design_that_lacks_a_seed_is_not_ahead():
     study = Study(("kda", "ssd"), (100_000,), seeds=2)
     cells = [cell("kda", 100_000, 0, 2.0), cell("ssd", 100_000, 0, 2.2), cell("ssd", 100_000, 1, 1.9)]
-    said = scaling.sentence({"study": dump(study), "cells": cells})
+    said = sentence({"study": dump(study), "cells": cells})
     assert "Mamba-2 has the lowest loss, 2.050, not told apart from KDA" in said
 
 
@@ -354,6 +386,7 @@ def test_a_study_that_could_not_be_planned_leaves_its_folder_to_another(text, tm
 
 def test_a_study_grows_by_what_is_larger_and_trains_nothing_again(whole, text, tmp_path):
     shutil.copytree(whole, tmp_path / "grown")
+    shutil.rmtree(tmp_path / "grown" / "60k-0.05")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "grown").glob("*/cells/*/*")}
     again = [*COMMAND, "--data", str(text), "--out", str(tmp_path / "grown")]
     assert main([*again, "--sizes", "60k,120k,50M"]) == ConfigError.exit_code  # the text is too short for it

@@ -8,25 +8,24 @@ from perspectron import presets
 from perspectron.compare.plan import REFERENCE
 from perspectron.compare.report import figures
 from perspectron.compare.report.page import Section, rendered
+from perspectron.compare.report.summary import WINDOWS
 from perspectron.compare.report.tables import estimate
 from perspectron.compare.scaling import (
-    CROSSING,
+    MOST_MOVED,
     PAGE,
     RESULTS,
     SCORES,
     Point,
     Study,
     collected,
-    crossing_rows,
     losses_at,
-    sentence,
 )
 from perspectron.presets.rates import FALL
 from perspectron.util import plot
 from perspectron.util.files import write_json, write_text
 from perspectron.util.numbers import fixed, grouped, percent, short
 from perspectron.util.page import Cell, Table
-from perspectron.util.stats import LEVEL, interval
+from perspectron.util.stats import LEVEL, interval, paired
 
 
 def html(found: dict[str, Any]) -> str:
@@ -127,3 +126,59 @@ def write(out: Path, study: Study) -> dict[str, Any]:
     write_json(out / RESULTS, found)
     write_text(out / PAGE, html(found))
     return found
+
+
+def sentence(found: dict[str, Any], score: str = WINDOWS) -> str:
+    """The conclusion in words: which design is ahead at each end, and from which others it is told apart."""
+    study, ahead = found["study"], list[str]()
+    ends = [Point(study["sizes"][i], study["per_parameter"][i]) for i in (0, -1)]
+    for at in dict.fromkeys(ends):
+        if losses := losses_at(found, at, score):
+            ahead.append(_ahead(at, losses))
+    if not ahead:
+        return "Nothing has finished yet."
+    return f"Scored {SCORES[score]}: {'; '.join(ahead)}."
+
+
+CROSSING = ("ahead beyond it", "of", "tokens for each", "parameters", "trained there", "moved by")
+"""Heads of `crossing_rows`."""
+
+
+def crossing_rows(found: dict[str, Any], score: str = WINDOWS) -> list[list[str]]:
+    """Table rows of where lines cross. The last column is the factor by which deviations from both lines move it."""
+    rows = []
+    for cross in found["crossings"][score]:
+        behind = next(name for name in cross["designs"] if name != cross["ahead_beyond"])
+        span = cross["interval"]
+        rows.append([
+            presets.title(cross["ahead_beyond"]), presets.title(behind), f"{cross['per_parameter']:g}",
+            short(cross["parameters"]) + (f" ({short(span[0])} to {short(span[1])})" if span else " (one seed)"),
+            "yes" if cross["trained"] else "no",
+            _factor(cross["moved"]),
+        ])  # fmt: skip
+    return rows
+
+
+def _factor(moved: float | None) -> str:
+    if moved is None:
+        return "too few points"
+    return f"{moved:.1f}" if moved < MOST_MOVED else f"{MOST_MOVED:,.0f} or more"
+
+
+def _ahead(at: Point, losses: dict[str, dict[int, float]]) -> str:
+    """The design with the lowest mean at a point, and those that are not told apart from it."""
+    (best, own), *others = losses.items()
+    where = f"{short(at.size)} parameters and {at.ratio:g} tokens for each"
+    text = f"at {where} {presets.title(best)} has the lowest loss, {fixed(statistics.fmean(own.values()))}"
+    if not others:
+        return text
+    if len(own) == 1:
+        return f"{text} (one seed, which tells nothing apart)"
+    level = []
+    for name, its in others:
+        seeds = [seed for seed in its if seed in own]
+        against = paired([its[s] for s in seeds], [own[s] for s in seeds])
+        if against is None or against.low is None or against.low <= 0:
+            level.append(presets.title(name))
+    rest = f"not told apart from {', '.join(level)}" if level else "told apart from all others"
+    return f"{text}, {rest}"
