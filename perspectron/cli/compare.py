@@ -1,7 +1,7 @@
 """`perspectron compare`."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -197,15 +197,23 @@ def defaults(arguments: Sequence[str]) -> Compare:
     return Compare(**QUICK, **({} if "--data" in typed else OF_STDLIB))
 
 
-def finish(folder: Path, what: Plan, jobs: int, console: Console, again: str = "") -> int:
-    """Do what is left of a plan, and return the exit code. again: the command that resumes it."""
+def finish(
+    folder: Path,
+    what: Plan,
+    jobs: int,
+    console: Console,
+    again: str = "",
+    choose: Callable[[list[dict[str, Any]]], run.Rate] = run.best,
+) -> int:
+    """Do what is left of a plan, and return the exit code. again: the command that resumes it. choose: the rate of an
+    arm, from those that were tried."""
     try:
         with locked(folder):
             for line in _summary(what):
                 console.print(line)
             results.note_conditions(folder, what, jobs)
             rates, tried = run.choose_rates(
-                folder, what, lambda cells: train(folder, what, cells, jobs, console)
+                folder, what, lambda cells: train(folder, what, cells, jobs, console), choose
             )
             console.print(
                 "learning rates: " + ", ".join(_chosen(tried[name], rates[name], name) for name in rates)

@@ -10,9 +10,11 @@ from rich.table import Table
 
 from perspectron.cli.options import Json, Sets, answer, describe, differences, rate, size, table
 from perspectron.cli.plan_training import plan_training
+from perspectron.cli.quantize import linear_for
+from perspectron.data import Tokenizer
 from perspectron.opening import Folder
 from perspectron.stream import speed
-from perspectron.stream.artifact import layer_file
+from perspectron.stream.artifact import TOKENIZER, layer_file
 from perspectron.stream.plan import Case, Needs, Placement, Rates, bounds, case, needs, place
 from perspectron.stream.trace import Trace, missed, stack_distances
 from perspectron.stream.trace import load as load_trace
@@ -59,7 +61,8 @@ class Plan:
     context: int | None = None
     """Tokens of the conversation (default: 8192, or as many as a table of positions allows)."""
     shared: str | None = None
-    """Format of the dense layers of a preset or a run: 2bit (default), 4bit or int8."""
+    """Format of the dense layers of a preset or a run, as `quantize --linear` takes it (default: 2bit, of an imported
+    model 4bit32)."""
     trace: Path | None = None
     """File written by `perspectron perspective trace`; its cache misses become one of the cases."""
     set: Sets = ()
@@ -125,7 +128,8 @@ class Plan:
         bound = f"from 1 to {config.positions:,}, the learned positions" if config.positions else "≥ 1"
         require(1 <= context <= (config.positions or context), "context", context, bound)
         experts = "" if folder.experts is None else folder.experts.format
-        return needs(config, context, formats or self.shared or "2bit", distinct, experts)
+        usual = "2bit" if folder.run is None else linear_for(Tokenizer.load(folder.path / TOKENIZER))
+        return needs(config, context, formats or self.shared or usual, distinct, experts)
 
     def _rates(self, folder: Folder, gpu: bool) -> Rates:
         """The rates that were typed, else those measured here, else None."""

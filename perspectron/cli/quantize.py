@@ -23,6 +23,11 @@ from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, DataError
 
 
+def linear_for(tokenizer: Tokenizer) -> str:
+    """The format that dense layers get by default: 4bit32 with a tokenizer of others, as imported models have it."""
+    return "2bit" if tokenizer.specials.reset == 0 else "4bit32"  # 0: of a tokenizer of ours
+
+
 @dataclass(frozen=True)
 class Quantize:
     """Pack a trained model into a few bits per weight, as a folder to use like a run.
@@ -45,8 +50,8 @@ class Quantize:
     windows: int | None = None
     """Number of calibration windows, each as long as in training (default: 128, of an imported model 32)."""
     linear: Literal["2bit", "4bit", "int8", "4bit32", "8bit32"] | None = None
-    """Format of the dense layers; 32: with a scale for each 32 columns (default: 2bit, of an imported model
-    and what was trained from one 4bit32)."""
+    """Format of the dense layers; 32: with a scale for each 32 columns (default: 2bit, with a
+    tokenizer of others, as imported models have, 4bit32)."""
     tokens: int = 0
     """Number of held-out tokens to measure the loss on; 0 is all."""
     json: Json = False
@@ -67,8 +72,7 @@ class Quantize:
         model, tokenizer = opened.model, opened.tokenizer
         imported = not config.train.data
         linear, windows = (
-            self.linear
-            or ("2bit" if tokenizer.specials.reset == 0 else "4bit32"),  # 0: of a tokenizer of ours
+            self.linear or linear_for(tokenizer),
             self.windows or (32 if imported else 128),
         )
         with tempfile.TemporaryDirectory() as scratch:

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -160,13 +161,16 @@ class Scale:
         if len(study.points) == 1:
             console.print("one size has no line; give --sizes or --per-parameter two or more for that")
         if plans:
-            console.print(_estimate(study, plans, self.jobs))
+            console.print(_estimate(out, plans, self.jobs))
         code = 0
         for at, what in plans.items():
             folder = scaling.folder_of(out, at)
             if rates := scaling.transferred(out, study, at):
                 run.keep_rates(folder, {name: Rate(lr, scaling.WARMUP) for name, lr in rates.items()})
-            ended = finish(folder, what, self.jobs, console, f"scale --resume {out}")
+            ended = finish(
+                folder, what, self.jobs, console, f"scale --resume {out}",
+                lambda tried: Rate(scaling.lowest(tried), scaling.WARMUP),
+            )  # fmt: skip
             if ended >= 128:
                 raise pool.StoppedBy(ended - 128)
             code = code or ended
@@ -215,18 +219,27 @@ def _until(minutes: float | None) -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _estimate(study: Study, plans: dict[Point, Plan], jobs: int) -> str:
-    """How long the trainings take, in words, estimated from a few updates of each model."""
-    seconds = 0.0
-    for what in plans.values():
+def _estimate(out: Path, plans: dict[Point, Plan], jobs: int) -> str:
+    """How long the trainings that are left take, in words, estimated from a few updates of each model."""
+    seconds, cells = 0.0, 0
+    for at, what in plans.items():
         s = what.settings
         assert s.dtype != "auto"
-        models = {name: arm.model for name, arm in what.arms.items()}
-        optims = {name: arm.optim for name, arm in what.arms.items()}
+        known = dict.fromkeys(what.arms, Rate(0.0, 0.0))  # whatever they are
+        left = Counter(
+            cell.arm
+            for cell in run.cells(scaling.folder_of(out, at), what, known)
+            if run.trained(cell).status == "missing"
+        )
+        if not left:
+            continue
+        models = {name: arm.model for name, arm in what.arms.items() if name in left}
+        optims = {name: what.arms[name].optim for name in models}
         each = seconds_per_step(models, Setting(s.batch_size, s.seq_len, s.device), [s.dtype], 1, optims)
-        seconds += sum(min(each[name][s.dtype]) * arm.steps for name, arm in what.arms.items()) * study.seeds
-    cells = len(plans) * len(study.designs) * study.seeds
-    return f"{cells} trainings, about {seconds / jobs / 3600:.1f} hours on this machine, besides rates that are tried"
+        seconds += sum(min(each[name][s.dtype]) * what.arms[name].steps * left[name] for name in models)
+        cells += left.total()
+    hours = f"{seconds / jobs / 3600:.1f} hours on this machine"
+    return f"{cells} trainings left, about {hours}, besides rates that are tried"
 
 
 def _table(study: Study, found: dict[str, Any]) -> Table:
@@ -235,8 +248,18 @@ def _table(study: Study, found: dict[str, Any]) -> Table:
     heads = [short(at.size) + (f" × {at.ratio:g}" if many else "") for at in study.points]
     at = [scaling.losses_at(found, point, WINDOWS) for point in study.points]
     rows = []
-    for name, law in found["laws"][WINDOWS].items():
-        means = [fixed(fmean(each[name].values())) if name in each else "–" for each in at]
-        falls = [fixed(law[x]["mean"], 4) if law[x] else "–" for x in ("alpha", "beta")]
+    for name in study.designs:
+        law = found["laws"][WINDOWS].get(name, {})
+        means = [_mean(each.get(name, {}), study.seeds) for each in at]
+        falls = [fixed(law[x]["mean"], 4) if law.get(x) else "–" for x in ("alpha", "beta")]
         rows.append([title(name), *means, *falls])
     return table("held-out bits per byte, in windows", ["", *heads, "α", "β"], rows)
+
+
+def _mean(losses: dict[int, float], seeds: int) -> str:
+    """The mean over seeds, and how many there are if some are missing."""
+    if not losses:
+        return "–"
+    return fixed(fmean(losses.values())) + (
+        "" if len(losses) == seeds else f" ({len(losses)} of {seeds} seeds)"
+    )

@@ -6,13 +6,14 @@ the part is compared and not the size. docs/designs has a page for each design.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from perspectron.experts.router import RoutedConfig
 from perspectron.model.census import active_parameters
 from perspectron.model.config import BlockConfig, ModelConfig, ParallelConfig, SequentialConfig
+from perspectron.model.mixer import numbered
 from perspectron.presets import TOLERANCE, design_of
 from perspectron.util import registry
 from perspectron.util.config import MixerConfig, one_of, require
@@ -103,7 +104,19 @@ def of_mixers(kind: type[MixerConfig], **values: Any) -> Change:
 
 def _half_as_deep(config: ModelConfig) -> ModelConfig:
     require(len(config.blocks) > 1, "model", config.name, "one of several blocks")
-    return replace(config, blocks=config.blocks[: (len(config.blocks) + 1) // 2])
+    kept = config.blocks[: (len(config.blocks) + 1) // 2]
+    return replace(config, blocks=tuple(_numbered(block, i, kept) for i, block in enumerate(kept)))
+
+
+def _numbered(block: BlockConfig, at: int, blocks: Sequence[BlockConfig]) -> BlockConfig:
+    """The block at a place among others, its mixers numbered among those of their kind."""
+
+    def placed(field: str) -> Any:
+        mixer: MixerConfig | None = getattr(block, field)
+        kinds = [getattr(getattr(other, field), "kind", None) for other in blocks]
+        return mixer and numbered(mixer, kinds[:at].count(mixer.kind), kinds.count(mixer.kind))
+
+    return replace(block, mixer=placed("mixer"), beside=placed("beside"))
 
 
 def _parallel(config: ModelConfig) -> ModelConfig:

@@ -4,6 +4,7 @@ DIR/rates/ARM/RATE and DIR/cells/ARM/SEED are ordinary runs, which `train --resu
 Finished trainings are skipped, so that an interrupted comparison resumes.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -155,6 +156,7 @@ def train(
         if began not in (None, asked):
             what = f"(lr, warmup) is {began}, must be {asked}, as of all its seeds"
             raise CheckpointError(f"{cell.folder}: {what}; delete that folder and resume")
+        _find_text(cell, data_of(out, plan.settings))
     by_name = {str(cell.folder): cell for cell in wanted if trained(cell).status == "missing"}
     tokenizer = Tokenizer.load(data_of(out, plan.settings) / "tokenizer.json")
 
@@ -178,6 +180,17 @@ def train(
     )
 
 
+def _find_text(cell: Cell, data: Path) -> None:
+    """Have a cell that began read the text of the comparison, which may have been moved with it."""
+    try:
+        config = checkpoint.load_config(cell.folder)
+    except PerspectronError:
+        return  # it has not begun, or its training will tell of the damage
+    if config.train.data != str(data.resolve()):
+        train = dataclasses.replace(config.train, data=str(data.resolve()))
+        checkpoint.save_config(cell.folder, dataclasses.replace(config, train=train))
+
+
 def _began(cell: Cell) -> tuple[float, int] | None:
     """Rate and updates of warm-up in the config of a cell; None without one, or a damaged one, which its training will
     tell of."""
@@ -188,10 +201,19 @@ def _began(cell: Cell) -> tuple[float, int] | None:
     return optim.lr, optim.warmup
 
 
+def best(tried: list[dict[str, Any]]) -> Rate:
+    """Rate with the lowest loss; the lowest rate where no trial has finished."""
+    losses = {Rate(line["lr"], line["warmup"]): line["bits_per_byte"] for line in tried}
+    return min(losses, key=lambda rate: (math.inf if losses[rate] is None else losses[rate], rate))
+
+
 def choose_rates(
-    out: Path, plan: Plan, run: Callable[[list[Cell]], None]
+    out: Path,
+    plan: Plan,
+    run: Callable[[list[Cell]], None],
+    choose: Callable[[list[dict[str, Any]]], Rate] = best,
 ) -> tuple[dict[str, Rate], dict[str, list[dict[str, Any]]]]:
-    """(best rate of each arm, all rates tried with their bits per byte on dev).
+    """(rate of each arm, by `choose`, all rates tried with their bits per byte on dev).
 
     `run` trains the trials. While the best rate is at an end of the grid, the next one outside is tried too, up to
     OUTSIDE of them.
@@ -207,12 +229,13 @@ def choose_rates(
     while True:
         run(trials(out, plan, wanted))
         tried = {name: _tried(out, plan, name, values) for name, values in wanted.items()}
-        chosen = {name: _best(results) for name, results in tried.items()}
+        chosen = {name: best(results) for name, results in tried.items()}
         more = {name: _beyond(values, chosen[name]) for name, values in wanted.items()}
         more = {name: rates for name, rates in more.items() if len(wanted[name]) < most[name]}
         if not any(more.values()):
             break
         wanted |= {name: sorted([*wanted[name], *rates]) for name, rates in more.items()}
+    chosen = {name: choose(results) for name, results in tried.items()}
     write_json(out / RATES, {"chosen": chosen, "tried": tried})
     return chosen, tried
 
@@ -230,12 +253,6 @@ def _tried(out: Path, plan: Plan, name: str, values: list[Rate]) -> list[dict[st
         state = ended(cell)
         results.append(cell.rate._asdict() | {"bits_per_byte": state.bits, "why": state.why})
     return results
-
-
-def _best(tried: list[dict[str, Any]]) -> Rate:
-    """Rate with the lowest loss; the lowest rate where no trial has finished."""
-    losses = {Rate(line["lr"], line["warmup"]): line["bits_per_byte"] for line in tried}
-    return min(losses, key=lambda rate: (math.inf if losses[rate] is None else losses[rate], rate))
 
 
 def at_an_end(tried: list[dict[str, Any]], best: Rate) -> bool:

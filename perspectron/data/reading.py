@@ -61,12 +61,12 @@ class Recoded(io.RawIOBase):
 def reading(path: Path, encoding: str = "") -> Iterator[io.BufferedIOBase]:
     """The bytes of a file, decompressed if it is named `.gz` or `.zst`, and as UTF-8 if they are of another encoding;
     what goes wrong becomes a DataError."""
-    zstd = _zstd(path) if path.suffix == ".zst" else None
+    zstd = _zstd(path) if path.suffix.lower() == ".zst" else None
     broken = () if zstd is None else (zstd.ZstdError,)
     try:
         with contextlib.ExitStack() as stack:
             file: Any = stack.enter_context(open_file(path))
-            if path.suffix in COMPRESSED:
+            if path.suffix.lower() in COMPRESSED:
                 unpacked = gzip.GzipFile(fileobj=file) if zstd is None else zstd.ZstdFile(file)
                 file = stack.enter_context(unpacked)
             yield io.BufferedReader(Recoded(file, encoding)) if encoding else file

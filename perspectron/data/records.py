@@ -208,12 +208,13 @@ def require_columns(source: str, columns: Sequence[str], fields: Fields) -> None
     """DataError, with the columns that a table has, unless it has those with the text."""
     for name in fields.columns(columns):
         if name not in columns:
-            there = ", ".join(columns) or "none"
+            there = ", ".join(one if one == one.strip() else repr(one) for one in columns) or "none"
+            alike = {one.strip(): one for one in columns}
             talk = name == Fields.text and any(key in columns for key in chats.KEYS)
             how = (
                 f"; {TALK}"
                 if talk
-                else f"; name the one with the text: {source}#{columns[0]}"
+                else f"; name the one with the text: {source}#{alike.get(name, columns[0])}"
                 if columns
                 else ""
             )

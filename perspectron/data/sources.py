@@ -195,13 +195,15 @@ def _known(encoding: str) -> str:
 
 def with_encoding(source: str, encoding: str) -> str:
     """A source with the encoding of its files added; unchanged for "". DataError for a source that names another."""
-    if not encoding or not _known(encoding):
+    if not encoding:
         return source
     if parts := parts_of(source):
         return " ".join(str(part._replace(source=with_encoding(part.source, encoding))) for part in parts)
     place, field, its = _parts_of(source)
     if its and its != _known(encoding):
         raise DataError(f"encoding = {encoding!r}, must be left out: {source} names {its}")
+    if not _known(encoding):
+        return source
     return f"{place}#{field}{'&' if field else ''}{_ENCODING}{_known(encoding)}"
 
 

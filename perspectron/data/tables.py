@@ -85,7 +85,7 @@ class FileTable:
 
     def _at(self, offset: int) -> float:
         """Progress at an offset in the text; unknown in a compressed file."""
-        return 0.0 if self._path.suffix in COMPRESSED else float(offset)
+        return 0.0 if self._path.suffix.lower() in COMPRESSED else float(offset)
 
     def _require_columns(self, columns: list[str]) -> None:
         """DataError, which says how to read the file as a text, unless the columns are there."""

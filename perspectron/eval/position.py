@@ -1,7 +1,8 @@
 """Held-out loss by position, and whether context beyond the training length helps.
 
 A stretch lies within one document and is read from an empty state, as in training, so a target at position t follows
-exactly the t + 1 tokens of the stretch before it. All stretches are equally long: every bin is over the same ones.
+exactly the t + 1 tokens of the stretch before it. All stretches are equally long: every bin is over the same ones. Of
+prompts and completions only what is learned counts as a target.
 
 Text gets easier or harder along a document, so that a falling curve does not show that context helps. `falls_past`
 does: the same targets, the last N/2 of each stretch, are read again after only the N tokens before them.
@@ -53,17 +54,17 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     most = options.tokens // options.stretches if options.tokens else subject.text.tokens
     table = subject.model.config.positions
     length = longest(subject.text, options.stretches, min(most, table) if table else most)
-    ids_NT = stretches(subject.text, length, options.stretches)
-    whole_NT = torch.cat([nats(subject, ids_BT)[0] for ids_BT in ids_NT.split(ROWS)])
-    bytes_NT = byte_counts(subject.tokenizer, ids_NT[:, 1:])
-    gains = {str(N): _gain(subject, ids_NT, whole_NT, bytes_NT, N) for N in options.contexts}
+    ids_NT, learned_NT = stretches(subject.text, length, options.stretches)
+    whole_NT = torch.cat([nats(subject, ids_BT)[0] for ids_BT in ids_NT.split(ROWS)]) * learned_NT
+    bytes_NT = byte_counts(subject.tokenizer, ids_NT[:, 1:], learned_NT)
+    gains = {str(N): _gain(subject, ids_NT, learned_NT, whole_NT, bytes_NT, N) for N in options.contexts}
     past = {N: None if isinstance(gain, str) else gain for N, gain in gains.items()}
     return {
         "seq_len": subject.seq_len,
         "longest": length,
         "stretches": len(ids_NT),
         "contexts": list(options.contexts),
-        "bins": _bins(whole_NT, bytes_NT),
+        "bins": _bins(whole_NT, bytes_NT, learned_NT),
         "carried": table == 0 and length > subject.seq_len,
         "falls_past": {N: None if gain is None else gain["low"] > 0 for N, gain in past.items()},
         "past": past,
@@ -71,7 +72,7 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     }
 
 
-def _bins(nats_NT: Tensor, bytes_NT: Tensor) -> list[dict[str, Any]]:
+def _bins(nats_NT: Tensor, bytes_NT: Tensor, learned_NT: Tensor) -> list[dict[str, Any]]:
     """Bits per byte at positions 0, 1, 2-3, 4-7, …"""
     edges = [0, *(2**k for k in range((nats_NT.shape[1] - 1).bit_length())), nats_NT.shape[1]]
     edges = list(dict.fromkeys(edges))
@@ -79,12 +80,13 @@ def _bins(nats_NT: Tensor, bytes_NT: Tensor) -> list[dict[str, Any]]:
     for low, high in itertools.pairwise(edges):
         part = slice(low, high)
         value = bits_per_byte(nats_NT[:, part], bytes_NT[:, part])
-        bins.append({"from": low, "to": high, "tokens": nats_NT[:, part].numel(), "bits_per_byte": value})
+        tokens = int(learned_NT[:, part].sum())
+        bins.append({"from": low, "to": high, "tokens": tokens, "bits_per_byte": value})
     return bins
 
 
 def _gain(
-    subject: Subject, ids_NT: Tensor, whole_NT: Tensor, bytes_NT: Tensor, context: int
+    subject: Subject, ids_NT: Tensor, learned_NT: Tensor, whole_NT: Tensor, bytes_NT: Tensor, context: int
 ) -> dict[str, Any] | str:
     """Bits per byte that the last context/2 targets of each stretch lose when reading begins `context` tokens before
     the first of them; or why that was not measured."""
@@ -96,13 +98,13 @@ def _gain(
     if len(ids_NT) < LEAST:
         return f"{len(ids_NT)} stretches, an interval needs {LEAST}"
     short_NT = torch.cat([nats(subject, part)[0] for part in ids_NT[:, -(context + targets) :].split(ROWS)])
-    lost_NT = short_NT[:, -targets:].double() - whole_NT[:, -targets:].double()
-    bytes_NT = bytes_NT[:, -targets:]
+    bytes_NT, learned_NT = bytes_NT[:, -targets:], learned_NT[:, -targets:]
+    lost_NT = short_NT[:, -targets:].double() * learned_NT - whole_NT[:, -targets:].double()
     bounds = span(lost_NT.sum(1), bytes_NT.sum(1))
     if bounds is None:
         return "the targets are of no bytes"
     gain = bits_per_byte(lost_NT, bytes_NT)
-    return {"tokens": lost_NT.numel(), "bits_per_byte": gain, "low": bounds[0], "high": bounds[1]}
+    return {"tokens": int(learned_NT.sum()), "bits_per_byte": gain, "low": bounds[0], "high": bounds[1]}
 
 
 def lines(result: dict[str, Any]) -> list[str]:

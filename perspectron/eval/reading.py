@@ -25,8 +25,9 @@ LEAST = 4
 """Least number of stretches, or windows, for an interval."""
 
 
-def stretches(split: Split, length: int, count: int) -> Tensor:
-    """Ids [N, length + 1], N ≤ count: `length` inputs and the target of the last, all of one document.
+def stretches(split: Split, length: int, count: int) -> tuple[Tensor, Tensor]:
+    """Ids [N, length + 1], N ≤ count: `length` inputs and the target of the last, all of one document; and which of the
+    targets are learned [N, length], such as completions and not their prompts.
 
     The first stretch of every document that is long enough, in order, then the second of each, and so on: from as many
     documents as possible. DataError when none is long enough.
@@ -38,8 +39,10 @@ def stretches(split: Split, length: int, count: int) -> Tensor:
     places = sorted((turn, start) for start, turns in fits for turn in range(min(turns, count)))[:count]
     if not places:
         raise DataError(f"{split.name}: no document of {length + 1} tokens, need at least one")
-    rows = [split.read(start + turn * length, start + (turn + 1) * length + 1) for turn, start in places]
-    return torch.from_numpy(np.stack(rows))
+    spans = [(start + turn * length, start + (turn + 1) * length + 1) for turn, start in places]
+    learned = [split.is_learned(start + 1, stop) for start, stop in spans]
+    ids = [split.read(start, stop) for start, stop in spans]
+    return torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(learned))
 
 
 def longest(split: Split, count: int, most: int) -> int:
@@ -81,9 +84,9 @@ def read(subject: Subject, ids_BT: Tensor, state: LMState) -> LMState:
     return state
 
 
-def byte_counts(tokenizer: Tokenizer, ids: Tensor) -> Tensor:
-    """Bytes of each id, in the same shape."""
-    return torch.from_numpy(np.asarray(tokenizer.byte_counts()))[ids]
+def byte_counts(tokenizer: Tokenizer, ids: Tensor, learned: Tensor | bool = True) -> Tensor:
+    """Bytes of each id, in the same shape; 0 of those that are not learned."""
+    return torch.from_numpy(np.asarray(tokenizer.byte_counts()))[ids] * learned
 
 
 def bits_per_byte(nats: Tensor, text_bytes: Tensor) -> float:

@@ -1,7 +1,8 @@
 """Robustness: the change in loss when the state was saved and loaded, and when the context is shuffled or corrupted.
 
 Every stretch lies within one document: a context and, in its last quarter, a continuation. Only the continuation's
-tokens are targets, and they are always read unchanged: only the context differs.
+tokens are targets (of prompts and completions, those that are learned), and they are always read unchanged: only the
+context differs.
 """
 
 import tempfile
@@ -26,6 +27,7 @@ from perspectron.eval.reading import (
 from perspectron.eval.subject import Subject
 from perspectron.model.state import LMState, load_state, save_state
 from perspectron.util.config import require
+from perspectron.util.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -48,29 +50,38 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     continuation; resumed_equal: the same loss at every token, bit for bit. Then bits per byte after the true context,
     none, one shuffled within windows or as a whole, and one of which a share is random tokens. worse: how many more
     bits per byte each of these needs than the true context, with a 95% interval of resampled stretches.
-    ConfigError for a seq_len of 1; DataError without a document of 3 tokens."""
+    ConfigError for a seq_len of 1; DataError without a document of 3 tokens, or where nothing that is learned follows a
+    context."""
     require(subject.seq_len >= 2, "seq_len", subject.seq_len, "≥ 2, for a context and a continuation")
     length = max(2, longest(subject.text, ROWS, subject.seq_len))
-    ids_NT = stretches(subject.text, length, max(1, (options.tokens or subject.text.tokens) // length))
+    ids_NT, learned_NT = stretches(
+        subject.text, length, max(1, (options.tokens or subject.text.tokens) // length)
+    )
     at = length - max(1, length // 4)
     context_NT, rest_NT = ids_NT[:, :at], ids_NT[:, at:]
-    bytes_NT = byte_counts(subject.tokenizer, rest_NT[:, 1:])
-    whole_NT = _continued(subject, context_NT, rest_NT)
-    resumed_NT = _continued(subject, context_NT, rest_NT, on_disk)
+    learned_NT = learned_NT[:, at:]
+    targets = int(learned_NT.sum())
+    if not targets:
+        raise DataError(f"{subject.text.name}: no completion goes on where the {at} tokens of context end")
+    bytes_NT = byte_counts(subject.tokenizer, rest_NT[:, 1:], learned_NT)
+    whole_NT = _continued(subject, context_NT, rest_NT) * learned_NT
+    resumed_NT = _continued(subject, context_NT, rest_NT, on_disk) * learned_NT
     silent, seed = subject.tokenizer.specials.silent, subject.seed
     words = torch.tensor([id for id in range(subject.tokenizer.vocab_size) if id not in silent])
     windows = {f"within_{n}": n for n in options.windows if n < at} | {"whole": at}
     contexts = {"no_context": context_NT[:, :0]}
     contexts |= {f"shuffled_{name}": shuffled(context_NT, n, seed) for name, n in windows.items()}
     contexts |= {f"corrupted_{share}": corrupted(context_NT, share, words, seed) for share in options.shares}
-    lost = {name: _continued(subject, context_NT, rest_NT) for name, context_NT in contexts.items()}
+    lost = {
+        name: _continued(subject, before_NT, rest_NT) * learned_NT for name, before_NT in contexts.items()
+    }
     bits = {name: bits_per_byte(lost_NT, bytes_NT) for name, lost_NT in lost.items()}
     return {
         "context": at,
         "stretches": len(ids_NT),
-        "tokens": whole_NT.numel(),
-        "whole": whole_NT.double().mean().item(),
-        "resumed": resumed_NT.double().mean().item(),
+        "tokens": targets,
+        "whole": whole_NT.double().sum().item() / targets,
+        "resumed": resumed_NT.double().sum().item() / targets,
         "resumed_equal": torch.equal(whole_NT, resumed_NT),
         "bits_per_byte": bits_per_byte(whole_NT, bytes_NT),
         "no_context": bits["no_context"],

@@ -126,10 +126,12 @@ class SwiGLU:
         for tensor in (x_TD, y_TD):
             _check(tensor, torch.float32, (T, self._width))
         where = None
-        if rows is not None and (count := len(rows)) < T:
-            if not (min(rows) >= 0 and max(rows) < T):
-                raise ValueError(f"rows = {rows}, must be in 0 … {T - 1}")
-            where = (c_int64 * count)(*rows)
+        if rows is not None:
+            count = len(rows)
+            if len({*rows}) < count or not all(0 <= row < T for row in rows):
+                raise ValueError(f"rows = {rows}, must be in 0 … {T - 1}, each once")
+            if count < T:
+                where = (c_int64 * count)(*rows)
         self._call(x_TD.data_ptr(), count, where, *self._matrices, y_TD.data_ptr(), threads())
         return y_TD
 

@@ -62,7 +62,7 @@ def _attention(
 ) -> tuple[Any, ...]:
     """The arguments that both directions of attention begin with."""
     (B, T, H, K), (G, V) = q_BTHK.shape, v_BTGV.shape[2:]
-    if G < 1 or H % G or not scale > 0:
+    if G < 1 or H < 1 or H % G or not scale > 0:
         raise ValueError(f"G = {G}, scale = {scale}: G must be a divisor of H = {H}, and the scale > 0")
     brief = _brief(q_BTHK)
     _check(k_BTGK, q_BTHK.dtype, (B, T, G, K))
@@ -88,7 +88,7 @@ def attention_after(q_BTHK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, first_BT: Te
     """`attention` [B,T,H,V] without gradients, in float32, where token t sees the keys from first[t] to S − T + t. Its
     bits depend on those keys and their places alone."""
     (B, T, H, K), (G, S, V) = q_BTHK.shape, v_BGSV.shape[1:]
-    if G < 1 or H % G or not scale > 0 or S < T:
+    if G < 1 or H < 1 or H % G or not scale > 0 or S < T:
         raise ValueError(
             f"G = {G}, S = {S}, scale = {scale}: G must divide H = {H}, S be ≥ T = {T}, and the scale > 0"
         )

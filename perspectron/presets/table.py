@@ -11,6 +11,7 @@ import torch
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import MLPConfig, SwiGLUConfig, TiedConfig
 from perspectron.model.model import OUTPUTS, LanguageModel
+from perspectron.model.parts import ValueResidual
 from perspectron.util import registry
 from perspectron.util.config import assignment, between_commas, load, one_of, require
 
@@ -187,12 +188,8 @@ def best_parts(design: str) -> dict[str, Any]:
     best = BEST_PARTS.get(design) or {
         "shift": True, **({"first_values": True} if _leans(replace(shifted, first_values=True)) else {})
     }  # fmt: skip
-    with torch.device("meta"):
-        has, gets = (
-            [name for name, _ in LanguageModel(config).named_parameters()]
-            for config in (bare, made(make, design, best))
-        )
-    require(has != gets, "design", f"{design}+", f"{design}, which reads the token before by itself")
+    more = not bare.shift and _reads_before(shifted)
+    require(more, "design", f"{design}+", f"{design}, which reads the token before by itself")
     return dict(best)
 
 
@@ -266,7 +263,12 @@ def made(make: Make, name: str, overrides: Sizes) -> ModelConfig:
     if relu2:
         config = replace(config, blocks=tuple(_ungated(block, name) for block in config.blocks))
     if overrides.get("first_values"):
-        require(_leans(config), "first_values", True, f"false in {name}: its mixers have no values that lean")
+        require(_leans(config), "first_values", True, f"false in {name}: no mixer's values lean on another's")
+    for reads in ("shift", "input_conv"):
+        if overrides.get(reads):
+            require(
+                _reads_before(config), reads, True, f"false in {name}, which reads the token before by itself"
+            )
     if overrides.get("zero_outputs"):
         with torch.device("meta"):
             writes = any(part.endswith(OUTPUTS) for part, _ in LanguageModel(config).named_modules())
@@ -287,7 +289,15 @@ def _ungated(block: BlockConfig, name: str) -> BlockConfig:
 def _leans(config: ModelConfig) -> bool:
     """True if some mixer's values lean on the first mixer's."""
     with torch.device("meta"):
-        return any(block.first_values is not None for block in LanguageModel(config).blocks)
+        modules = list(LanguageModel(config).modules())
+    return any(isinstance(one, ValueResidual) and one.gate is not None for one in modules)
+
+
+def _reads_before(config: ModelConfig) -> bool:
+    """True if a mixer or a network reads the token before by a part of its block."""
+    with torch.device("meta"):
+        names = [name for name, _ in LanguageModel(config).named_modules()]
+    return any(name.endswith(("mixer_shift", "ffn_shift")) for name in names)
 
 
 @cache

@@ -33,6 +33,7 @@ from perspectron.util.hooks import hooked
 
 SMALL = 32  # rows or columns below which packing is not worth it
 BATCH = 8  # texts at a time
+TABLES = ("embedding", "positions")
 MATRICES = ("gate_EFD", "up_EFD", "down_EDF")
 
 
@@ -129,13 +130,33 @@ def packed_mixture(ffn: Mixture, format: str, layer: int) -> PackedMixture:
     return made.eval().requires_grad_(False)
 
 
+def formats(model: nn.Module, linear: str) -> dict[str, str]:
+    """The format of each module that is packed where the blocks' matrices get `linear`, by its name; experts apart.
+    The embedding, learned positions, the output matrix and what a mixer reads past its layers get 8 bits."""
+    found = {name: eight_bits(linear) for name in TABLES if getattr(model, name, None) is not None}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not why_float(model, name, module):
+            parent = model.get_submodule(name.rpartition(".")[0])
+            unseen = isinstance(parent, Mixer) and not parent.calls_linears
+            logits = name in ("lm_head", "lm_head.out_proj")
+            found[name] = eight_bits(linear) if unseen or logits else linear
+    return found
+
+
+def why_float(model: nn.Module, name: str, module: nn.Linear) -> str:
+    """Why a matrix is not packed; "" if it is."""
+    if is_router(model, name):
+        return "router"
+    return f"fewer than {SMALL} rows or columns" if min(module.weight.shape) < SMALL else ""
+
+
 def eight_bits(linear: str) -> str:
     """The 8-bit format that goes with `linear`, the format of the blocks' matrices."""
     return "8bit32" if linear in tiles.FORMATS else "int8"
 
 
 def _embeddings(model: LanguageModel, format: str) -> None:
-    for name in ("embedding", "positions"):
+    for name in TABLES:
         table = getattr(model, name, None)
         if table is not None:
             setattr(model, name, QuantEmbedding.of(quantise(table.weight, format)))
@@ -155,6 +176,7 @@ class _Work:
     def __init__(self, model: LanguageModel, linear: str, report: Report, texts: list[Text]) -> None:
         self.model, self.linear, self.report, self.texts = model, linear, report, texts
         self.waiting = dict[str, Hessian]()
+        self.formats = formats(model, linear)
         self.tied = any(isinstance(block.ffn, TiedConfig) for block in model.config.blocks)
 
     def block(self, index: int) -> None:
@@ -227,7 +249,7 @@ class _Work:
         stages = defaultdict[tuple[str, str], list[str]](list)
         for name in left:
             self.waiting.pop(name, None)
-            stages[leader.get(name, name), self._format(name)].append(name)
+            stages[leader.get(name, name), self.formats[name]].append(name)
         for (name, format), names in stages.items():
             self._pack({name: left[name] for name in names}, format, hessians.get(name))
 
@@ -262,19 +284,11 @@ class _Work:
         for name, module in self.model.named_modules():
             if not isinstance(module, nn.Linear) or not name.startswith(prefix):
                 continue
-            if is_router(self.model, name):
-                self.report.kept[name] = "router"
-            elif min(module.weight.shape) < SMALL:
-                self.report.kept[name] = f"fewer than {SMALL} rows or columns"
+            if why := why_float(self.model, name, module):
+                self.report.kept[name] = why
             else:
                 linears[name] = module
         return linears
-
-    def _format(self, name: str) -> str:
-        parent = self.model.get_submodule(name.rpartition(".")[0])
-        unseen = isinstance(parent, Mixer) and not parent.calls_linears
-        logits = name in ("lm_head", "lm_head.out_proj")
-        return eight_bits(self.linear) if unseen or logits else self.linear
 
     def _wait(self, name: str, x: Tensor) -> None:
         if name not in self.waiting:

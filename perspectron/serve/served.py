@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from perspectron.data import Tokenizer
@@ -53,9 +54,9 @@ class Served:
                 f"≤ {self.longest}, what this server reads at most")  # fmt: skip
         return ids
 
-    async def ids(self, prompt: str | list[int]) -> list[int]:
-        """The ids of a prompt; errors as `readable`. Texts longer than SHORT are encoded in threads, two at a time, so
-        that a short one waits neither for the event loop nor for a thread."""
+    async def ids(self, prompt: str | list[int], turn: AbstractAsyncContextManager[None]) -> list[int]:
+        """The ids of a prompt; errors as `readable`. Texts longer than SHORT are encoded in threads, when it is their
+        `turn` (of `encoding`), so that a short one waits neither for the event loop nor for a thread."""
         if not isinstance(prompt, str) or len(prompt) <= SHORT:
             return self.readable(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
@@ -66,5 +67,5 @@ class Served:
                 self.readable(ids)
             return ids
 
-        async with self.encoding:
+        async with turn:
             return await asyncio.to_thread(encoded)

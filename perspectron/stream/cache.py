@@ -20,7 +20,7 @@ from dataclasses import replace
 from perspectron.experts.fetched import Shard
 from perspectron.stream.reader import DEADLINE, Cancelled, ShardFile
 from perspectron.stream.schedule import Counters, Entry, Key, Schedule, Slot, State
-from perspectron.stream.tensors import HUGE, aligned
+from perspectron.stream.tensors import aligned
 from perspectron.stream.usage import Usage
 from perspectron.util.errors import ConfigError, ShardError
 
@@ -322,6 +322,4 @@ def _shard(entry: Entry) -> Shard:
 def _sizes(files: Sequence[ShardFile]) -> tuple[int, int]:
     """Number of experts with weights of their own, and the memory that each takes."""
     distinct = sum(len(file.header.stored) for file in files)
-    size = files[0].header.layout.bytes
-    unit = HUGE if size >= HUGE else 1  # `aligned` takes whole huge pages
-    return distinct, -(-size // unit) * unit
+    return distinct, files[0].header.layout.slot

@@ -33,6 +33,7 @@ from perspectron.util.files import cache_folder
 from perspectron.util.machine import free_memory, return_memory
 from perspectron.util.terms import Term
 
+CONVERSATION = 8192  # tokens whose state fits beside the cache of experts that takes the free memory
 AHEAD = 2  # layers whose experts are guessed, so that the disk has work until the next guess
 
 
@@ -58,7 +59,6 @@ class StreamedModel(LanguageModel):
                 continue
             block.ffn = self.routed[-1]
         make_room(self, header.quant)
-        self.state_bytes = self.init_state(1, capacity=1).nbytes
 
     def attach(self, source: ExpertSource, *, predict: bool) -> None:
         """Take experts from `source`; predict: hint what the next layers may want."""
@@ -111,9 +111,13 @@ class StreamedModel(LanguageModel):
         self, folder: Path, cache_bytes: int | None, method: Method | None = None, *, verify: bool = False
     ) -> None:
         """Take experts from the artifact's files: all into memory if they fit, else through a cache of so many bytes
-        (None: the free memory less a tenth and one conversation). verify: check every weight first."""
+        (None: the free memory less a tenth and a conversation of CONVERSATION tokens). verify: check every weight
+        first."""
         assert self.header.experts is not None
-        free = max(0, free_memory() * 9 // 10 - self.state_bytes)
+        longest = min(CONVERSATION, self.config.positions or CONVERSATION)
+        with torch.device("meta"):
+            state = LanguageModel(self.config).init_state(1, capacity=longest)
+        free = max(0, free_memory() * 9 // 10 - state.nbytes)
         budget = free if cache_bytes is None else cache_bytes
         with contextlib.ExitStack() as opened:
             files = []

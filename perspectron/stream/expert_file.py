@@ -31,7 +31,7 @@ from perspectron.experts.mixture import ExpertsConfig
 from perspectron.experts.router import MOST_EXPERTS, RoutedConfig
 from perspectron.ops.packing import LAYOUTS, MAX_COLUMNS, Packed, check, sizes
 from perspectron.stream import tensors
-from perspectron.stream.tensors import PAGE, Bytes
+from perspectron.stream.tensors import HUGE, PAGE, Bytes
 from perspectron.util.config import one_of
 from perspectron.util.errors import ArtifactError
 from perspectron.util.files import atomic, parse_json
@@ -87,6 +87,12 @@ class ExpertLayout:
         used = sum(np.prod(shape, dtype=int).item() * dtype.itemsize for dtype, shape in shapes)
         shapes.append((torch.uint8, (-used % PAGE,)))
         return tuple((name, *pair) for name, pair in zip(self.names, shapes, strict=True))
+
+    @property
+    def slot(self) -> int:
+        """Bytes that an expert takes in memory: whole huge pages (`aligned`) if it is as large as one."""
+        unit = HUGE if self.bytes >= HUGE else 1
+        return -(-self.bytes // unit) * unit
 
     @cached_property
     def parts(self) -> tuple[slice, ...]:

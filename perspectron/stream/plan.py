@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
 
 from perspectron.experts.mixture import ExpertsConfig, MixtureConfig
 from perspectron.model.census import OF_A_MIXTURE, Part, footprint, packed_expert
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
-from perspectron.quant.convert import eight_bits
+from perspectron.quant import convert as quant
 from perspectron.quant.gptq import FORMATS
 from perspectron.stream.device import BUFFERS
 from perspectron.stream.expert_file import CODES, ExpertLayout
@@ -30,8 +29,8 @@ USES = 1 << 17  # simulated uses of random experts
 @dataclass(frozen=True)
 class ExpertLayer:
     """distinct: experts with weights of their own; the others are aliases of these. parameters, codes, scales: those of
-    each expert, the last two in bytes. shard: bytes of an expert in a file, and of the slot that holds it. chosen:
-    experts of a token."""
+    each expert, the last two in bytes. shard: bytes of an expert in a file; slot: in memory. chosen: experts of a
+    token."""
 
     layer: int
     experts: int
@@ -40,6 +39,7 @@ class ExpertLayer:
     codes: int
     scales: int
     shard: int
+    slot: int
     chosen: int = 1
 
     @property
@@ -77,8 +77,8 @@ class Needs:
 
     @property
     def slot(self) -> int:
-        """Bytes of the largest shard; 0 without experts."""
-        return max((layer.shard for layer in self.experts), default=0)
+        """Bytes of the largest expert in memory; 0 without experts."""
+        return max((layer.slot for layer in self.experts), default=0)
 
     @property
     def shards(self) -> int:
@@ -100,8 +100,8 @@ def needs(
 ) -> Needs:
     """Bytes that a model needs for one conversation of `context` tokens.
 
-    formats: of the packed modules by name, as in an artifact's config.json; a single one is that of every dense layer,
-    routers excepted, with the embedding in int8. distinct: experts of a layer with weights of their own; 0: all.
+    formats: of the packed modules by name, as in an artifact's config.json; a single one is what `quantize` is asked
+    for. distinct: experts of a layer with weights of their own; 0: all.
     experts: format of a mixture's experts; "": that of dense layers.
     ConfigError for a format that a dense layer cannot have.
     """
@@ -110,7 +110,7 @@ def needs(
         state = model.init_state(1, capacity=context)
     if isinstance(formats, str):
         experts = experts or one_of(formats, FORMATS, "shared")
-        formats = everywhere(model, one_of(formats, FORMATS, "shared"))
+        formats = quant.formats(model, one_of(formats, FORMATS, "shared"))
     experts = experts or OF_A_MIXTURE
     counted = footprint(model, state, formats, experts)
     layers = []
@@ -119,19 +119,10 @@ def needs(
         assert isinstance(routed, ExpertsConfig)
         format = experts if isinstance(routed, MixtureConfig) else CODES
         codes, scales = packed_expert(config.d_model, routed, format)
-        shard, E = ExpertLayout.of(config.d_model, routed, format).bytes, routed.count
-        layers.append(
-            ExpertLayer(layer, E, distinct or E, one.parameters, codes, scales, shard, routed.chosen)
-        )
+        layout, E = ExpertLayout.of(config.d_model, routed, format), routed.count
+        sizes = codes, scales, layout.bytes, layout.slot
+        layers.append(ExpertLayer(layer, E, distinct or E, one.parameters, *sizes, routed.chosen))
     return Needs(config.name, context, counted.parts, counted.state, tuple(layers))
-
-
-def everywhere(model: LanguageModel, format: str) -> dict[str, str]:
-    """Formats of the packed modules where every dense layer but a router is in that one, the embedding in int8."""
-    routers = ".ffn.route_proj"
-    modules = model.named_modules()
-    dense = {name: format for name, m in modules if isinstance(m, nn.Linear) and not name.endswith(routers)}
-    return dense | {"embedding": eight_bits(format)}
 
 
 # ---------------------------------------------------------------- where it goes
@@ -171,7 +162,7 @@ def place(needs: Needs, ram: int, vram: int | None = None) -> Placement:
         ram,
         vram,
         resident + one,
-        0 if vram is None else needs.resident + BUFFERS * one,
+        0 if vram is None else needs.resident + BUFFERS * needs.slot,
         resident + needs.shards * needs.slot,
         max(0, min(slots, needs.shards)),
         needs.shards,

@@ -24,12 +24,12 @@ from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.ops import packing, tiles
 from perspectron.ops.packing import LAYOUTS, Packed
+from perspectron.quant.convert import formats
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.stream import tensors
 from perspectron.stream.artifact import FORMAT, ExpertFiles, Header, expert_files, weights_of, write
 from perspectron.stream.engine import StreamedModel
 from perspectron.stream.expert_file import ExpertLayout, write_layer
-from perspectron.stream.plan import everywhere
 from perspectron.stream.tensors import Spec
 from perspectron.util.config import require
 from perspectron.util.errors import StorageError
@@ -125,7 +125,7 @@ def synthesize(
     with torch.device("meta"):
         model = LanguageModel(config)
     about = f"random weights; {experts} of {count} experts in a layer are distinct, the others are aliases of them"
-    header = Header(FORMAT, config, "", everywhere(model, linear), files, None, about)
+    header = Header(FORMAT, config, "", formats(model, linear), files, None, about)
     shared = _shared(header, seed)
     need = sum(spec.bytes for spec in shared.values()) + len(routed) * (experts * files.shard_bytes + MARGIN)
     free = shutil.disk_usage(next(parent for parent in folder.resolve().parents if parent.exists())).free

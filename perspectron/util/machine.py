@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import FrameType
 from typing import Self
 
@@ -65,20 +65,42 @@ def commit() -> str:
 
 
 def free_memory() -> int:
-    """Bytes available without swapping."""
+    """Bytes available without swapping, on the machine and in the process's container."""
+    free = int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_AVPHYS_PAGES"))
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
-    return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_AVPHYS_PAGES"))
+                free = int(line.split()[1]) * 1024
+    return max(0, min(free, *(limit - used for limit, used in _limits())))
 
 
 def memory() -> int:
     """The most memory that this process can have in bytes: the machine's, or its container's."""
     whole = int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES"))
-    with suppress(OSError, ValueError):  # "max" is no number
-        whole = min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return whole
+    return min(whole, *(limit for limit, _ in _limits()))
+
+
+def _limits(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> list[tuple[int, int]]:
+    """(limit, bytes used) of each control group around the process that limits memory; what is used does not count
+    files that the kernel can drop. The last is no limit."""
+    found = list[tuple[int, int]]()
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, names, path = line.split(":", 2)  # of version 2 without names
+            if names and "memory" not in names.split(","):
+                continue
+            top = root / "memory" if names else root
+            limit, used = ("limit_in_bytes", "usage_in_bytes") if names else ("max", "current")
+            for part in (path, *map(str, PurePosixPath(path).parents)):
+                group = top / part.strip("/")
+                with suppress(OSError, ValueError):  # "max" is no number
+                    most = int((group / f"memory.{limit}").read_text())
+                    stat = dict(each.split() for each in (group / "memory.stat").read_text().splitlines())
+                    idle = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+                    found.append((most, int((group / f"memory.{used}").read_text()) - idle))
+    return [*found, (1 << 62, 0)]
 
 
 def return_memory() -> None:

@@ -198,6 +198,18 @@ def test_a_model_of_any_design_has_ablations_that_can_be_made(design):
         assert made != config and abs(active_parameters(made) / active_parameters(config) - 1) <= 0.02
 
 
+def test_half_as_deep_a_model_starts_as_one_of_its_depth():
+    """HGRN2's lower bounds and RWKV-7's starts depend on the number of layers."""
+    half = ablations_of(presets.small("hgrn2", vocab_size=V, layers=4))["half_depth"]
+    made = half.change(presets.small("hgrn2", vocab_size=V, layers=4))
+    assert [(block.mixer.layer, block.mixer.layers) for block in made.blocks] == [(0, 2), (1, 2)]
+    whole_ = presets.small("perspective[rwkv7]", vocab_size=V, layers=8)
+    mixers = [
+        b.mixer for b in ablations_of(whole_)["half_depth"].change(whole_).blocks if b.mixer.kind == "rwkv7"
+    ]
+    assert [(mixer.layer, mixer.layers) for mixer in mixers] == [(i, len(mixers)) for i in range(len(mixers))]
+
+
 def test_all_parts_are_those_that_this_model_has(tmp_path, monkeypatch, capsys):
     """Of a cell of a comparison, whose text is encoded with a share of its own held out."""
     tokenizer = Tokenizer.train(["a bird sang in the old tree"], 270)

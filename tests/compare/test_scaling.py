@@ -16,7 +16,7 @@ import pytest
 from perspectron.cli.main import main
 from perspectron.compare import pool, scaling
 from perspectron.compare.report.scaling import crossing_rows, html, sentence
-from perspectron.compare.report.summary import WINDOWS
+from perspectron.compare.report.summary import STREAMING, WINDOWS
 from perspectron.compare.scaling import Point, Study
 from perspectron.data import Tokenizer
 from perspectron.presets.rates import FALL, rate
@@ -114,6 +114,24 @@ def test_results_alone_say_which_rates_were_best(tmp_path):
         {name: rate * share for name, rate in best.items()}, rel=5e-3
     )
     assert scaling.collected(tmp_path, study)["rates"] == {"20": best}
+
+
+def test_a_study_that_was_moved_while_it_trained_goes_on(whole, tmp_path):
+    """Its cells know where the text was."""
+    out = Path(shutil.copytree(whole, tmp_path / "moved"))
+    (out / "120k-0.05" / "results.json").unlink()
+    begun, trained = (out / "120k-0.05" / "cells" / name / "0" for name in ("ssd", "transformer"))
+    for folder in (begun, trained):
+        config = folder / "config.json"
+        text = json.loads(config.read_text())
+        text["train"]["data"] = text["train"]["data"].replace(str(out), str(tmp_path / "gone"))
+        text["train"]["data"] = text["train"]["data"].replace(str(whole), str(tmp_path / "gone"))
+        config.write_text(json.dumps(text))
+        shutil.rmtree(folder / "suites")
+    shutil.rmtree(begun / "checkpoints")
+    (begun / "metrics.jsonl").unlink()
+    assert main(["scale", "--resume", str(out)]) == 0
+    assert [c[WINDOWS] for c in results(out)["cells"]] == [c[WINDOWS] for c in results(whole)["cells"]]
 
 
 def test_results_of_an_older_version_are_no_study(whole, tmp_path, capsys):
@@ -252,7 +270,17 @@ def test_a_design_that_lacks_a_seed_is_not_ahead():
     study = Study(("kda", "ssd"), (100_000,), seeds=2)
     cells = [cell("kda", 100_000, 0, 2.0), cell("ssd", 100_000, 0, 2.2), cell("ssd", 100_000, 1, 1.9)]
     said = sentence({"study": dump(study), "cells": cells})
-    assert "Mamba-2 has the lowest loss, 2.050, not told apart from KDA" in said
+    assert "Mamba-2 has the lowest loss, 2.050, without KDA, of which seeds are missing there" in said
+    study = dataclasses.replace(study, designs=("kda", "ssd", "gla", "gdn"))
+    said = sentence(
+        {"study": dump(study), "cells": [*cells, cell("gla", 100_000, 0, 3.0), cell("gla", 100_000, 1, 2.7)]}
+    )
+    assert "told apart from all others, without KDA, Gated DeltaNet, of which seeds are missing there" in said
+    page = html({
+        "study": dump(study), "cells": cells, "laws": {WINDOWS: {}, STREAMING: {}},
+        "crossings": {WINDOWS: [], STREAMING: []},
+    })  # fmt: skip
+    assert "1 of 2 seeds" in page and "Gated DeltaNet" in page
 
 
 def test_text_that_is_encoded_is_read_as_it_is(text, tmp_path, capsys):
@@ -387,7 +415,8 @@ def test_a_study_that_could_not_be_planned_leaves_its_folder_to_another(text, tm
 def test_a_study_grows_by_what_is_larger_and_trains_nothing_again(whole, text, tmp_path):
     shutil.copytree(whole, tmp_path / "grown")
     shutil.rmtree(tmp_path / "grown" / "60k-0.05")
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "grown").glob("*/cells/*/*")}
+    there = (tmp_path / "grown").glob("*/cells/*/*/*")
+    before = {path: path.stat().st_mtime_ns for path in there if path.name != "config.json"}
     again = [*COMMAND, "--data", str(text), "--out", str(tmp_path / "grown")]
     assert main([*again, "--sizes", "60k,120k,50M"]) == ConfigError.exit_code  # the text is too short for it
     assert before and main([*again, "--sizes", "60k,120k,180k"]) == 0

@@ -498,3 +498,31 @@ def test_a_character_that_the_end_cuts_off_is_left_out_and_told_of(tmp_path: Pat
     (tmp_path / "b.txt").write_bytes(WORDS.encode("utf-16-le")[:-1])
     with refused(DataError, "b.txt", "utf-16-le"):
         open_corpus(f"{tmp_path / 'b.txt'}#encoding=utf-16-le")
+
+
+@pytest.mark.parametrize("name", ["X.JSONL.GZ", "A.TXT.GZ", "b.Csv.Gz"])
+def test_a_compression_in_capitals_is_one(name, tmp_path):
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    plain = {
+        "JSONL": "\n".join(lines),
+        "TXT": "\n".join(TEXTS),
+        "Csv": "text\n" + "\n".join(f'"{text}"' for text in TEXTS),
+    }
+    (tmp_path / name).write_bytes(gzip.compress(plain[name.split(".")[1]].encode()))
+    found = "".join(everything(open_corpus(str(tmp_path / name))))
+    assert all(text in found for text in TEXTS)
+
+
+def test_an_encoding_beside_another_is_refused_whichever_it_is(tmp_path):
+    (tmp_path / "a.txt").write_text("a text")
+    for encoding in ("utf-8", "cp1252"):
+        with refused(DataError, "encoding", encoding):
+            with_encoding(f"{tmp_path}/a.txt#encoding=latin-1", encoding)
+    assert with_encoding(f"{tmp_path}/a.txt#encoding=utf-8", "utf-8").startswith(f"{tmp_path}/a.txt")
+
+
+def test_a_column_with_spaces_around_its_name_is_shown_as_it_is(tmp_path):
+    (tmp_path / "a.csv").write_text("id, text\n1,one\n2,two\n")
+    with pytest.raises(DataError) as caught:
+        open_corpus(f"{tmp_path}/a.csv")
+    assert "id, ' text'" in str(caught.value) and f"{tmp_path}/a.csv# text" in str(caught.value)

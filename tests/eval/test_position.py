@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from copy import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,7 @@ from tests.refusals import refused
 @pytest.mark.parametrize("design", presets.DESIGNS)
 def test_in_chunks_as_in_one_pass(subject, design, monkeypatch):
     subject = subject(design, model_dtype=torch.float64)
-    ids_NT = stretches(subject.split, 60, 3)
+    ids_NT = stretches(subject.split, 60, 3)[0]
     whole_NT = nats(subject, ids_NT)[0]
     monkeypatch.setattr(reading, "CHUNK", 3 * 7)
     torch.testing.assert_close(nats(subject, ids_NT)[0], whole_NT, rtol=0, atol=1e-9)
@@ -31,7 +32,7 @@ def test_in_chunks_as_in_one_pass(subject, design, monkeypatch):
 
 def test_no_loss_knows_what_follows(subject):
     subject = subject("perspective", model_dtype=torch.float64)
-    ids_NT = stretches(subject.split, 60, 2)
+    ids_NT = stretches(subject.split, 60, 2)[0]
     other_NT = ids_NT.clone()
     other_NT[:, 41:] = 5
     before, after = (nats(subject, ids)[0] for ids in (ids_NT, other_NT))
@@ -60,6 +61,21 @@ def test_bins_are_those_of_plain_counting(subject):
         assert b["bits_per_byte"] == pytest.approx(nats[part].sum() / math.log(2) / size[part].sum())
 
 
+def test_what_is_not_learned_is_no_target(subject):
+    """Prompts: of each document, half."""
+    it = subject("transformer", model_dtype=torch.float64)
+    halves = copy(it.split)
+    halves.learned = halves.starts + 65
+    object.__setattr__(it, "split", halves)
+    found = measure(it, Options(tokens=4 * 128, stretches=4, contexts=(16,)))
+    plain = measure(subject("transformer", model_dtype=torch.float64), Options(4 * 128, 4, (16,)))
+    assert found["bins"][-1] == plain["bins"][-1] and found["bins"][-1]["tokens"] == 4 * 64
+    assert all(b["tokens"] == 0 and math.isnan(b["bits_per_byte"]) for b in found["bins"][:-1])
+    assert found["past"]["16"] == plain["past"]["16"]
+    halves.learned = halves.starts + 125
+    assert measure(it, Options(4 * 128, 4, (16,)))["past"]["16"]["tokens"] == 4 * 4
+
+
 class Repeating:
     """A split of 12 documents of 600 tokens in which every token is the one `period` tokens ago."""
 
@@ -68,6 +84,9 @@ class Repeating:
 
     def __init__(self, period=100):
         self.period = period
+
+    def is_learned(self, start, stop):
+        return np.ones(stop - start, bool)
 
     def read(self, start, stop):
         blocks = np.random.Generator(np.random.PCG64(0)).integers(1, 257, (12, 1, self.period))
@@ -94,8 +113,8 @@ def test_more_context_gains_where_it_holds_what_is_needed(subject, periodic):
     assert found["falls_past"] == {"32": True, "128": False, "512": None}
     gain = found["past"]["32"]
     per_token = math.log2(0.9 * 300)
-    ids_NT = stretches(Repeating(), 512, 12)
-    text_bytes = int(reading.byte_counts(subject.tokenizer, ids_NT[:, -16:]).sum())
+    ids_NT, learned_NT = stretches(Repeating(), 512, 12)
+    text_bytes = int(reading.byte_counts(subject.tokenizer, ids_NT[:, -16:], learned_NT[:, -16:]).sum())
     assert gain["tokens"] == 12 * 16
     assert gain["bits_per_byte"] == pytest.approx(per_token * 12 * 16 / text_bytes, rel=1e-5)
     assert gain["low"] <= gain["bits_per_byte"] <= gain["high"]
@@ -110,8 +129,8 @@ def test_a_context_holds_exactly_as_many_tokens_as_it_says(subject, periodic, pe
     subject = subject(periodic(period))
     object.__setattr__(subject, "split", Repeating(period))
     gain = measure(subject, Options(tokens=0, stretches=12, contexts=(32,)))["past"]["32"]
-    ids_NT = stretches(Repeating(period), 512, 12)
-    text_bytes = int(reading.byte_counts(subject.tokenizer, ids_NT[:, -16:]).sum())
+    ids_NT, learned_NT = stretches(Repeating(period), 512, 12)
+    text_bytes = int(reading.byte_counts(subject.tokenizer, ids_NT[:, -16:], learned_NT[:, -16:]).sum())
     expected = math.log2(0.9 * 300) * 12 * targets / text_bytes
     assert gain["bits_per_byte"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
@@ -173,14 +192,14 @@ def test_a_measurement_is_the_same_again(subject):
 
 def test_stretches_lie_in_one_document_and_in_as_many_as_there_are(text):
     split = text[1]
-    ids_NT = stretches(split, 150, 200)
+    ids_NT = stretches(split, 150, 200)[0]
     assert not (ids_NT[:, 1:] == 0).any()
     sizes = np.diff([*split.starts, split.tokens])
     first = (ids_NT[:, 0] == 0).sum()
     assert first == (sizes > 150).sum() == split.documents
     assert (ids_NT[:first, 0] == 0).all()
     assert len(ids_NT) == ((sizes - 1) // 150).sum()
-    assert torch.equal(stretches(split, 150, 3), ids_NT[:3])
+    assert torch.equal(stretches(split, 150, 3)[0], ids_NT[:3])
 
 
 def test_the_longest_stretch_leaves_enough_of_them():

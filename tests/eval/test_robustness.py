@@ -1,6 +1,7 @@
 """Contexts that change as said, targets that do not, and a state that is the same after it was on disk."""
 
 import math
+from copy import copy
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from perspectron import presets
 from perspectron.eval import robustness
 from perspectron.eval.reading import byte_counts, nats, stretches
 from perspectron.eval.robustness import Options, corrupted, measure, shuffled
-from perspectron.util.errors import ConfigError
+from perspectron.util.errors import ConfigError, DataError
 from tests.refusals import refused
 
 IDS = torch.arange(1, 3 * 41 + 1).view(3, 41)
@@ -62,9 +63,9 @@ def test_a_state_that_came_back_otherwise_is_told(subject, monkeypatch):
 def test_the_numbers_are_those_of_plain_reading(subject):
     subject = subject("perspective", model_dtype=torch.float64)
     found = measure(subject, Options(tokens=4 * 64, windows=(4,), shares=(0.0, 0.3)))
-    ids_NT = stretches(subject.split, 64, 4)
+    ids_NT, learned_NT = stretches(subject.split, 64, 4)
     assert (found["context"], found["stretches"], found["tokens"]) == (48, 4, 64)
-    text_bytes = byte_counts(subject.tokenizer, ids_NT[:, 49:]).sum().item()
+    text_bytes = byte_counts(subject.tokenizer, ids_NT[:, 49:], learned_NT[:, 48:]).sum().item()
 
     def bits(*context: torch.Tensor) -> float:
         read = torch.cat([*context, ids_NT[:, 48:]], 1)
@@ -81,6 +82,22 @@ def test_the_numbers_are_those_of_plain_reading(subject):
     assert found["worse"]["corrupted_0.0"]["bits_per_byte"] == 0
     other = bits(corrupted(ids_NT[:, :48], 0.3, torch.arange(1, subject.tokenizer.vocab_size), 0))
     assert found["corrupted"][1]["bits_per_byte"] == pytest.approx(other, rel=1e-9)
+
+
+def test_what_is_not_learned_is_no_target(subject):
+    it, halves = subject("perspective", model_dtype=torch.float64), copy(subject("perspective").split)
+    object.__setattr__(it, "split", halves)
+    halves.learned = halves.starts + 57  # of targets at 49 to 64 the last eight
+    found = measure(it, Options(tokens=4 * 64, windows=(4,), shares=(0.3,)))
+    ids_NT = stretches(halves, 64, 4)[0]
+    text_bytes = byte_counts(it.tokenizer, ids_NT[:, 57:]).sum().item()
+    expected = nats(it, ids_NT)[0][:, -8:].sum().item()
+    assert found["tokens"] == 32 and found["resumed_equal"]
+    assert found["bits_per_byte"] == pytest.approx(expected / math.log(2) / text_bytes, rel=1e-9)
+    assert found["whole"] == pytest.approx(expected / 32, rel=1e-9)
+    halves.learned = halves.starts + 4096
+    with refused(DataError, halves.name):
+        measure(it, Options(tokens=4 * 64))
 
 
 def test_a_model_to_which_all_is_alike_does_not_care(subject):

@@ -318,3 +318,25 @@ def test_a_library_of_other_sources_is_refused(monkeypatch, tmp_path):
     assert "cannot be loaded" in library.load.__wrapped__().reason
     monkeypatch.setattr(library, "_places", lambda: [tmp_path / "none"])
     assert library.load.__wrapped__() == (None, "not built (to build it: python -m perspectron.native)")
+
+
+@needed
+@pytest.mark.parametrize("rows", [[0, 1, 7], [0, 0], [0, -1], [0, 1, 0], [2], [0, 1, 2]])
+def test_rows_that_are_not_there_are_refused(rows):
+    pairs = [matrix("int8", 4, 4, np.random.default_rng(0))[1:] for _ in range(3)]
+    network = native.SwiGLU(*pairs, "int8", 4, 4)
+    y = torch.full((2, 4), 123.0)
+    with pytest.raises(ValueError, match="rows"):
+        network(torch.zeros(2, 4), y, rows)
+    assert (y == 123).all()
+    network(torch.zeros(2, 4), y, [1, 0])
+    assert (y == 0).all()
+
+
+@needed
+def test_attention_without_heads_is_refused():
+    q, first = torch.zeros(1, 2, 0, 4), torch.zeros(1, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="H = 0"):
+        training.attention(q, torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), first, 1.0)
+    with pytest.raises(ValueError, match="H = 0"):
+        training.attention_after(q, torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), first, 1.0)

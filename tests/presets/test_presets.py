@@ -156,6 +156,19 @@ def test_parts_of_no_design_or_of_one_that_has_them_are_refused(name):
         presets.variant(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("transformer[layers=1,first_values=true]", "first_values"), ("perspective[first_values=true]", "first_values"),
+        ("rwkv7[shift=true]", "shift"), ("rwkv7[input_conv=true]", "input_conv"),
+        ("lens2[discoverability=false,disc_scale=true]", "disc_scale"),
+    ],
+)  # fmt: skip
+def test_an_option_without_effect_is_refused(name, field):
+    with refused(ConfigError, field):
+        presets.small(name, vocab_size=300)
+
+
 def test_every_design_with_its_best_parts_is_a_model():
     for design in presets.DESIGNS.keys() - {"rwkv7", "perspective2"}:
         head, bracket, rest = design.partition("[")

@@ -1,5 +1,6 @@
 """Plans against the tensors themselves, and the exact figures of the 1.05 T model."""
 
+import dataclasses
 import math
 
 import pytest
@@ -10,6 +11,8 @@ from perspectron import presets
 from perspectron.model.census import census, packed_bytes
 from perspectron.ops import tiles
 from perspectron.ops.packing import LAYOUTS, Packed, pack, pack_tiles
+from perspectron.quant.convert import convert
+from perspectron.stream.expert_file import ExpertLayout
 from perspectron.stream.plan import Needs, Rates, bounds, case, needs, place
 from perspectron.util.errors import ConfigError
 from tests.refusals import refused
@@ -55,19 +58,21 @@ def test_a_matrix_takes_what_its_tensors_take(format, shape):
 
 @pytest.mark.parametrize("shared", ["2bit", "4bit", "int8"])
 @pytest.mark.parametrize(
-    "name", ["perspective-tiny", "perspective-tiny-dense", "gpt2-tiny", "adr-tiny", "ssd-tiny"]
+    "name", ["perspective-tiny", "perspective-tiny-dense", "gpt2-tiny", "adr-tiny", "ssd-tiny", "kda-tiny"]
 )
 def test_all_parts_of_a_model_once_packed(name, shared):
-    """Its own modules, packed one by one."""
+    """Its own modules, packed one by one, and as `quantize` packs them."""
     overrides = {key: SMALL[key] for key in ("d_model", "hidden")} if "perspective" in name else {}
     model = perspectron.build(presets.get(name, **overrides))
     held = packed = 0
     for where, module in model.named_modules():
         dense = isinstance(module, torch.nn.Linear) and not where.endswith("route_proj")
+        dense = dense and min(module.weight.shape) >= 32
+        logits = where in ("lm_head", "lm_head.out_proj")
         for key, weight in module.named_parameters(recurse=False):
             if dense and key == "weight":
-                held += zeros(shared, *weight.shape).nbytes
-            elif where == "embedding":
+                held += zeros("int8" if logits else shared, *weight.shape).nbytes
+            elif where in ("embedding", "positions"):
                 held += zeros("int8", *weight.shape).nbytes
             elif key in ("gate_EFD", "up_EFD", "down_EDF"):
                 packed += len(weight) * zeros("ternary", *weight.shape[1:]).nbytes
@@ -78,6 +83,7 @@ def test_all_parts_of_a_model_once_packed(name, shared):
     assert sum(part.bytes for part in found.parts.values()) == held
     assert sum(layer.experts * layer.read for layer in found.experts) == packed
     assert sum(part.bytes for part in found.state.values()) == model.init_state(1, capacity=64).nbytes
+    assert sum(convert(model, shared).bytes.values()) == held
 
 
 @pytest.mark.parametrize("name", presets.names())
@@ -133,6 +139,18 @@ def test_a_network_that_layers_share_is_held_once_and_read_by_each():
 
 
 # ---------------------------------------------------------------- where it goes
+
+
+def test_a_slot_is_whole_huge_pages_and_a_gpu_holds_two_experts(small):
+    """2.7 MB, as those of Qwen3-30B-A3B in 4bit32."""
+    layout = ExpertLayout(2048, 768, "4bit32")
+    assert 2 << 20 < layout.bytes < layout.slot == 4 << 20
+    assert ExpertLayout(32, 32).slot == ExpertLayout(32, 32).bytes
+    several = dataclasses.replace(
+        small, experts=tuple(dataclasses.replace(layer, chosen=4) for layer in small.experts)
+    )
+    assert place(several, 1 << 30, 1 << 30).least_vram == several.resident + 2 * several.slot
+    assert place(several, 1 << 30, 1 << 30).least_ram == 4 * several.slot
 
 
 def test_slots_are_what_is_left(small):

@@ -292,6 +292,9 @@ def test_a_conversion_is_an_ordinary_run(runs, tmp_path, teacher):
     total = sum(row["tokens"] for row in rows)
     assert 0.8 * made.config.tokens <= total <= made.config.tokens
     assert checkpoint.found_in(tmp_path / "out")[-1].progress.step == opened.config.train.steps
+    shutil.rmtree(tmp_path / "out" / "stages")
+    assert made.go(report=rows.append) is None
+    assert len(rows) == 5 and not (tmp_path / "out" / "stages").exists()
 
 
 def test_the_suite_compares_the_same_targets_with_more_and_fewer_tokens_before_them(runs, tmp_path, teacher):

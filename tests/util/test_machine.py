@@ -113,3 +113,33 @@ def test_a_block_within_another_ends_nothing():
         "    print(pages() - before)\n"
     )
     assert inside > 100e6
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_limits_memory(version, tmp_path, monkeypatch):
+    """Of the groups around a process the narrowest, and files that can be dropped are free."""
+    root, own = tmp_path / "cgroup", tmp_path / "own"
+    own.write_text("0::/a/b\n" if version == 2 else "3:cpu:/x\n7:memory,hugetlb:/a/b\n")
+    limit, used = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
+
+    def group(path, most, now, idle):
+        folder = (root if version == 2 else root / "memory") / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"memory.{limit}").write_text(f"{most}\n")
+        (folder / f"memory.{used}").write_text(f"{now}\n")
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {idle}\n")
+
+    group("a", 1 << 20, 1 << 19, 0)
+    group("a/b", "max" if version == 2 else (1 << 63) - 4096, 0, 0)
+    group("", 1 << 21, 1 << 21, 1 << 20)
+    found = machine._limits(root, own)
+    assert (1 << 20, 1 << 19) in found and (1 << 21, 1 << 20) in found
+    monkeypatch.setattr(machine, "_limits", lambda: found)
+    assert machine.memory() == 1 << 20 and machine.free_memory() == 1 << 19
+    monkeypatch.setattr(machine, "_limits", lambda: [(1 << 20, 1 << 21), (1 << 62, 0)])
+    assert machine.free_memory() == 0
+
+
+def test_without_a_container_memory_is_the_machines(tmp_path):
+    assert machine._limits(tmp_path, tmp_path / "none") == [(1 << 62, 0)]
+    assert 0 < machine.free_memory() <= machine.memory()

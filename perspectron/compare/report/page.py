@@ -125,10 +125,12 @@ def _winner(rows: Sequence[Row], noun: str) -> str:
         return f"{text}. With one seed there is no interval: a small difference may be chance."
     text += f" ({fixed(pair.low)} to {fixed(pair.high)})"
     open_ = [row.title for row, pair in pairs if pair.low is not None and pair.low <= 0]
-    if not open_ and len(pairs) == 1:
+    left = [row.title for row in rows if row.faults]
+    if not open_ and len(pairs) == 1 and not left:
         return f"{text}."
     if not open_:
-        return f"{text}, and below all others, with intervals that exclude zero."
+        those = f" that finished all seeds ({', '.join(left)} did not)" if left else ""
+        return f"{text}, and below all others{those}, with intervals that exclude zero."
     return f"{text}. These seeds do not separate it from {', '.join(open_)}."
 
 

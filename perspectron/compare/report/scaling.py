@@ -1,6 +1,7 @@
 """The page of a scaling study: charts and tables of the losses, and the laws that they follow."""
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from perspectron.compare.scaling import (
 from perspectron.presets.rates import FALL
 from perspectron.util import plot
 from perspectron.util.files import write_json, write_text
-from perspectron.util.numbers import fixed, grouped, percent, short
+from perspectron.util.numbers import NONE, fixed, grouped, percent, short
 from perspectron.util.page import Cell, Table
 from perspectron.util.stats import LEVEL, interval, paired
 
@@ -38,8 +39,12 @@ def html(found: dict[str, Any]) -> str:
         ("trainings that finished", grouped(len(found["cells"]))), ("hours they took", f"{spent / 3600:.1f}"),
     ]  # fmt: skip
     rates = f"each design has the rate known for it, which falls by N^{FALL} and has a ceiling"
-    if study["rates"]:
-        rates = f"rates are the best at the smallest size, from there by N^{FALL}"
+    if len(study["rates"]) == 1:
+        rates = (
+            f"the rate is {study['rates'][0]:g} at the smallest size, as it was given, from there by N^{FALL}"
+        )
+    elif study["rates"]:
+        rates = f"rates are the best at the smallest size, between those tried, from there by N^{FALL}"
     sections = [part for score in SCORES for part in _section(found, score)]
     sections.append(
         Section("conditions", "Conditions", f"All sizes have one vocabulary; {rates}.", facts=facts)
@@ -57,6 +62,8 @@ def charts(found: dict[str, Any], score: str) -> list[plot.Chart]:
     for ratio in study["per_parameter"]:
         curves = []
         for name, there in _by_size(found, ratio, score).items():
+            if not there:
+                continue
             points = [(known[name, size], statistics.fmean(each)) for size, each in there.items()]
             spans = [interval(each) or (each[0], each[0]) for each in there.values()]
             curves.append(plot.Line(presets.title(name), points, style[name], spans))
@@ -71,11 +78,19 @@ def _titled(ratio: float, score: str) -> str:
 
 
 def _by_size(found: dict[str, Any], ratio: float, score: str) -> dict[str, dict[int, list[float]]]:
-    """Losses of each design that has some, by size, for so many tokens for a parameter."""
-    at = {size: losses_at(found, Point(size, ratio), score) for size in found["study"]["sizes"]}
-    by = {name: {size: list(each[name].values()) for size, each in at.items() if name in each}
-          for name in found["laws"][score]}  # fmt: skip
-    return {name: there for name, there in by.items() if there}
+    """Losses of each design, by size where it has some, for so many tokens for a parameter."""
+    study = found["study"]
+    at = {size: losses_at(found, Point(size, ratio), score) for size in study["sizes"]}
+    return {
+        name: {size: list(each[name].values()) for size, each in at.items() if name in each}
+        for name in study["designs"]
+    }
+
+
+def _seeds(losses: list[float], seeds: int) -> Cell:
+    """Mean and interval of losses, or how many seeds there are if some are missing."""
+    cell = estimate(losses)
+    return cell if len(losses) in (0, seeds) else Cell(cell.text, f"{len(losses)} of {seeds} seeds")
 
 
 def _section(found: dict[str, Any], score: str) -> list[Section]:
@@ -83,10 +98,13 @@ def _section(found: dict[str, Any], score: str) -> list[Section]:
     study, tables = found["study"], list[Table]()
     for ratio in study["per_parameter"]:
         rows = [
-            [Cell(presets.title(name)), *(estimate(there.get(size, [])) for size in study["sizes"])]
+            [
+                Cell(presets.title(name)),
+                *(_seeds(there.get(size, []), study["seeds"]) for size in study["sizes"]),
+            ]
             for name, there in _by_size(found, ratio, score).items()
         ]
-        if rows:
+        if any(cell.text != NONE for _, *cells in rows for cell in cells):
             of = f"Bits per byte {_titled(ratio, score)}"
             caption = f"{of}, by active parameters, with {LEVEL:.0%} intervals over seeds."
             tables.append(Table(caption, ["design", *map(short, study["sizes"])], rows))
@@ -97,10 +115,10 @@ def _section(found: dict[str, Any], score: str) -> list[Section]:
         caption = "Laws log L = log A − α log N − β log D; off: the most by which a mean lies off its law."
         rows = [
             [Cell(presets.title(name)), *(_exponent(law[x]) for x in ("alpha", "beta")), Cell(short(law["A"])),
-             Cell(percent(law["off"], 2))]
+             Cell(percent(law["off"], 2)), Cell(str(law["seeds"]))]
             for name, law in laws
         ]  # fmt: skip
-        tables.append(Table(caption, ["design", "α", "β", "A", "off"], rows))
+        tables.append(Table(caption, ["design", "α", "β", "A", "off", "seeds"], rows))
     if crossings := crossing_rows(found, score):
         caption = (
             "Where two lines cross, if all seeds say so; moved by: the factor by which the losses off the two lines "
@@ -134,7 +152,7 @@ def sentence(found: dict[str, Any], score: str = WINDOWS) -> str:
     ends = [Point(study["sizes"][i], study["per_parameter"][i]) for i in (0, -1)]
     for at in dict.fromkeys(ends):
         if losses := losses_at(found, at, score):
-            ahead.append(_ahead(at, losses))
+            ahead.append(_ahead(at, losses, study["designs"]))
     if not ahead:
         return "Nothing has finished yet."
     return f"Scored {SCORES[score]}: {'; '.join(ahead)}."
@@ -165,15 +183,19 @@ def _factor(moved: float | None) -> str:
     return f"{moved:.1f}" if moved < MOST_MOVED else f"{MOST_MOVED:,.0f} or more"
 
 
-def _ahead(at: Point, losses: dict[str, dict[int, float]]) -> str:
-    """The design with the lowest mean at a point, and those that are not told apart from it."""
+def _ahead(at: Point, losses: dict[str, dict[int, float]], designs: Sequence[str]) -> str:
+    """The design with the lowest mean at a point, those that are not told apart from it, and those that are left out:
+    of which there are fewer seeds, or none."""
     (best, own), *others = losses.items()
+    lacking = [presets.title(name) for name in designs if len(losses.get(name, {})) < len(own)]
+    others = [(name, its) for name, its in others if presets.title(name) not in lacking]
     where = f"{short(at.size)} parameters and {at.ratio:g} tokens for each"
     text = f"at {where} {presets.title(best)} has the lowest loss, {fixed(statistics.fmean(own.values()))}"
+    without = f", without {', '.join(lacking)}, of which seeds are missing there" if lacking else ""
     if not others:
-        return text
+        return text + without
     if len(own) == 1:
-        return f"{text} (one seed, which tells nothing apart)"
+        return f"{text} (one seed, which tells nothing apart){without}"
     level = []
     for name, its in others:
         seeds = [seed for seed in its if seed in own]
@@ -181,4 +203,4 @@ def _ahead(at: Point, losses: dict[str, dict[int, float]]) -> str:
         if against is None or against.low is None or against.low <= 0:
             level.append(presets.title(name))
     rest = f"not told apart from {', '.join(level)}" if level else "told apart from all others"
-    return f"{text}, {rest}"
+    return f"{text}, {rest}{without}"

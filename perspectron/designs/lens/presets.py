@@ -29,8 +29,7 @@ def lens(
     mixer: the lenses, and whether their mixture is learned. mlp: the network, which with `context` reads what
     attention gave. route: the gate between attention and network; `RouteGatedConfig` has its other sizes.
     """
-    discover, unused = mixer.discoverability or not mixer.disc_scale, "left out where discoverability is off"
-    require(discover, "disc_scale", mixer.disc_scale, unused)
+    _require_used(mixer)
     for key, value in {"anneal": anneal, "anneal_after": anneal_after}.items():
         require(route or not value, key, value, "left out where route is off")
     ffn: FFNConfig = mlp if mlp.context else MLPConfig(mlp.hidden, mlp.activation)
@@ -39,6 +38,11 @@ def lens(
         residual = RouteGatedConfig(route_scale, anneal, anneal_after)
     block, more = BlockConfig(mixer, ffn, residual), {"embedding_norm": embedding_norm} | GPT2_NORM
     return stack(name, vocab_size, d_model, layers, block, positions=positions, **more)
+
+
+def _require_used(mixer: LensConfig) -> None:
+    discover, unused = mixer.discoverability or not mixer.disc_scale, "left out where discoverability is off"
+    require(discover, "disc_scale", mixer.disc_scale, unused)
 
 
 preset("lens-tiny", "GPT-2 with lenses, width 128", lens)
@@ -64,5 +68,6 @@ def lens2(
     embedding_norm: bool = True,
 ) -> ModelConfig:
     """Lens with an output gate in place of the route gate and context, with rotary positions, RMSNorm and a SwiGLU."""
+    _require_used(mixer)
     block = BlockConfig(mixer, SwiGLUConfig(hidden))
     return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)

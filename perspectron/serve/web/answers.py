@@ -20,7 +20,7 @@ from perspectron.serve.engine import Event, Job
 from perspectron.serve.served import Served
 from perspectron.serve.web import schema
 from perspectron.serve.web.asked import check, constraint_of, given_to, prompt_of, sampling_of, tokens_of
-from perspectron.serve.web.hearing import back, heard
+from perspectron.serve.web.hearing import back, heard, turn
 from perspectron.serve.web.likely import Completed, Mark, chatted, marks_of
 from perspectron.serve.web.metrics import Metrics
 from perspectron.serve.web.writing import Writing
@@ -28,6 +28,7 @@ from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, PerspectronError
 
 PING = 15  # seconds between signs of life in a stream
+PATIENCE = 60  # seconds that a client may leave its stream unread
 CHAT_TOKENS = 1024  # most tokens drawn where a chat sets no limit; fewer where the model lacks room
 ENTRIES = 1 << 18  # most log-probabilities of prompts in one answer
 
@@ -110,10 +111,13 @@ class Answers:
             f"a prompt for /v1/completions: {self.served.name} is a base model, served without --template",
         )  # fmt: skip
         assert template is not None
-        async with self.served.rendering:  # so that templates never hold more than one thread of a model
+        async with turn(
+            request, self.served.rendering
+        ):  # so that templates never hold more than one thread of a model
             text = await asyncio.to_thread(prompt_of, body, template, self.served.tokenizer)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        ids, given = await self.served.ids(text), tokens_of(body)
+        ids = await self.served.ids(text, turn(request, self.served.encoding))
+        given = tokens_of(body)
         tokens = min(CHAT_TOKENS, self.served.largest) if given is None else given
         run = await self._run(body, [ids], tokens, logprobs, request, cut=given is None)
 
@@ -171,13 +175,13 @@ class Answers:
     ) -> _Run:
         served, engine = self.served, self.served.engine
         single = body.n == 1 and len(prompts) == 1
-        constraint = await constraint_of(body, served.tokenizer, served.compiling)
+        constraint = await constraint_of(body, served.tokenizer, turn(request, served.compiling))
         hooks = () if constraint is None else (constraint,)
         slot = None if body.id_slot in (None, -1) else served.slot(body.id_slot or 0)
         begun = None
         if body.state is not None:
             begun = await asyncio.to_thread(served.states.load, body.state, engine.session())
-        begins, asked = 0, [await served.ids(prompt) for prompt in prompts]
+        begins, asked = 0, [await served.ids(each, turn(request, served.encoding)) for each in prompts]
         read = asked
         whole = isinstance(body, schema.Chat) and served.tokenizer.specials.lacks(read[0])
         if begun is not None and isinstance(body, schema.Chat):
@@ -307,7 +311,7 @@ class Answers:
                 finally:
                     await events.aclose()
 
-            return EventSourceResponse(stream(), ping=PING, sep="\n")
+            return EventSourceResponse(stream(), ping=PING, sep="\n", send_timeout=PATIENCE)
         choices = [_Choice() for _ in range(run.texts)]
         try:
             await heard(request, self._collect(run, choices))
@@ -386,7 +390,7 @@ def _views(marks: Sequence[Piece]) -> dict[str, Any]:
 
 
 def _event(value: dict[str, Any]) -> ServerSentEvent:
-    return ServerSentEvent(json.dumps(value, ensure_ascii=False), sep="\n")
+    return ServerSentEvent(json.dumps(value), sep="\n")  # ASCII: some clients split lines at U+2028, too
 
 
 def _into(

@@ -28,7 +28,7 @@ from perspectron.serve.web import schema
 from perspectron.serve.web.about import drawn_of, ids_of, model_of, texts, words
 from perspectron.serve.web.answers import Answers
 from perspectron.serve.web.guard import Guard, refusal
-from perspectron.serve.web.hearing import Gone, back, heard
+from perspectron.serve.web.hearing import Gone, back, heard, turn
 from perspectron.serve.web.likely import shown
 from perspectron.serve.web.metrics import Metrics
 from perspectron.serve.web.writing import saved, writing
@@ -85,9 +85,9 @@ class App:
         """Answer in a conversation, of which the model's template makes a prompt."""
         return await Answers(self.served(body.model), self.metrics).chat(body, request)
 
-    async def tokenize(self, body: schema.Tokenize) -> Response:
+    async def tokenize(self, body: schema.Tokenize, request: Request) -> Response:
         """Ids of a text."""
-        return await asyncio.to_thread(ids_of, await self.served(body.model).ids(body.content))
+        return await asyncio.to_thread(ids_of, await _ids(self.served(body.model), body.content, request))
 
     async def detokenize(self, body: schema.Detokenize) -> Response:
         """Text of ids."""
@@ -103,7 +103,7 @@ class App:
         """Read a prompt and keep the state."""
         served = self.served(body.model)
         served.states.path(body.id, "id")
-        ids = await served.ids(body.prompt)
+        ids = await _ids(served, body.prompt, request)
         session = await _result(request, served.engine.run(_reading(served.engine, ids)))
         about = await saved(served.states, body.id, session)
         return JSONResponse(asdict(about), 201)
@@ -163,7 +163,7 @@ class App:
     async def diff(self, id: schema.Name, body: schema.Diff, request: Request) -> JSONResponse:
         """Compare two states: how far they are apart, and what each expects next and in a probe text."""
         served = self.served(body.model)
-        on = await served.ids(body.on)
+        on = await _ids(served, body.on, request)
         a, b = [await self._loaded(served, name) for name in (id, body.other)]
         found = await _result(request, served.engine.run(_later(diffing(a, b, on))))
         told = asdict(found) | {"mean": found.mean if found.kl else None}
@@ -177,7 +177,7 @@ class App:
         asked = body.max_tokens or (None if most >= ANSWER else most)
         require((asked or 1) <= most, "max_tokens", asked, f"≤ {most}, what this server draws at most")
         until = until_of(body.until, expressions=False)
-        ask = await served.ids(body.ask)
+        ask = await _ids(served, body.ask, request)
         session = await self._loaded(served, id)
         steps = bisecting(session, ask, until, max_tokens=asked)
         found = await _result(request, served.engine.run(_later(steps)))
@@ -189,7 +189,7 @@ class App:
         reader = served if body.reader is None else self.served(body.reader)
         reader.states.path(body.id, "id")
         require(body.onto is None or body.prompt is None, "prompt", "a text", "left out with onto")
-        ids = [] if body.prompt is None else await reader.ids(body.prompt)
+        ids = [] if body.prompt is None else await _ids(reader, body.prompt, request)
         session = await self._loaded(served, id)
         begun = reader.engine.session() if body.onto is None else await self._loaded(reader, body.onto)
         replayed = await asyncio.to_thread(ids_for, session, reader.tokenizer, after=body.after)
@@ -208,7 +208,7 @@ class App:
         """Keep one state of two, if it is nearer to both texts read in turn than the second is alone."""
         served = self.served(body.model)
         served.states.path(body.id, "id")
-        on = await served.ids(body.on)
+        on = await _ids(served, body.on, request)
         a, b = [await self._loaded(served, name) for name in (id, body.other)]
         found = await _result(request, served.engine.run(_later(merging(a, b, on))))
         about = await saved(served.states, body.id, found.session, id)
@@ -271,6 +271,10 @@ class App:
         timings = {f"{action}_ms": 1e3 * (time.perf_counter() - start)}
         counts = {f"n_{done}": len(session.tokens), f"n_{moved}": about.bytes, "timings": timings}
         return {"id_slot": id, "filename": body.filename, **counts}
+
+
+async def _ids(served: Served, prompt: str | list[int], request: Request) -> list[int]:
+    return await served.ids(prompt, turn(request, served.encoding))
 
 
 def create(models: Sequence[Served], *, key: str | None = None, close: bool = True) -> FastAPI:

@@ -4,6 +4,7 @@ what is not possible."""
 import asyncio
 import secrets
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -94,9 +95,12 @@ def check(body: schema.Sampled, prompts: Sequence[str | list[int]], tokens: int,
         served.states.path(body.save, "save")
 
 
-async def constraint_of(body: schema.Sampled, tokenizer: Tokenizer, turn: asyncio.Lock) -> Constraint | None:
-    """The grammar that the answer must follow; None if none is asked for. Grammars are compiled off the event loop, one
-    at a time, so that slow ones hold one thread. ConfigError, naming the field: it cannot be compiled."""
+async def constraint_of(
+    body: schema.Sampled, tokenizer: Tokenizer, turn: AbstractAsyncContextManager[None]
+) -> Constraint | None:
+    """The grammar that the answer must follow; None if none is asked for. Grammars are compiled off the event loop,
+    when it is their `turn`, one at a time, so that slow ones hold one thread. ConfigError, naming the field: it cannot
+    be compiled."""
     form = body.response_format
     asked: dict[str, dict[str, Any] | None] = {
         "json_schema": body.json_schema,

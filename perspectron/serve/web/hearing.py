@@ -1,7 +1,8 @@
 """Waiting for the engine on behalf of a client that may disconnect."""
 
 import asyncio
-from collections.abc import Awaitable, Generator
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Generator
 from typing import TypeVar
 
 from fastapi import Request
@@ -31,6 +32,15 @@ async def heard(request: Request, work: Awaitable[T]) -> T:
     finally:
         left.cancel()
         task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def turn(request: Request, lock: asyncio.Lock | asyncio.Semaphore) -> AsyncIterator[None]:
+    """Hold a lock while the block runs. Gone: the client left while it waited."""
+    async with lock:
+        if await request.is_disconnected():
+            raise Gone
+        yield
 
 
 def back(session: Session, token: int | None) -> Generator[int, None, Session]:

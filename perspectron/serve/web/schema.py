@@ -3,6 +3,7 @@ IGNORED says, or is refused by name; null stands for a field that is left out.""
 
 import difflib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, LiteralString, Self, get_args
 
@@ -29,7 +30,31 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 FAST = Field(fail_fast=True)
 Tokens = Annotated[list[Token], FAST]
 """Long lists are checked up to their first fault: to report a million faults would take ten seconds and 2 GB."""
-Object = dict[str, Any]
+LEAST_INT, MOST_INT, VALUES = -(2**63), 2**64 - 1, 1 << 18
+
+
+def _storable(value: Any) -> Any:
+    """A value of JSON that a file of a state can hold. ValidationError: half a surrogate, no number or one of more than
+    64 bits, or over VALUES values."""
+    left, seen = [value], 0
+    while left:
+        one, seen = left.pop(), seen + 1
+        if seen + len(left) > VALUES:
+            raise wrong((), value, f"must have at most {VALUES:,} values")
+        if isinstance(one, dict):
+            left += [*one, *one.values()]
+        elif isinstance(one, list):
+            left += one
+        elif isinstance(one, str) and not one.isascii() and any("\ud800" <= c <= "\udfff" for c in one):
+            raise wrong((), one, "must be text, without half of a surrogate pair")
+        elif isinstance(one, float) and not math.isfinite(one):
+            raise wrong((), one, "must have finite numbers")
+        elif isinstance(one, int) and not LEAST_INT <= one <= MOST_INT:
+            raise wrong((), one, "must have numbers of at most 64 bits")
+    return value
+
+
+Object = Annotated[dict[str, Any], AfterValidator(_storable)]
 
 IGNORED = {
     "user": "says who asks", "safety_identifier": "says who asks", "metadata": "nothing is kept under it",

@@ -45,8 +45,11 @@ class Writing:
             finally:
                 states.leases.let_go(lease)
 
+        # Not `to_thread`: a request that ends before a thread has begun would cancel it, and keep the lease for ever.
+        work = asyncio.get_running_loop().run_in_executor(None, saved)
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            await asyncio.to_thread(saved)
+            await asyncio.shield(work)
         except PerspectronError as error:
             self.error = {"state_error": str(error)}
 
