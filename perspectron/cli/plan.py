@@ -10,9 +10,9 @@ from rich.table import Table
 
 from perspectron.cli.options import Json, Sets, answer, describe, differences, rate, size, table
 from perspectron.cli.plan_training import plan_training
-from perspectron.cli.quantize import linear_for
 from perspectron.data import Tokenizer
 from perspectron.opening import Folder
+from perspectron.quant.convert import linear_for
 from perspectron.stream import speed
 from perspectron.stream.artifact import TOKENIZER, layer_file
 from perspectron.stream.plan import Case, Needs, Placement, Rates, bounds, case, needs, place
@@ -128,8 +128,11 @@ class Plan:
         bound = f"from 1 to {config.positions:,}, the learned positions" if config.positions else "≥ 1"
         require(1 <= context <= (config.positions or context), "context", context, bound)
         experts = "" if folder.experts is None else folder.experts.format
-        usual = "2bit" if folder.run is None else linear_for(Tokenizer.load(folder.path / TOKENIZER))
-        return needs(config, context, formats or self.shared or usual, distinct, experts)
+        packed = formats or self.shared
+        if packed is None:
+            ours = folder.run is None
+            packed = linear_for(0 if ours else Tokenizer.load(folder.path / TOKENIZER).specials.reset)
+        return needs(config, context, packed, distinct, experts)
 
     def _rates(self, folder: Folder, gpu: bool) -> Rates:
         """The rates that were typed, else those measured here, else None."""

@@ -15,17 +15,12 @@ from perspectron.data import Corpus, Shards, Split, Tokenizer, encode, open_corp
 from perspectron.data.template import Template
 from perspectron.model.model import LanguageModel
 from perspectron.opening import Opened, describe, load, open_model
-from perspectron.quant.convert import Report, convert
+from perspectron.quant.convert import Report, convert, linear_for
 from perspectron.stream.artifact import expert_files, save_artifact
 from perspectron.train.config import TrainConfig
 from perspectron.train.heldout import heldout
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, DataError
-
-
-def linear_for(tokenizer: Tokenizer) -> str:
-    """The format that dense layers get by default: 4bit32 with a tokenizer of others, as imported models have it."""
-    return "2bit" if tokenizer.specials.reset == 0 else "4bit32"  # 0: of a tokenizer of ours
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class Quantize:
         model, tokenizer = opened.model, opened.tokenizer
         imported = not config.train.data
         linear, windows = (
-            self.linear or linear_for(tokenizer),
+            self.linear or linear_for(tokenizer.specials.reset),
             self.windows or (32 if imported else 128),
         )
         with tempfile.TemporaryDirectory() as scratch:

@@ -45,7 +45,7 @@ class Scale:
 
     Go on: perspectron scale --resume runs/scale
 
-    On another machine: copy scale-results.json alone into the new folder; what finished is not trained again.
+    On another machine: copy scale-results.json alone into the new folder; sizes that finished are not trained again.
     """
 
     FIRST: ClassVar[tuple[str, ...]] = (
@@ -126,14 +126,15 @@ class Scale:
             self.dev, vocabulary_in(self.data, self.vocab_size), self.seq_len, self.batch_size, self.rates, self.dtype,
             self.device,
         )  # fmt: skip
-        if known is not None and (scaling.planned(out, known) or scaling.kept(out, known)):
-            for name, value in dump(known).items():
-                asked, more = dump(study)[name], ""
-                same = asked == value
-                if name in GROWING and (name != "sizes" or asked[0] == value[0]):
-                    same, more = {*asked} <= {*value} or {*asked} >= {*value}, ", or more of them"
-                    study = replace(study, **{name: max(getattr(known, name), getattr(study, name), key=len)})
-                require(same, name, asked, f"{value} as in {out}{more}, or give a new folder as --out")
+        if known is not None and (scaling.planned(out, known) or scaling.results_in(out)):
+            if not scaling.planned(out, known) and scaling.results_in(out)["ids"]:
+                known = replace(known, data=study.data)  # by its ids it is known wherever it is
+            for name in scaling.unlike(known, study):
+                more = ", or more of them" if name in GROWING else ""
+                value, asked = dump(known)[name], dump(study)[name]
+                require(False, name, asked, f"{value} as in {out}{more}, or give a new folder as --out")
+            for name in GROWING:
+                study = replace(study, **{name: max(getattr(known, name), getattr(study, name), key=len)})
             return study
         scaling.checked(study)
         out.mkdir(parents=True, exist_ok=True)
@@ -160,8 +161,8 @@ class Scale:
             console.print(f"{names}: not trained again; their numbers are those of {out / scaling.RESULTS}")
         if len(study.points) == 1:
             console.print("one size has no line; give --sizes or --per-parameter two or more for that")
-        if plans:
-            console.print(_estimate(out, plans, self.jobs))
+        if estimated := _estimate(out, plans, self.jobs):
+            console.print(estimated)
         code = 0
         for at, what in plans.items():
             folder = scaling.folder_of(out, at)
@@ -220,7 +221,8 @@ def _until(minutes: float | None) -> Iterator[threading.Event]:
 
 
 def _estimate(out: Path, plans: dict[Point, Plan], jobs: int) -> str:
-    """How long the trainings that are left take, in words, estimated from a few updates of each model."""
+    """How long the trainings that are left take, in words, estimated from a few updates of each model; "" if
+    none is."""
     seconds, cells = 0.0, 0
     for at, what in plans.items():
         s = what.settings
@@ -238,6 +240,8 @@ def _estimate(out: Path, plans: dict[Point, Plan], jobs: int) -> str:
         each = seconds_per_step(models, Setting(s.batch_size, s.seq_len, s.device), [s.dtype], 1, optims)
         seconds += sum(min(each[name][s.dtype]) * what.arms[name].steps * left[name] for name in models)
         cells += left.total()
+    if not cells:
+        return ""
     hours = f"{seconds / jobs / 3600:.1f} hours on this machine"
     return f"{cells} trainings left, about {hours}, besides rates that are tried"
 

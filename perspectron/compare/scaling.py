@@ -27,7 +27,7 @@ from perspectron.compare.plan import ASKED, DATA, PLAN, Settings, asked, check_d
 from perspectron.compare.report.summary import STREAMING, WINDOWS
 from perspectron.data import is_encoded
 from perspectron.presets.rates import FALL, PASSES, rate
-from perspectron.util.config import at_least, dump, require
+from perspectron.util.config import at_least, dump, load, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import read_json, remove, safe_join, write_json
 from perspectron.util.numbers import short
@@ -144,30 +144,49 @@ def planned(out: Path, study: Study) -> bool:
     return any((folder_of(out, at) / PLAN).is_file() for at in study.points)
 
 
-def results_in(out: Path) -> dict[str, Any]:
-    """The results that a study wrote into a folder; empty if there are none, or another version's, which lack what a
-    study needs to go on."""
-    found: dict[str, Any] = read_json(out / RESULTS, ConfigError) if (out / RESULTS).is_file() else {}
-    return found if found.get("version") == VERSION else {}
+def unlike(known: Study, study: Study) -> list[str]:
+    """Names of the settings by which a study is another one, and does not only grow, from the same smallest size."""
+    before, now = dump(known), dump(study)
+    grown = {"sizes": known.sizes[0] == study.sizes[0], "per_parameter": True}
+    for name, same in grown.items():
+        if same and ({*before[name]} <= {*now[name]} or {*now[name]} <= {*before[name]}):
+            now[name] = before[name]
+    return [name for name, value in before.items() if now[name] != value]
 
 
-def kept(out: Path, study: Study) -> dict[Point, list[dict[str, Any]]]:
-    """Lines of the results for each point at which all trainings finished, and whose folder is not there any more, or
-    never was."""
-    whole, by_point = len(study.designs) * study.seeds, dict[Point, list[dict[str, Any]]]()
-    for cell in results_in(out).get("cells", []):
-        by_point.setdefault(Point(cell["size"], cell["per_parameter"]), []).append(cell)
-    return {
-        at: by_point[at]
+def results_in(out: Path, study: Study | None = None) -> dict[str, Any]:
+    """The results in a folder, from which a study can go on; empty if there are none, or only those of an older version
+    or of another study. The text may be elsewhere: `ids` tell it. ConfigError: they are damaged."""
+    found = read_json(out / RESULTS, ConfigError) if (out / RESULTS).is_file() else {}
+    if not isinstance(found, dict) or found.get("version") != VERSION:
+        return {}
+    known: Study = load(Study, found.get("study"), str(out / RESULTS))
+    return found if study is None or not {*unlike(known, study)} - {"data"} else {}
+
+
+def lines_in(out: Path, study: Study) -> dict[Point, list[dict[str, Any]]]:
+    """The lines of the results by point."""
+    found = dict[Point, list[dict[str, Any]]]()
+    for cell in results_in(out, study).get("cells", []):
+        found.setdefault(Point(cell["size"], cell["per_parameter"]), []).append(cell)
+    return found
+
+
+def kept(out: Path, study: Study) -> list[Point]:
+    """Points at which all trainings finished, by the results, and whose folder is not there any more, or never was."""
+    wanted, there = set(itertools.product(study.designs, range(study.seeds))), lines_in(out, study)
+    return [
+        at
         for at in study.points
-        if len(by_point.get(at, [])) == whole and not folder_of(out, at).exists()
-    }
+        if {(cell["design"], cell["seed"]) for cell in there.get(at, [])} == wanted
+        and not folder_of(out, at).exists()
+    ]
 
 
 def encode_text(out: Path, study: Study) -> None:
     """Encode the text in the vocabulary of all sizes, once. ConfigError where a training would read it more than PASSES
     times, or where it is not the text of results that are there."""
-    first, ids = study.settings(study.points[0]), results_in(out).get("ids")
+    first, ids = study.settings(study.points[0]), results_in(out, study).get("ids")
     if not planned(out, study):
         clear(out, first)
     _, shards = prepare(out, first)
@@ -220,7 +239,7 @@ def best_rates(out: Path, study: Study, ratio: float) -> dict[str, float]:
     size. Empty if none have been."""
     path = folder_of(out, Point(study.sizes[0], ratio)) / "rates.json"
     if not path.is_file():
-        known: dict[str, float] = results_in(out).get("rates", {}).get(f"{ratio:g}", {})
+        known: dict[str, float] = results_in(out, study).get("rates", {}).get(f"{ratio:g}", {})
         return known
     tried = read_json(path, ConfigError)["tried"]
     return {name: lowest(tried[name]) for name in study.designs if tried[name]}
@@ -245,13 +264,13 @@ def lowest(tried: Sequence[dict[str, Any]]) -> float:
 def collected(out: Path, study: Study) -> dict[str, Any]:
     """The results so far: a line for each cell that finished, the laws and the crossings; what a study on another
     machine needs to go on, the digest of the text's ids and the best rates."""
-    before, cells, ids = kept(out, study), list[dict[str, Any]](), results_in(out).get("ids")
+    before, cells, ids = lines_in(out, study), list[dict[str, Any]](), results_in(out, study).get("ids")
     for at in study.points:
-        cells += before.get(at, [])
         if (folder_of(out, at) / PLAN).is_file():
             ids = read_json(folder_of(out, at) / PLAN, ConfigError).get("ids") or ids
         path = folder_of(out, at) / "results.json"
         if not path.is_file():
+            cells += before.get(at, [])
             continue
         found = read_json(path, ConfigError)
         for name, entry in found["designs"].items():

@@ -45,7 +45,7 @@ class Part:
     def kind(self) -> str:
         """Extension of the file, without that of a compression."""
         path = Path(self.name.lower())
-        return (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix
+        return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
 
     @property
     def label(self) -> str:

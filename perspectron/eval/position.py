@@ -55,7 +55,9 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     table = subject.model.config.positions
     length = longest(subject.text, options.stretches, min(most, table) if table else most)
     ids_NT, learned_NT = stretches(subject.text, length, options.stretches)
-    whole_NT = torch.cat([nats(subject, ids_BT)[0] for ids_BT in ids_NT.split(ROWS)]) * learned_NT
+    whole_NT = torch.cat([nats(subject, ids_BT)[0] for ids_BT in ids_NT.split(ROWS)]).masked_fill(
+        ~learned_NT, 0
+    )
     bytes_NT = byte_counts(subject.tokenizer, ids_NT[:, 1:], learned_NT)
     gains = {str(N): _gain(subject, ids_NT, learned_NT, whole_NT, bytes_NT, N) for N in options.contexts}
     past = {N: None if isinstance(gain, str) else gain for N, gain in gains.items()}
@@ -99,7 +101,7 @@ def _gain(
         return f"{len(ids_NT)} stretches, an interval needs {LEAST}"
     short_NT = torch.cat([nats(subject, part)[0] for part in ids_NT[:, -(context + targets) :].split(ROWS)])
     bytes_NT, learned_NT = bytes_NT[:, -targets:], learned_NT[:, -targets:]
-    lost_NT = short_NT[:, -targets:].double() * learned_NT - whole_NT[:, -targets:].double()
+    lost_NT = short_NT[:, -targets:].double().masked_fill(~learned_NT, 0) - whole_NT[:, -targets:].double()
     bounds = span(lost_NT.sum(1), bytes_NT.sum(1))
     if bounds is None:
         return "the targets are of no bytes"

@@ -64,8 +64,8 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     if not targets:
         raise DataError(f"{subject.text.name}: no completion goes on where the {at} tokens of context end")
     bytes_NT = byte_counts(subject.tokenizer, rest_NT[:, 1:], learned_NT)
-    whole_NT = _continued(subject, context_NT, rest_NT) * learned_NT
-    resumed_NT = _continued(subject, context_NT, rest_NT, on_disk) * learned_NT
+    whole_NT = _continued(subject, context_NT, rest_NT).masked_fill(~learned_NT, 0)
+    resumed_NT = _continued(subject, context_NT, rest_NT, on_disk).masked_fill(~learned_NT, 0)
     silent, seed = subject.tokenizer.specials.silent, subject.seed
     words = torch.tensor([id for id in range(subject.tokenizer.vocab_size) if id not in silent])
     windows = {f"within_{n}": n for n in options.windows if n < at} | {"whole": at}
@@ -73,7 +73,8 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     contexts |= {f"shuffled_{name}": shuffled(context_NT, n, seed) for name, n in windows.items()}
     contexts |= {f"corrupted_{share}": corrupted(context_NT, share, words, seed) for share in options.shares}
     lost = {
-        name: _continued(subject, before_NT, rest_NT) * learned_NT for name, before_NT in contexts.items()
+        name: _continued(subject, before_NT, rest_NT).masked_fill(~learned_NT, 0)
+        for name, before_NT in contexts.items()
     }
     bits = {name: bits_per_byte(lost_NT, bytes_NT) for name, lost_NT in lost.items()}
     return {

@@ -130,6 +130,12 @@ def packed_mixture(ffn: Mixture, format: str, layer: int) -> PackedMixture:
     return made.eval().requires_grad_(False)
 
 
+def linear_for(reset: int | None) -> str:
+    """The format that the blocks' matrices get unless told. reset: the token by which the tokenizer parts texts; one of
+    others, as imported models have it, has another than 0, or none."""
+    return "2bit" if reset == 0 else "4bit32"
+
+
 def formats(model: nn.Module, linear: str) -> dict[str, str]:
     """The format of each module that is packed where the blocks' matrices get `linear`, by its name; experts apart.
     The embedding, learned positions, the output matrix and what a mixer reads past its layers get 8 bits."""

@@ -162,7 +162,9 @@ def place(needs: Needs, ram: int, vram: int | None = None) -> Placement:
         ram,
         vram,
         resident + one,
-        0 if vram is None else needs.resident + BUFFERS * needs.slot,
+        0
+        if vram is None
+        else needs.resident + BUFFERS * max((layer.shard for layer in needs.experts), default=0),
         resident + needs.shards * needs.slot,
         max(0, min(slots, needs.shards)),
         needs.shards,

@@ -55,10 +55,9 @@ def changes(saved: RunConfig, config: RunConfig) -> list[str]:
         before["dtype"] = now["dtype"]
     if Path(before["teacher"]).parts[-2:] == Path(now["teacher"]).parts[-2:]:
         before["teacher"] = now["teacher"]  # a stage of the same recipe, in a run that was moved
-    if is_encoded(now["data"]):
-        before["data"] = now[
-            "data"
-        ]  # a folder that was moved; windows are checked by the digest of their text
+    data, where = now["data"], Path(before["data"])
+    if is_encoded(data) and where.name == Path(data).name and not where.exists():
+        before["data"] = data  # a folder that was moved; the loader knows its text by a digest
     told = [f"{name} was {old}, is {new}" for name, old, new in unlike(before, now)]
     if saved.taught and config.taught and saved.taught != config.taught:
         told.insert(0, f"teacher was {saved.taught[:12]}, is {config.taught[:12]}: its weights are others")

@@ -96,10 +96,10 @@ def _limits(
             for part in (path, *map(str, PurePosixPath(path).parents)):
                 group = top / part.strip("/")
                 with suppress(OSError, ValueError):  # "max" is no number
-                    most = int((group / f"memory.{limit}").read_text())
+                    found.append((int((group / f"memory.{limit}").read_text()), 0))
                     stat = dict(each.split() for each in (group / "memory.stat").read_text().splitlines())
                     idle = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-                    found.append((most, int((group / f"memory.{used}").read_text()) - idle))
+                    found[-1] = found[-1][0], int((group / f"memory.{used}").read_text()) - idle
     return [*found, (1 << 62, 0)]
 
 

@@ -98,16 +98,43 @@ def test_a_study_goes_on_from_its_results_alone(whole, text, tmp_path, capsys):
     assert results(tmp_path) == results(whole) and not list(tmp_path.glob("*-0.05"))
     other = json.dumps(results(whole) | {"ids": "0" * 64})
     (tmp_path / scaling.RESULTS).write_text(other)
-    again = [*COMMAND, "--data", str(text), "--out", str(tmp_path), "--sizes", "60k,120k,180k"]
+    copied = shutil.copytree(text, tmp_path / "copied")  # the same text elsewhere, but for the digest
+    again = [*COMMAND, "--data", str(copied), "--out", str(tmp_path), "--sizes", "60k,120k,180k"]
     assert main(again) == ConfigError.exit_code and names(capsys.readouterr().err, "data", scaling.RESULTS)
+    assert main([*again, "--seeds", "2"]) == ConfigError.exit_code and names(capsys.readouterr().err, "seeds")
     assert (tmp_path / scaling.RESULTS).read_text() == other
     assert not (tmp_path / "data").exists() and not list(tmp_path.glob("*-0.05"))
+
+
+def test_results_of_another_study_are_not_taken_for_ones_own(tmp_path):
+    """By their number alone: three seeds of two designs, of which one seed is there, as one of two others."""
+    known = Study(("kda", "ssd"), (100_000,), seeds=3)
+    cells = [cell(name, 100_000, 0, 2.0) for name in known.designs]
+    found = {"version": scaling.VERSION, "study": dump(known), "ids": "a", "rates": {}, "cells": cells}
+    (tmp_path / scaling.RESULTS).write_text(json.dumps(found))
+    assert scaling.kept(tmp_path, known) == [] and len(scaling.lines_in(tmp_path, known)) == 1
+    for other in ({"designs": ("gla", "gdn")}, {"batch_size": 4}, {"sizes": (90_000, 100_000)}):
+        study = dataclasses.replace(known, **{"seeds": 1} | other)
+        assert scaling.kept(tmp_path, study) == [] and scaling.results_in(tmp_path, study) == {}
+    one = dataclasses.replace(known, seeds=1)
+    found["study"] = dump(one)
+    (tmp_path / scaling.RESULTS).write_text(json.dumps(found))
+    elsewhere = dataclasses.replace(one, data="/elsewhere", sizes=(100_000, 200_000))
+    assert scaling.kept(tmp_path, elsewhere) == [Point(100_000, 20.0)]
+    assert scaling.collected(tmp_path, elsewhere)["cells"] == cells
+    for broken in ([], {"version": scaling.VERSION}, {"version": scaling.VERSION, "study": 5}):
+        (tmp_path / scaling.RESULTS).write_text(json.dumps(broken))
+        if broken:
+            with refused(ConfigError, scaling.RESULTS):
+                scaling.results_in(tmp_path)
+        else:
+            assert scaling.results_in(tmp_path) == {}
 
 
 def test_results_alone_say_which_rates_were_best(tmp_path):
     study = Study(("transformer", "ssd"), (100_000, 800_000), rates=(8e-3, 1.6e-2))
     best = {"transformer": 1.1e-2, "ssd": 2.4e-2}
-    known = {"version": scaling.VERSION, "rates": {"20": best}}
+    known = {"version": scaling.VERSION, "study": dump(study), "rates": {"20": best}}
     (tmp_path / scaling.RESULTS).write_text(json.dumps(known))
     share = 8.0**FALL
     assert scaling.transferred(tmp_path, study, POINTS[1]) == pytest.approx(

@@ -1,6 +1,7 @@
 """Clients that leave while something waits for its turn, and texts that no state can hold."""
 
 import asyncio
+import functools
 import json
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from perspectron.data.template import Template
+from perspectron.serve.web import answers
 from perspectron.serve.web.answers import _event
 from perspectron.serve.web.hearing import Gone, turn
 from perspectron.serve.web.writing import Writing
@@ -81,24 +83,27 @@ def test_work_for_a_client_that_left_while_it_waited_is_not_begun() -> None:
         ("chat_template_kwargs", {"a": float("nan")}),
         ("chat_template_kwargs", {"a": [2**64]}),
         ("chat_template_kwargs", {"a": [0] * (1 << 18)}),
+        ("reasoning_effort", HALF),
+        ("messages.0.name", HALF),
+        ("messages.1.tool_calls.0.id", HALF),
+        ("messages.1.tool_calls.0.function.name", HALF),
         ("messages.1.tool_calls.0.function.arguments", json.dumps({"x": HALF})),
         ("messages.1.tool_calls.0.function.arguments", {"x": float("inf")}),
     ],
-    ids=["in a tool", "as a key", "half", "nan", "65 bits", "many", "in a call's text", "inf in a call"],
 )
 def test_what_no_state_can_hold_is_refused_by_name(client, tiny, field, value) -> None:
     tiny.template = Template(TEMPLATE, "here")
     body = {"messages": [{"role": "user", "content": "The cat"}], "max_tokens": 2, "save": "one"}
-    if field.startswith("messages"):
-        call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": value}}
-        body["messages"] += [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "on"}]
-    else:
-        body[field] = value
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    said = {"role": "assistant", "tool_calls": [call]}
+    body["messages"] += [said, {"role": "user", "content": "on"}] if field.startswith("messages.1") else []
+    *path, last = field.split(".")
+    at = functools.reduce(lambda one, key: one[int(key) if key.isdigit() else key], path, body)
+    at[last] = value
     headers = {"Content-Type": "application/json"}
     answer = client.post("/v1/chat/completions", content=json.dumps(body), headers=headers)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"].startswith(field)
-    assert client.get("/v1/states").json()["data"] == []
 
 
 def test_events_are_ascii(client: TestClient) -> None:
@@ -106,3 +111,27 @@ def test_events_are_ascii(client: TestClient) -> None:
     event = _event({"text": "a\u2028b\u0085c — é"}).encode()
     assert event.isascii() and event.count(b"\n") == 2
     assert json.loads(event.removeprefix(b"data: ").strip())["text"] == "a\u2028b\u0085c — é"
+
+
+def test_a_stream_that_is_not_read_ends_with_a_line_in_the_log(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(answers, "PATIENCE", 0.05)
+    ended = []
+
+    async def events():
+        try:
+            while True:
+                yield _event({"text": "a"})
+        finally:
+            ended.append(True)
+
+    async def unread(message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(60)
+
+    async def here() -> dict:
+        await asyncio.sleep(60)
+        return {}
+
+    response = answers._Stream(events(), ping=15, send_timeout=answers.PATIENCE)
+    asyncio.run(response({"type": "http", "method": "POST"}, here, unread))
+    assert ended == [True] and "0.05 s" in caplog.text

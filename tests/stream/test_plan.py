@@ -149,7 +149,7 @@ def test_a_slot_is_whole_huge_pages_and_a_gpu_holds_two_experts(small):
     several = dataclasses.replace(
         small, experts=tuple(dataclasses.replace(layer, chosen=4) for layer in small.experts)
     )
-    assert place(several, 1 << 30, 1 << 30).least_vram == several.resident + 2 * several.slot
+    assert place(several, 1 << 30, 1 << 30).least_vram == several.resident + 2 * several.experts[0].shard
     assert place(several, 1 << 30, 1 << 30).least_ram == 4 * several.slot
 
 

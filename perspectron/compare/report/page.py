@@ -117,21 +117,21 @@ def _winner(rows: Sequence[Row], noun: str) -> str:
     text += f" ({fixed(span[0])} to {fixed(span[1])})" if span else ""
     others = [(row, row.against(best)) for row in rows if row is not best and not row.faults]
     pairs = [(row, pair) for row, pair in others if pair is not None]
+    left = [row.title for row in rows if row.faults]
+    without = f", without {', '.join(left)}, of which seeds are missing" if left else ""
     if not pairs:
-        return f"{text}."
+        return f"{text}{without}."
     row, pair = pairs[0]
     text += f", {fixed(pair.mean)} below {row.title}"
     if pair.low is None or pair.high is None:
-        return f"{text}. With one seed there is no interval: a small difference may be chance."
+        return f"{text}{without}. With one seed there is no interval: a small difference may be chance."
     text += f" ({fixed(pair.low)} to {fixed(pair.high)})"
     open_ = [row.title for row, pair in pairs if pair.low is not None and pair.low <= 0]
-    left = [row.title for row in rows if row.faults]
-    if not open_ and len(pairs) == 1 and not left:
-        return f"{text}."
+    if not open_ and len(pairs) == 1:
+        return f"{text}{without}."
     if not open_:
-        those = f" that finished all seeds ({', '.join(left)} did not)" if left else ""
-        return f"{text}, and below all others{those}, with intervals that exclude zero."
-    return f"{text}. These seeds do not separate it from {', '.join(open_)}."
+        return f"{text}, and below all others, with intervals that exclude zero{without}."
+    return f"{text}{without}. These seeds do not separate it from {', '.join(open_)}."
 
 
 def _conditions(plan: dict[str, Any], conditions: dict[str, Any]) -> Section:

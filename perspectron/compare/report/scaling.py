@@ -187,11 +187,15 @@ def _ahead(at: Point, losses: dict[str, dict[int, float]], designs: Sequence[str
     """The design with the lowest mean at a point, those that are not told apart from it, and those that are left out:
     of which there are fewer seeds, or none."""
     (best, own), *others = losses.items()
-    lacking = [presets.title(name) for name in designs if len(losses.get(name, {})) < len(own)]
-    others = [(name, its) for name, its in others if presets.title(name) not in lacking]
+    lacking = [name for name in designs if len(losses.get(name, {})) < len(own)]
+    others = [(name, its) for name, its in others if name not in lacking]
     where = f"{short(at.size)} parameters and {at.ratio:g} tokens for each"
     text = f"at {where} {presets.title(best)} has the lowest loss, {fixed(statistics.fmean(own.values()))}"
-    without = f", without {', '.join(lacking)}, of which seeds are missing there" if lacking else ""
+    without = (
+        f", without {', '.join(map(presets.title, lacking))}, of which seeds are missing there"
+        if lacking
+        else ""
+    )
     if not others:
         return text + without
     if len(own) == 1:

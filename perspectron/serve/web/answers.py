@@ -11,12 +11,14 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
+from starlette.types import Receive, Scope, Send
 
 from perspectron.decode.row import Piece
 from perspectron.decode.said import Said, said_in
 from perspectron.decode.saved import alike
 from perspectron.decode.session import Session
-from perspectron.serve.engine import Event, Job
+from perspectron.serve.engine import Event, Job, log
 from perspectron.serve.served import Served
 from perspectron.serve.web import schema
 from perspectron.serve.web.asked import check, constraint_of, given_to, prompt_of, sampling_of, tokens_of
@@ -31,6 +33,16 @@ PING = 15  # seconds between signs of life in a stream
 PATIENCE = 60  # seconds that a client may leave its stream unread
 CHAT_TOKENS = 1024  # most tokens drawn where a chat sets no limit; fewer where the model lacks room
 ENTRIES = 1 << 18  # most log-probabilities of prompts in one answer
+
+
+class _Stream(EventSourceResponse):
+    """A stream of events that ends where its client does not read."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            log.warning(f"a client read nothing of its stream for {PATIENCE} s; its text is ended")
 
 
 @dataclass
@@ -311,7 +323,7 @@ class Answers:
                 finally:
                     await events.aclose()
 
-            return EventSourceResponse(stream(), ping=PING, sep="\n", send_timeout=PATIENCE)
+            return _Stream(stream(), ping=PING, sep="\n", send_timeout=PATIENCE)
         choices = [_Choice() for _ in range(run.texts)]
         try:
             await heard(request, self._collect(run, choices))

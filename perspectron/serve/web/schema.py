@@ -30,7 +30,13 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 FAST = Field(fail_fast=True)
 Tokens = Annotated[list[Token], FAST]
 """Long lists are checked up to their first fault: to report a million faults would take ten seconds and 2 GB."""
+HALVED = "must be text, without half of a surrogate pair"
 LEAST_INT, MOST_INT, VALUES = -(2**63), 2**64 - 1, 1 << 18
+
+
+def _halved(text: str) -> bool:
+    """True if a text has half of a surrogate pair, and is none that a file can hold."""
+    return not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _storable(value: Any) -> Any:
@@ -45,8 +51,8 @@ def _storable(value: Any) -> Any:
             left += [*one, *one.values()]
         elif isinstance(one, list):
             left += one
-        elif isinstance(one, str) and not one.isascii() and any("\ud800" <= c <= "\udfff" for c in one):
-            raise wrong((), one, "must be text, without half of a surrogate pair")
+        elif isinstance(one, str) and _halved(one):
+            raise wrong((), one, HALVED)
         elif isinstance(one, float) and not math.isfinite(one):
             raise wrong((), one, "must have finite numbers")
         elif isinstance(one, int) and not LEAST_INT <= one <= MOST_INT:
@@ -98,6 +104,8 @@ class Strict(BaseModel):
         if kinds and value.get("type", kinds[0]) not in kinds:
             return {"type": value["type"]}  # what it is, is wrong before what it has
         for name, given in value.items():
+            if isinstance(given, str) and _halved(given):
+                raise wrong((name,), given, HALVED)
             if name in fields | cls.ignored.keys() or (given is None and name in cls.neutral):
                 continue
             if name not in cls.neutral:
