@@ -83,10 +83,10 @@ def test_a_size_or_a_design_may_be_given_or_follow_from_the_tokens():
 
 
 def test_sizes_are_those_of_the_design_that_is_named():
-    sizes = {"layers": 1, "d_model": 16, "vocab_size": 300}
+    sizes = {"layers": 2, "d_model": 16, "vocab_size": 300}
     for design, shift in {"gla[heads=2]": False, "gla+[heads=2]": True}.items():
         run = perspectron.train(text=TEXT, steps=1, design=design, sizes=sizes, seq_len=16, quiet=True)
-        [block] = run.model.config.blocks
+        block, _ = run.model.config.blocks
         assert presets.variant_of(run.model.config) == design and block.mixer.heads == 2
         assert run.model.config.d_model == 16 and bool(run.model.config.shift) == shift
 

@@ -29,12 +29,12 @@ from perspectron.model.model import LanguageModel
 from perspectron.ops import packed, packing
 from perspectron.ops.packing import Packed
 from perspectron.ops.triton import record
+from perspectron.quant.convert import formats
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.stream.artifact import FORMAT, Header, expert_files
 from perspectron.stream.device import DeviceExperts
 from perspectron.stream.engine import StreamedModel, load_artifact
 from perspectron.stream.expert_file import ExpertLayout, Shard
-from perspectron.stream.plan import everywhere
 from perspectron.stream.synthetic import TERNARY, Draw, synthesize
 from perspectron.stream.tensors import aligned
 
@@ -168,7 +168,7 @@ def _random(config: ModelConfig, device: torch.device) -> StreamedModel:
     """The model with random shared weights, made on the device."""
     with torch.device("meta"):
         plain = LanguageModel(config)
-        quant = everywhere(plain, "2bit")
+        quant = formats(plain, "2bit")
         model = StreamedModel(
             Header(FORMAT, config, "", quant, expert_files(config, 1), None, "random weights")
         )

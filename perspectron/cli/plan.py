@@ -202,7 +202,7 @@ def _verdict(needed: Needs, placement: Placement) -> list[str]:
         first = needed.experts[0]
         lines.append(
             f"an expert of layer {first.layer}: {first.codes:,} bytes of codes, {first.scales:,} of scales, "
-            f"{first.shard:,} in whole pages; {needed.shards:,} experts in all"
+            f"{first.shard:,} in whole pages, {first.slot:,} in memory; {needed.shards:,} experts in all"
         )
     pairs = [("RAM", placement.ram, placement.least_ram), ("VRAM", placement.vram, placement.least_vram)]
     for name, there, least in pairs:

@@ -93,6 +93,8 @@ def test_it_is_told_what_a_model_is_loaded_for(chats, tmp_path, monkeypatch):
     for command in ([str(chats), "--out", str(made), *SMALL], ["--resume", str(made)]):
         loaded.clear()
         assert main(["convert", *command]) == 0
+        notes = json.loads((made / "convert.json").read_text())
+        (made / "convert.json").write_text(json.dumps(notes | {"rows": notes["rows"][:-1]}))
         assert loaded[0] == f"loading {chats}" and len(loaded) > 3 and "nothing" not in loaded
 
 

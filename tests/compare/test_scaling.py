@@ -22,6 +22,7 @@ from perspectron.data import Tokenizer
 from perspectron.presets.rates import FALL, rate
 from perspectron.util.config import dump
 from perspectron.util.errors import ConfigError
+from tests.compare.here import in_this_process  # noqa: F401 - a fixture of this module
 from tests.refusals import names, refused
 
 pytestmark = pytest.mark.slow
@@ -70,7 +71,8 @@ def test_every_cell_is_there_with_tokens_by_its_size(whole):
 def test_stopped_on_the_way_it_ends_with_the_same_numbers(whole, tmp_path, monkeypatch, capsys):
     out = Path(shutil.copytree(whole, tmp_path / "slices"))
     shutil.rmtree(out / "120k-0.05" / "cells" / "ssd")
-    (out / "120k-0.05" / "results.json").unlink()
+    for path in (out / "120k-0.05" / "results.json", out / scaling.RESULTS):
+        path.unlink()
 
     def stops(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)

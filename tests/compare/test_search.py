@@ -11,6 +11,7 @@ from perspectron.compare.plan import Settings, models_of_designs, plan
 from perspectron.compare.run import Rate
 from perspectron.train import checkpoint
 from perspectron.util.errors import CheckpointError
+from tests.compare.here import in_this_process  # noqa: F401 - a fixture of this module
 from tests.refusals import in_a_line, refused
 
 SPACE = "heads = [1, 2, 1000]\nlr = [8e-3]\nembedding_norm = [true]\n"
