@@ -27,7 +27,7 @@ class Ablate:
     """Retrain the design of a run with parts removed, at the same parameters, text, tokenizer and learning rate, and
     report.
 
-    All other optimizer settings are those of `compare`.
+    All other optimizer settings are those of `compare`. Each arm is trained from nothing and without a teacher.
 
     Example: perspectron ablate runs/letters --over no_first_values,no_gqa --out runs/ablate
 
@@ -71,6 +71,9 @@ class Ablate:
         bound = f"all, or one or more of {', '.join(removed(config.model))}"
         require(len(names) > 0, "over", self.over or "nothing", bound)
         console = progress()
+        if config.train.init or config.train.teacher:
+            how = "began from other weights" if config.train.init else "was taught"
+            console.print(f"{self.run} {how}; here each arm is trained from nothing, without a teacher")
         with locked(self.out), Work("encoding the text and planning"):
             settings = self.settings(config, tuple(made))
             what = plan(self.out, "ablations", settings, lambda _: made, threads_for(self.jobs))

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -225,7 +226,11 @@ def test_all_parts_are_those_that_this_model_has(tmp_path, monkeypatch, capsys):
     made = []
     monkeypatch.setattr("perspectron.cli.ablate.finish", lambda _, what, *rest: made.extend(what.arms) or 0)
     assert main(["ablate", str(tmp_path / "run"), "--tokens", "1k", "--out", str(tmp_path / "out")]) == 0
-    assert made == ["perspective2", *listed]
+    assert made == ["perspective2", *listed] and "from nothing" not in capsys.readouterr().err
+    checkpoint.save_config(tmp_path / "run", RunConfig(model, replace(train, init=str(tmp_path / "other"))))
+    assert main(["ablate", str(tmp_path / "run"), "--tokens", "1k", "--out", str(tmp_path / "again")]) == 0
+    assert "trained from nothing" in capsys.readouterr().err
+    checkpoint.save_config(tmp_path / "run", RunConfig(model, train))
     assert main(["ablate", str(tmp_path / "run"), "--over", "gated", "--out", str(tmp_path / "out")]) == 2
 
 
