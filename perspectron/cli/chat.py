@@ -217,7 +217,7 @@ class Talk:
         except StateError as error:
             raise StateError(f"{error}; move it away to begin another talk") from None
         if session is not None:
-            self.now = Point.of(session)
+            self.start, self.now = session.start, Point.of(session)
             say(f"{self.kept.path} goes on: {session.drawn:,} tokens drawn; /new begins another talk")
         if asked is not None:
             say(f"> {asked}")
@@ -225,8 +225,7 @@ class Talk:
 
     def new(self, _: str) -> None:
         self.now = Point(self._session())
-        if self.kept is not None:
-            self.kept.forget()
+        self._keep()
 
     def answer(self, message: str) -> None:
         """Read a message and print the model's answer as it is drawn."""
@@ -241,8 +240,9 @@ class Talk:
         self._keep()
 
     def _keep(self) -> None:
-        """Save the talk as it is now, if it is kept in a file."""
-        if self.kept is not None and self.now.session.tokens:
+        """Save the talk as it is now, if it is kept in a file: of one that is empty the memory with which it begins, if
+        that was trained."""
+        if self.kept is not None and (self.now.session.tokens or self.start is not None):
             self.kept.answered(self.now.save)
         elif self.kept is not None:
             self.kept.forget()
@@ -305,7 +305,7 @@ class Talk:
             return Point(session, Said(gone=said.gone))
         if not message:
             goes_on = bool(now.session.tokens) and now.session.tokens[-1] not in self.tokenizer.specials.stops
-            require(goes_on, "message", message, "given: there is no answer to continue")
+            require(goes_on, "message", message, "given: there is no answer that a blank line continues")
             return now.fork()
         messages = (*said.messages, {"role": "user", "content": message})
         ids = self.template.ids(messages, self.tokenizer, **said.given)
@@ -354,6 +354,7 @@ class Talk:
         require(1 <= count <= len(self.points), "/back", text or "1", known)
         del self.points[len(self.points) - count + 1 :]
         self.now = self.points[-1].fork()
+        self.start = self.now.session.start
         self._keep()
         print(f"back at point {len(self.points)}", file=sys.stderr)
 

@@ -93,6 +93,7 @@ class Eval:
         for field in texts if not suite.reads_text else ():
             value = getattr(self, field)
             require(value is None, field, value, f"{name} reads no text")
+        require(suite.windows or self.seq_len is None, "seq_len", self.seq_len, f"{name} reads no windows")
         for field, value in (("heldout", self.heldout), ("encoding", self.encoding or None)):
             require(value is None or self.data is not None, field, value, "left out without --data")
         require(suite.draws or self.seed is None, "seed", self.seed, f"{name} does not depend on it")

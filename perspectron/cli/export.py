@@ -31,9 +31,10 @@ class Export:
     hf: Path | None = None
     """New folder for transformers' from_pretrained."""
     onnx: Path | None = None
-    """New file for ONNX runtimes (PDR, GLA, Mamba-2 and attention, without experts)."""
+    """New file for ONNX runtimes: of every mixer but DRM and latent attention, without experts."""
     context: int | None = None
-    """With --onnx: number of tokens that full attention looks back on (default: 1024)."""
+    """With --onnx: number of tokens that full attention looks back on (default: 1024, or the learned
+    positions if there are fewer)."""
     json: Json = False
 
     def __call__(self) -> int:
@@ -74,8 +75,7 @@ class Export:
 
         with Work(f"writing {out}"):
             opened = open_model(self.run)
-            context = {} if self.context is None else {"context": self.context}
-            report = onnx.export(opened.model, opened.tokenizer, out, **context)
+            report = onnx.export(opened.model, opened.tokenizer, out, context=self.context)
         return answer(
             self.json,
             {"onnx": str(out), "bytes": report.bytes, "checked_tokens": report.tokens}

@@ -11,7 +11,7 @@ import perspectron
 from perspectron import presets
 from perspectron.cli.console import Console
 from perspectron.cli.fit import fit
-from perspectron.cli.options import Encoding, table
+from perspectron.cli.options import Encoding, differences, table
 from perspectron.cli.tokenize import Tokenize
 from perspectron.data import absolute, open_shards
 from perspectron.decode.conversation import Conversation
@@ -60,6 +60,8 @@ class Quickstart:
         if self.model is not None:
             from perspectron.cli.quickstart_model import show
 
+            for name, (value, _) in differences(self, Quickstart(self.out, model=self.model)).items():
+                require(False, name.removeprefix("--").replace("-", "_"), value, "left out with --model")
             return show(self.model, self.out)
         require(self.steps >= 1, "steps", self.steps, "≥ 1")
         start, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)

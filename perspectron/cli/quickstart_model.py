@@ -4,6 +4,7 @@ import contextlib
 import io
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 
@@ -13,7 +14,9 @@ from perspectron.cli.import_ import Import
 from perspectron.cli.kept import FILE, Kept
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.opening import open_model
-from perspectron.util.files import remove
+from perspectron.util.config import require
+from perspectron.util.errors import ConfigError
+from perspectron.util.files import read_json, remove, write_json
 
 QUESTIONS = ("What is the capital of France?", "Tell me one more thing about that city.")
 TOKENS = 60
@@ -23,11 +26,18 @@ def show(model: Path, out: Path) -> int:
     """Import a model, ask it something, save the conversation, load it in a model that was loaded anew, and ask on."""
     start, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
     run, path = out / "model", out / FILE
+    require(model.exists(), "model", str(model), "a GGUF file or a folder of transformers that is there")
+    source, known = _identity(model), out / "model.json"
+    if run.exists():
+        before = read_json(known, ConfigError) if known.is_file() else None
+        bound = f"that of {run}, or a new folder as --out, or remove that one"
+        require(before == source, "model", str(model), bound)
     console.print(f"[bold]1  Import[/]  {escape(str(model))}")
     if run.exists():
         console.print(f"{escape(str(run))} is there from before")
     else:
         Import(model, run)()
+        write_json(known, source)
     console.print("\n[bold]2  A conversation[/]  kept in a file after each answer")
     for file in (path, path.with_name(f"{path.name}.asked")):
         remove(file)
@@ -47,6 +57,13 @@ def show(model: Path, out: Path) -> int:
     console.print(f"\ndone in {time.perf_counter() - start:.0f} s; try one of these next:")
     console.print(f"  perspectron chat {run}     perspectron serve {run}", markup=False)
     return 0
+
+
+def _identity(model: Path) -> dict[str, Any]:
+    """What tells a model from another: its full path, and the sizes and times of its files."""
+    files = sorted(model.rglob("*")) if model.is_dir() else [model]
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    return {"path": str(model.resolve()), "files": [list(one) for one in facts]}
 
 
 def _talk(run: Path, path: Path | None = None) -> Talk:

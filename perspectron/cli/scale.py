@@ -127,7 +127,7 @@ class Scale:
             self.device,
         )  # fmt: skip
         if known is not None and (scaling.planned(out, known) or scaling.results_in(out)):
-            if not scaling.planned(out, known) and scaling.results_in(out)["ids"]:
+            if not scaling.planned(out, known) and scaling.results_in(out).get("ids"):
                 known = replace(known, data=study.data)  # by its ids it is known wherever it is
             for name in scaling.unlike(known, study):
                 more = ", or more of them" if name in GROWING else ""

@@ -22,7 +22,7 @@ from perspectron.data.shield import Shield
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.util.config import meant_beside, require
 from perspectron.util.errors import ConfigError
-from perspectron.util.files import read_json, read_text, write_text
+from perspectron.util.files import read_json, read_text, remove, write_text
 
 SECONDS, MEMORY = 2.0, 512 << 20
 """Limits for one prompt: seconds of a processor, and bytes of memory of the process that makes it."""
@@ -92,9 +92,12 @@ class Template:
         return cls.load(Path(name), tokens)
 
     def save(self, folder: Path) -> None:
-        """Keep it in a folder with a model, or with text that it makes prompts of. StorageError if it cannot be."""
+        """Keep it in a folder with a model, or with text that it makes prompts of, in the place of an earlier one.
+        StorageError if it cannot be."""
         write_text(folder / FILE, self.text)
-        if self.tool_use is not None:
+        if self.tool_use is None:
+            remove(folder / TOOLS_FILE)
+        else:
             write_text(folder / TOOLS_FILE, self.tool_use.text)
 
     @classmethod

@@ -12,11 +12,13 @@ from perspectron.util import registry
 
 @dataclass(frozen=True)
 class Suite:
-    """module: its full name. reads_text: it measures on the held-out text. draws: it depends on the subject's seed."""
+    """module: its full name. reads_text: it measures on the held-out text. draws: it depends on the subject's seed.
+    windows: and on the length of its windows."""
 
     module: str
     reads_text: bool = True
     draws: bool = False
+    windows: bool = True
 
     @property
     def code(self) -> Any:
@@ -26,7 +28,7 @@ class Suite:
 
 GENERAL = {
     "perplexity": Suite("perspectron.eval.perplexity"),
-    "position": Suite("perspectron.eval.position"),
+    "position": Suite("perspectron.eval.position", windows=False),
     "calibration": Suite("perspectron.eval.calibration", draws=True),
     "robustness": Suite("perspectron.eval.robustness", draws=True),
     "cost": Suite("perspectron.eval.cost", reads_text=False),
@@ -34,13 +36,16 @@ GENERAL = {
 }
 CONVERSATION = {"conversation": Suite("perspectron.eval.conversation", reads_text=False, draws=True)}
 """Suites of models that hold conversations; not for a comparison of new models."""
-CONVERTED = {"conversion": Suite("perspectron.eval.conversion", draws=True)}
+CONVERTED = {"conversion": Suite("perspectron.eval.conversion", draws=True, windows=False)}
 """Suites of runs that `convert` made."""
 SUITES = (
     GENERAL
     | CONVERSATION
     | CONVERTED
-    | {name: Suite(module, draws=True) for name, module in registry.places("suites").items()}
+    | {
+        name: Suite(module, draws=True, windows=name != "depth")
+        for name, module in registry.places("suites").items()
+    }
 )
 BESIDE_LOSS = tuple(name for name in GENERAL if name != "perplexity")
 """Suites of a comparison."""

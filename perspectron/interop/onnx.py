@@ -89,15 +89,18 @@ def require_exportable(model: LanguageModel, context: int) -> None:
     require(2 <= context <= most, "context", context, f"in [2, {most:,}]")
 
 
-def export(model: LanguageModel, tokenizer: Tokenizer, path: Path, *, context: int = 1024) -> Report:
+def export(model: LanguageModel, tokenizer: Tokenizer, path: Path, *, context: int | None = None) -> Report:
     """Write FILE, and check it: its first CHECKED greedy tokens, or those before a tie, must be those of PyTorch.
-    context: tokens that full attention looks back on; other mixers have no bound.
+    context: tokens that full attention looks back on; other mixers have no bound (None: 1024, or the learned positions
+    if there are fewer).
 
     Inputs are `ids` [1,1] and the state's tensors, zeros before a text, which begins with the tokenizer's prefix.
     Outputs are `logits` [1,V] and each state tensor's next value, named with `.next` at the end. The file's metadata
     holds the tokenizer as "tokenizer" and its special ids as "specials". ConfigError: a part cannot be exported
     (`require_exportable`). ArtifactError: the tokens differ.
     """
+    if context is None:
+        context = min(1024, model.config.positions or 1024)
     require_exportable(model, context)
     step = Step(model.eval(), context)
     size, first = min(CHECKED, context - 1), [*tokenizer.specials.start, 0][0]

@@ -43,7 +43,8 @@ class TrainConfig:
     seed: int = 0
     """Seed of the weights and of the order of the windows."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Autocast; "auto" takes bfloat16 if it is measured to be faster for this model on this machine."""
+    """Autocast; "auto" takes bfloat16 if it is measured to be faster for this model on this machine; with --state it is
+    float32."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
     recompute: bool = False

@@ -11,10 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_leaves
 
+import perspectron
+from perspectron import presets
 from perspectron.cli import kept
 from perspectron.cli.main import main
+from perspectron.data import Tokenizer
 from perspectron.data.template import Template
+from perspectron.decode.session import Session
 from tests.cli.small import PLAIN
 from tests.waiting import until
 
@@ -132,6 +137,33 @@ def test_new_begins_another_talk(talk, tmp_path):
     _, said, _ = talk("the cat", "/new", "the cat", options=keep)
     assert said == 2 * said[: len(said) // 2]
     assert talk("/new", options=keep)[0] == 0 and not (tmp_path / "talk.state").exists()
+
+
+def test_a_talk_on_a_trained_memory_keeps_it(run, talk, tmp_path):
+    """From its first message on, after /new, and in the next program."""
+    text, file, linear = (tmp_path / name for name in ("text.txt", "talk.state", "gla"))
+    text.write_text("the dog sat on the mat, and the cat sat on the log.\n" * 80)
+    tokenizer = Tokenizer.load(run / "tokenizer.json")
+    model = perspectron.build(presets.small("gla", vocab_size=tokenizer.vocab_size, d_model=32, seq_len=32))
+    perspectron.save(model, tokenizer, linear)
+    if template := Template.of(run):
+        template.save(linear)
+    trained = ["train", "--init", str(linear), "--data", str(text), "--state", "first", "--out", str(file)]
+    assert main([*trained, "--steps", "4", "--batch-size", "2", "--seq-len", "32", "--lr", "10"]) == 0
+    started = Session(model, tokenizer).loaded(file)
+
+    def begins_with_it() -> Session:
+        kept = Session(model, tokenizer).loaded(file)
+        for one, other in zip(tree_leaves(kept.start), tree_leaves(started.start), strict=True):
+            assert torch.equal(one, other)
+        return kept
+
+    given = {"folder": linear, "options": ("--keep", str(file))}
+    assert talk("hello", **given)[0] == 0 and begins_with_it().tokens
+    assert talk("/new", **given)[0] == 0 and not begins_with_it().tokens
+    assert (
+        talk("/fork", "hello", "/back", "hello", "/new", "hello", **given)[0] == 0 and begins_with_it().tokens
+    )
 
 
 def test_a_terminal_keeps_its_talk_in_the_run_by_default(run, monkeypatch, capsys):

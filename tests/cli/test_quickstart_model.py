@@ -1,5 +1,7 @@
 """`perspectron quickstart --model`: a conversation with an imported model, which goes on from its file."""
 
+import shutil
+
 import pytest
 
 from perspectron.cli import quickstart_model
@@ -29,6 +31,13 @@ def test_a_gguf_becomes_a_conversation_that_goes_on(template, tmp_path, capsys, 
         assert main(command) == 0
         assert names(capsys.readouterr().out, "yes")
     assert (tmp_path / "out" / "chat.state").exists()
+    for more, name in ((["--steps", "7"], "steps"), (["--data", "x.txt"], "data")):
+        assert main([*command, *more]) == 2
+        in_a_line(capsys.readouterr().err, name)
+    shutil.copy(tmp_path / "model.gguf", tmp_path / "other.gguf")
+    for other in ("other.gguf", "none.gguf"):  # the one that is there is not taken for it
+        assert main([*command[:2], str(tmp_path / other), *command[3:]]) == 2
+        in_a_line(capsys.readouterr().err, tmp_path / other)
     assert main(["generate", str(tmp_path / "out" / "model"), "a", "--max-tokens", "2"]) == 0
 
 

@@ -5,7 +5,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
 
 from perspectron.cli.main import main
 from perspectron.data import origin
@@ -114,3 +119,42 @@ def test_a_model_of_several_dtypes_is_exported_as_it_came(tmp_path, monkeypatch)
         own: torch.float32 if own == name else torch.bfloat16 for own in tensors
     }
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["as it came", "as our class"])
+def test_what_a_model_came_with_is_exported_too(ours, tmp_path, monkeypatch):
+    """A template for tools, the first token that only the template writes, and the authors' sampling options."""
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "hf", "llama", tokenizer())
+    hf, first = tmp_path / "hf", tokenizer().id_to_token(7)
+    own = json.loads(path.read_text()) if (path := hf / "tokenizer_config.json").exists() else {}
+    path.write_text(json.dumps(own | {"bos_token": first, "add_bos_token": False}))
+    (hf / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    (hf / "additional_chat_templates").mkdir()
+    (hf / "additional_chat_templates" / "tool_use.jinja").write_text("{{ bos_token }}{{ tools }}")
+    (hf / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "temperature": 0.6, "top_p": 0.9})
+    )
+    assert main(["import", "hf", "--out", "run", *(["--cache", "bfloat16"] if ours else [])]) == 0
+    assert main(["export", "run", "--hf", "out"]) == 0
+    assert PreTrainedTokenizerFast.from_pretrained("out").bos_token == first
+    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (found["do_sample"], found["temperature"], found["top_p"]) == (True, 0.6, 0.9)
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").exists()
+    with torch.no_grad():
+        assert len(PreTrainedTokenizerFast.from_pretrained("out")) == tokenizer().get_vocab_size()
+
+
+def test_one_vector_in_float32_makes_no_model_twice_as_large(tmp_path):
+    saved(tmp_path / "hf", "llama", tokenizer())
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = {
+        name: tensor.to(torch.bfloat16 if tensor.ndim > 1 else torch.float32)
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, {"format": "pt"})
+    source = foreign.opened(tmp_path / "hf")
+    source.open_weights()
+    assert source.itemsize == 2

@@ -86,7 +86,7 @@ class _Unpacked(Source):
 
     def open_weights(self) -> None:
         held = _tensors(self.path, "cpu")
-        sizes = {tensor.dtype.itemsize for tensor in held.values()}
+        sizes = {tensor.dtype.itemsize for tensor in held.values() if tensor.ndim > 1}
         for name, tensor in held.items():
             there, change = _place(name)
             self.tensors[there] = partial(change, tensor)

@@ -159,7 +159,11 @@ class Source:
         for name in sorted(names):
             found = unread_tensors(self.folder / name, CheckpointError, "the weights of a model")
             self.tensors |= {name: read for name, (_, read) in found.items()}
-            sizes |= {place.dtype.itemsize for place, _ in found.values() if place.dtype.is_floating_point}
+            sizes |= {
+                place.dtype.itemsize
+                for place, _ in found.values()
+                if place.dtype.is_floating_point and len(place.shape) > 1
+            }
         self.itemsize = 2 if sizes == {2} else 4
 
     def take(self, name: str, *shape: int) -> Tensor:

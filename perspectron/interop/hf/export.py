@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from transformers import GenerationConfig
 
 from perspectron.data import origin
+from perspectron.data.template import tokens_of
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.hf import card, remote
 from perspectron.interop.hf.back import put_back, widened
@@ -14,11 +16,12 @@ from perspectron.interop.hf.tokenizer import fast_tokenizer
 from perspectron.model.model import LanguageModel
 from perspectron.opening import Opened
 from perspectron.util.config import require
-from perspectron.util.files import atomic
+from perspectron.util.errors import CheckpointError
+from perspectron.util.files import atomic, read_json
 from perspectron.util.tensors import save_tensors
 from perspectron.util.version import __version__
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
 def export(opened: Opened, out: Path) -> str:
@@ -33,7 +36,7 @@ def export(opened: Opened, out: Path) -> str:
         came = opened.folder.path / origin.FOLDER
         weights = put_back(opened.model, came)
         if isinstance(weights, str):
-            write(opened.model, opened.tokenizer, temporary)
+            write(opened.model, opened.tokenizer, temporary, came)
         else:
             save_tensors(temporary / "model.safetensors", weights, {"format": "pt"})
             (temporary / "tokenizer.json").write_text(opened.tokenizer.to_str(), encoding="utf-8")
@@ -41,6 +44,7 @@ def export(opened: Opened, out: Path) -> str:
                 if name == CONFIG and widened(weights, came):
                     text = _in_float32(text)
                 if name != origin.WEIGHTS:
+                    (temporary / name).parent.mkdir(exist_ok=True)
                     (temporary / name).write_text(text, encoding="utf-8")
         if (template := opened.template()) is not None:
             template.save(temporary)
@@ -60,8 +64,9 @@ def _in_float32(text: str) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
-def write(model: LanguageModel, tokenizer: Tokenizer, out: Path) -> None:
-    """Write a model as our class, all files but the card and the template, into a folder that exists."""
+def write(model: LanguageModel, tokenizer: Tokenizer, out: Path, came: Path | None = None) -> None:
+    """Write a model as our class, all files but the card and the template, into a folder that exists. came: the folder
+    of the files that it was imported with, if it was: its sampling options and the roles of its tokens are kept."""
     special = tokenizer.specials
     first, ends = [*special.start, None][0], sorted(special.stops)
     pad = first if special.pad is None else special.pad
@@ -77,9 +82,14 @@ def write(model: LanguageModel, tokenizer: Tokenizer, out: Path) -> None:
     described.perspectron_version = __version__
     described.dtype = str(model.dtype).removeprefix("torch.")
     described.save_pretrained(out)
-    GenerationConfig(**ids).save_pretrained(out)
+    options = dict[str, Any]()
+    if came is not None and (came / GENERATION).is_file():
+        options = read_json(came / GENERATION, CheckpointError)
+    GenerationConfig(**options | ids).save_pretrained(out)
     weights = {f"model.{name}": weight for name, weight in model.state_dict().items()}
     save_tensors(out / "model.safetensors", weights, {"format": "pt"})
-    fast_tokenizer(tokenizer, max_length=model.config.positions or None).save_pretrained(out)
+    roles = {} if came is None else tokens_of(came)
+    made = fast_tokenizer(tokenizer, max_length=model.config.positions or None, roles=roles)
+    made.save_pretrained(out)
     for name, text in remote.sources(model.config).items():
         (out / name).write_text(text, encoding="utf-8")

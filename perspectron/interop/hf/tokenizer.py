@@ -1,5 +1,8 @@
 """A tokenizer as a fast tokenizer of transformers."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import tokenizers
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
@@ -8,9 +11,12 @@ from perspectron.data.specials import OURS
 from perspectron.data.tokenizer import Tokenizer
 
 
-def fast_tokenizer(tokenizer: Tokenizer, *, max_length: int | None = None) -> PreTrainedTokenizerFast:
+def fast_tokenizer(
+    tokenizer: Tokenizer, *, max_length: int | None = None, roles: Mapping[str, str] = MappingProxyType({})
+) -> PreTrainedTokenizerFast:
     """A fast tokenizer with the same ids, which puts the prefix before every text, as in training, and pads on the
-    left. For ours, the separator's spelling inside a text stays text. max_length: of a model with learned positions."""
+    left. For ours, the separator's spelling inside a text stays text. max_length: of a model with learned positions.
+    roles: tokens by role, such as bos_token, where the tokenizer itself has none."""
     inner, special = tokenizers.Tokenizer.from_str(tokenizer.to_str()), tokenizer.specials
     named = {"bos": special.prefix[:1], "eos": (special.end,), "pad": (special.pad,)}
     if tuple(inner.encode("a").ids[: len(special.prefix)]) != special.prefix:
@@ -22,7 +28,11 @@ def fast_tokenizer(tokenizer: Tokenizer, *, max_length: int | None = None) -> Pr
         )
     if special == OURS:
         named = dict.fromkeys(named, special.prefix)
+    known = PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES
     tokens = {
+        role: token for role, token in roles.items() if role in known and inner.token_to_id(token) is not None
+    }
+    tokens |= {
         f"{name}_token": tokenizer.spelling(id) for name, ids in named.items() for id in ids if id is not None
     }
     limit = {} if max_length is None else {"model_max_length": max_length}
