@@ -114,6 +114,8 @@ class Chat:
     def _answers(self, talk: "Talk", terminal: bool) -> int:
         lines = Messages(terminal)
         for message in lines:
+            if not (message or terminal or talk.goes_on):
+                continue  # a blank line of a script, where no answer is left to continue
             talk.stopped = False
             try:
                 if not talk.take(message):
@@ -191,6 +193,12 @@ class Talk:
 
     def _session(self) -> Session:
         return Session(self.model, self.tokenizer, start=self.start, drafts=self.drafts)
+
+    @property
+    def goes_on(self) -> bool:
+        """True if an empty message continues the text."""
+        tokens = self.now.session.tokens
+        return self.template is None or (bool(tokens) and tokens[-1] not in self.tokenizer.specials.stops)
 
     def take(self, message: str) -> bool:
         """Do what a message says, or answer it; False where it ends the talk."""
@@ -304,8 +312,7 @@ class Talk:
             session.append(message if begins else f"\n{message}")
             return Point(session, Said(gone=said.gone))
         if not message:
-            goes_on = bool(now.session.tokens) and now.session.tokens[-1] not in self.tokenizer.specials.stops
-            require(goes_on, "message", message, "given: there is no answer that a blank line continues")
+            require(self.goes_on, "message", message, "given: there is no answer that a blank line continues")
             return now.fork()
         messages = (*said.messages, {"role": "user", "content": message})
         ids = self.template.ids(messages, self.tokenizer, **said.given)

@@ -139,6 +139,12 @@ def test_new_begins_another_talk(talk, tmp_path):
     assert talk("/new", options=keep)[0] == 0 and not (tmp_path / "talk.state").exists()
 
 
+def test_a_blank_line_of_a_script_with_nothing_to_continue_is_passed_over(run, talk):
+    if Template.of(run):
+        code, answers, _ = talk("", "hello")
+        assert code == 0 and (code, answers) == talk("hello")[:2]
+
+
 def test_a_talk_on_a_trained_memory_keeps_it(run, talk, tmp_path):
     """From its first message on, after /new, and in the next program."""
     text, file, linear = (tmp_path / name for name in ("text.txt", "talk.state", "gla"))
