@@ -69,9 +69,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--device") != "cpu":
         kept = [item for item in kept if not item.get_closest_marker("cpu_only")]
     if not long.LONG and not any("::" in argument for argument in config.args):
-        kept = long.shortened(kept)
-    if long.is_brief(config):
-        kept = long.brief(kept)
+        kept = long.shortened(kept, long.is_whole(config))
+    if long.is_whole(config):
+        kept = long.drawn(kept)
     there = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in there])
     items[:] = kept

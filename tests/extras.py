@@ -50,9 +50,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if long.is_brief(terminalreporter.config):
-        said = f"of each test at most {long.CASES} cases, and nothing slow; with the extra `ci`, ALL_TESTS=1 runs all"
-        terminalreporter.write_line(said)
+    if long.is_whole(terminalreporter.config):
+        more = "nothing nightly; LONG_TESTS=1" if ALL else "nothing slow; with the extra `ci`, ALL_TESTS=1"
+        terminalreporter.write_line(f"of each test at most {long.CASES} cases, and {more} runs more")
     skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", ())]
     why = Counter(str(one[2]).removeprefix("Skipped: ") for one in skipped if isinstance(one, tuple))
     for reason, count in why.most_common() if ALL else ():

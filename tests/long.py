@@ -1,14 +1,14 @@
 """How much of the tests runs.
 
-`pytest` alone is for somebody who has just installed: of each function a few cases, and nothing that takes long. With
-ALL_TESTS set, as in `.ci/run`, or with a folder or a file named, all run but what is rare and slow, or one of thousands
-that are alike. That runs in full where LONG_TESTS is set, as `.ci/nightly` does it, or where a test is asked for by its
-name (FILE::TEST).
+`pytest` alone is for somebody who has just installed: of each function a few cases, and nothing that takes long.
+`.ci/run`, which sets ALL_TESTS, runs every function but the nightly ones, with some more of its cases. With a folder
+or a file named, all cases run but what is rare and slow, or one of thousands that are alike. Everything runs where
+LONG_TESTS is set, as `.ci/nightly` does it, or where a test is asked for by its name (FILE::TEST).
 
 @pytest.mark.slow: left out of `pytest` alone.
-@pytest.mark.nightly: left out of the short form.
+@pytest.mark.nightly: left out where LONG_TESTS is not set.
 @pytest.mark.few(count, each="name"): so many of the function's cases, for each value of that argument if there is one;
-always the same ones, drawn so that functions and values take different cases.
+always the same ones, drawn so that functions and values take different cases. `.ci/run` has half as many.
 """
 
 import os
@@ -20,8 +20,8 @@ import pytest
 
 LONG = bool(os.environ.get("LONG_TESTS"))
 ALL = bool(os.environ.get("ALL_TESTS")) or LONG
-CASES = 2
-"""Of a function, in the form of `pytest` alone."""
+CASES = 4 if ALL else 2
+"""Of a function that is not marked `few`, where nothing is named."""
 MARKERS = (
     "slow: runs where ALL_TESTS is set, or its file is named",
     "nightly: runs where LONG_TESTS is set",
@@ -42,7 +42,7 @@ def some(cases: Sequence[T], count: int, seed: object) -> list[T]:
     return [cases[index] for index in sorted(kept)]
 
 
-def is_brief(config: pytest.Config) -> bool:
+def is_whole(config: pytest.Config) -> bool:
     """True for `pytest` alone, in its processes, too: with no path, and nothing that chooses tests."""
     chosen = (
         "keyword",
@@ -51,25 +51,26 @@ def is_brief(config: pytest.Config) -> bool:
         "failedfirst",
     )  # the last two are of the cache, which may be switched off
     alone = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return not ALL and alone and not any(config.getoption(name, None) for name in chosen)
+    return not LONG and alone and not any(config.getoption(name, None) for name in chosen)
 
 
-def brief(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The tests of `pytest` alone."""
+def drawn(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests where nothing is named, of those of the short form."""
     functions: dict[str, list[str]] = {}
+    kept = set[str]()
     for item in items:
-        if item.get_closest_marker("slow") is None:
+        if ALL and item.get_closest_marker("few"):
+            kept.add(item.nodeid)
+        elif ALL or item.get_closest_marker("slow") is None:
             functions.setdefault(item.nodeid.split("[")[0], []).append(item.nodeid)
-    kept = {
-        one
-        for name, cases in functions.items()
-        for one in random.Random(name).sample(cases, min(CASES, len(cases)))
-    }
+    for name, cases in functions.items():
+        kept.update(random.Random(name).sample(cases, min(CASES, len(cases))))
     return [item for item in items if item.nodeid in kept]
 
 
-def shortened(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The tests of the short form."""
+def shortened(items: list[pytest.Item], whole: bool) -> list[pytest.Item]:
+    """The tests of the short form: without what is nightly, and with few cases where a mark says so, of all tests
+    (`is_whole`) with half as many."""
     functions: dict[tuple[str, object], list[pytest.Item]] = {}
     kept = set[str]()
     for item in items:
@@ -80,5 +81,6 @@ def shortened(items: list[pytest.Item]) -> list[pytest.Item]:
         elif item.get_closest_marker("nightly") is None:
             kept.add(item.nodeid)
     for key, cases in functions.items():
-        kept.update(item.nodeid for item in some(cases, cases[0].get_closest_marker("few").args[0], key))
+        count: int = cases[0].get_closest_marker("few").args[0]
+        kept.update(item.nodeid for item in some(cases, max(1, count // 2) if whole else count, key))
     return [item for item in items if item.nodeid in kept]

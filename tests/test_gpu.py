@@ -76,6 +76,7 @@ def test_the_rehearsal_runs_every_stage_to_its_end(rehearsed: Path) -> None:
     assert all(how in ("result", "skipped") for _, units in found.values() for how in units.values())
 
 
+@pytest.mark.nightly
 def test_cut_off_at_random_moments_it_ends_with_the_same_files(rehearsed: Path, tmp_path: Path) -> None:
     draw = random.Random(os.environ.get("GPU_SEED", "0"))
     stages = REHEARSED if "GPU_CUTS" in os.environ else SHORT
@@ -177,6 +178,7 @@ def test_without_results_the_page_says_that_nothing_ran(tmp_path: Path) -> None:
     assert page.tables(tmp_path).strip() == page.NOTHING
 
 
+@pytest.mark.nightly
 def test_a_run_whose_reader_has_gone_goes_on(tmp_path: Path) -> None:
     child = subprocess.Popen(
         [*COMMAND, "--out", tmp_path / "new", "--rehearse", "--stages", "long"], stdout=subprocess.PIPE

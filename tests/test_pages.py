@@ -51,6 +51,7 @@ def tour(tmp_path_factory):
     return folder / "tour"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["index.html", "perspective/index.html", "transformer/index.html"])
 def test_the_quickstarts_pages_have_no_violations(tour, name):
     with browsing((tour / name).as_uri()) as page:

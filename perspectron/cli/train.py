@@ -43,6 +43,7 @@ from perspectron.util.machine import memory_kept
 
 STAGED = "perspective-tiny"  # what the staged recipe trains where no preset is named
 MINUTES = 5.0  # where nothing says how long
+LENGTHS = ("minutes", "tokens", "epochs")  # of a training, in place of --steps
 RUNS = Path("runs")
 
 
@@ -146,6 +147,7 @@ class Train:
             return self._memory()
         if self.out is None and not self.train.init and not {"data", "config"} & set(self.given):
             raise ConfigError("train needs --data PATH (a file, a folder, or stdlib), or --resume RUN")
+        require(not self.allow_changed, "allow_changed", True, "left out without --resume")
         if self.out is not None and (self.out / "config.json").exists():
             raise ConfigError(f"out: {self.out} is a run already; use --resume {self.out}, or a new --out")
         train = self._settings()
@@ -154,7 +156,7 @@ class Train:
             (flag, *_) = differences(self.staged, StagedConfig())
             raise ConfigError(f"{flag} is an option of the staged recipe; add --recipe staged")
         if recipe is not None:
-            for name in ("minutes", "tokens", "epochs"):
+            for name in LENGTHS:
                 value = getattr(self, name)
                 require(value is None, name, value, "left out with a recipe; use --steps")
             model = presets.get(self.preset or STAGED, **assignments(self.set))
@@ -221,7 +223,7 @@ class Train:
 
     def _budget(self, train: TrainConfig) -> Budget:
         """The one budget of minutes, tokens, epochs and steps that is given; ConfigError for two of them."""
-        asked = {name: getattr(self, name) for name in ("minutes", "tokens", "epochs")}
+        asked = {name: getattr(self, name) for name in LENGTHS}
         asked = {name: value for name, value in asked.items() if value is not None}
         if "steps" in self.given:
             asked["steps"] = train.steps
@@ -310,9 +312,11 @@ def defaults(arguments: list[str]) -> Train:
     values = dict(itertools.pairwise(itertools.chain.from_iterable(split)))
     if "--resume" in values:
         return of_run(resumed(Path(values["--resume"])))
-    typed = (a[2:].partition("=")[0].replace("-", "_") for a in arguments if a.startswith("--"))
+    typed = [a[2:].partition("=")[0].replace("-", "_") for a in arguments if a.startswith("--")]
     known = from_toml(values["--config"]) if "--config" in values else Train()
-    return replace(known, given=(*known.given, *typed))
+    # a length that was typed takes the place of the file's
+    kept = (name for name in known.given if name != "steps" or not set(LENGTHS) & set(typed))
+    return replace(known, given=(*kept, *typed))
 
 
 def resumed(run: Path) -> RunConfig:

@@ -163,6 +163,21 @@ def test_what_is_typed_or_in_the_file_is_not_chosen(play, capsys):
     assert set(defaults(["--lr", "1", "--batch_size=3"]).given) == {"lr", "batch_size"}
 
 
+def test_a_length_that_is_typed_takes_the_place_of_the_files(play, capsys):
+    Path("c.toml").write_text("[train]\nsteps = 3\nseq_len = 16\n")
+    for flag in ("minutes", "tokens", "epochs"):
+        assert set(defaults(["--config", "c.toml", f"--{flag}", "1"]).given) == {"config", "seq_len", flag}
+    options = ["--data", "play.txt", "--config", "c.toml", "--tokens", "256", "--out", "r"]
+    assert main(["train", *options, *PLAIN, *QUICK]) == 0
+    assert checkpoint.load_config(Path("r")).train.steps == 4
+
+
+def test_a_change_is_accepted_only_of_a_run_to_resume(play, capsys):
+    assert main(["train", "--data", "play.txt", "--allow-changed", "--out", "r", *PLAIN, *QUICK]) == 2
+    in_a_line(capsys.readouterr().err, "allow_changed", "--resume")
+    assert not Path("r").exists()
+
+
 def test_a_run_from_anothers_weights_reads_its_text(play, capsys):
     assert main(["train", "--data", "play.txt", "--steps", "1", "--out", "a", *PLAIN, *QUICK]) == 0
     assert main(["train", "--init", "a", "--steps", "1", "--out", "b", *QUICK]) == 0

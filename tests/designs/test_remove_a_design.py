@@ -91,6 +91,7 @@ def test_the_others_are_listed_and_trained(rest):
     assert "perspective2" in listed and not re.search(r"^\s*drm", listed, re.MULTILINE)
 
 
+@pytest.mark.nightly
 def test_the_tests_of_the_rest_pass(rest):
     files = os.environ["REST"].split() if "REST" in os.environ else REST
     kept = ["-k", "not drm and not DRM", "--ignore", "tests/test_messages.py"]  # its list has those of DRM

@@ -42,6 +42,7 @@ def test_every_format_is_among_them():
 
 
 @pytest.mark.slow
+@pytest.mark.few(6)
 @pytest.mark.parametrize("mutants", MUTANTS)
 def test_mutants_are_refused_in_a_line_or_read(mutants):
     """In processes of its own, so that a crash is told and not suffered. The seed is drawn, and printed."""
@@ -52,7 +53,7 @@ def test_mutants_are_refused_in_a_line_or_read(mutants):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_reading_takes_no_more_than_the_file_and_64_MiB():
     """Whatever its header claims, whether it is refused or not."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -1,7 +1,7 @@
 """The native library under address and undefined-behaviour sanitizers: its kernels and the step of a packed model, with
 states that a stranger forged among them. A write past a buffer ends the process there, where it may go unseen here.
 
-Each test with a few of its cases; `.ci/nightly` takes all."""
+Each test with a few of its cases. It runs nightly, or where it is asked for by its name."""
 
 import os
 import shutil
@@ -55,7 +55,7 @@ def preloaded(tmp_path_factory) -> str:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kernels_and_steps_stay_in_their_buffers(preloaded, tmp_path):
     for command in (
         ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DSANITIZE=ON"],

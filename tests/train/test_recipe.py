@@ -192,7 +192,7 @@ print(json.dumps({"status": status, "stages": sorted(stages), "left": kills}))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_killed_again_and_again_ends_as_one_that_was_not(runs, tmp_path, whole):
     config = recipe_of(runs)
     (tmp_path / "config.json").write_text(json.dumps(dump(config)))

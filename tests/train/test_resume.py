@@ -217,7 +217,7 @@ def test_a_second_interrupt_acts_at_once(runs, tmp_path):
     assert runs.trainer(tmp_path).progress.step == 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_killed_twenty_times_ends_as_one_that_was_not(runs, tmp_path):
     config = runs.config(steps=72, save_every=2, eval_every=6, seq_len=16, keep=2)
     whole = runs.start(tmp_path / "whole", config)

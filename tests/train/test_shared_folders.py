@@ -148,7 +148,7 @@ def test_a_run_that_another_process_trains_is_left_alone(run, capsys):
     assert go_on(run) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fifty_starts_on_one_folder_hurt_nobody(tmp_path, text):
     """The first trains to its end; the others are told that somebody is there, or that there is a run."""
     words = f"train --preset perspective-tiny --data {text} --out run --steps 12 --batch-size 2 --seq-len 32"
