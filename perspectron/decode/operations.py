@@ -241,7 +241,7 @@ for _code, _name in (("sum", "sum"), ("most", "amax"), ("fewest", "amin"), ("any
 def _mean(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x = args[0]
     dims = _dims(x, args[1] if len(args) > 1 else kwargs.get("dim"))
-    tape.reduced(to, "sum", out, x, dims, out.numel() / x.numel())
+    tape.reduced(to, "sum", out, x, dims, out.numel() / max(1, x.numel()))
 
 
 @records("linalg_vector_norm")

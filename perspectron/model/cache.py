@@ -24,7 +24,7 @@ from perspectron.model.seen import mapped
 from perspectron.model.state import LMState, Ragged, cat, register
 from perspectron.native.tape import piece_of
 from perspectron.ops import attention
-from perspectron.ops.dispatch import forward_mode, recorder, under_tracing
+from perspectron.ops.dispatch import forward_mode, gradients_off, recorder, under_tracing
 from perspectron.util.errors import StateError
 
 LEAST_SLOTS = 64
@@ -407,7 +407,7 @@ def attend(
     after = _remember(k, v, cache, at, fresh, counted, consume_state)
     if fresh:
         return attention.attend(q, k, v, causal=True, scale=scale, cap=cap, drop=drop), after
-    if q.shape[2] == 1:
+    if q.shape[2] == 1 and (drop is None or gradients_off()):
         keys, values = after.ring()
         return attention.stepped(q, (keys, _of(keys, values, v)), at, scale=scale, cap=cap), after
     keys_parts, value_parts = cache.parts()

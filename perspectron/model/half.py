@@ -20,6 +20,8 @@ ROWS = 1 << 12
 class HalfLinear(nn.Linear):
     """y = W x + b in x's dtype; W is widened when it is used."""
 
+    widens = True
+
     def forward(self, x: Tensor) -> Tensor:
         if (tape := recorder()) is not None:
             recorded: Tensor = tape.widened(x, self.weight, self.bias)

@@ -13,6 +13,7 @@ from torch import Tensor
 from perspectron.model.seen import mapped
 from perspectron.model.state import Ragged, cat, register
 from perspectron.ops import attention
+from perspectron.ops.dispatch import gradients_off
 from perspectron.util.errors import StateError
 
 
@@ -102,7 +103,7 @@ def attend(
     after = Ring(*written, at.length_B)
     if fresh and not at.resets and not at.padded and window >= T:
         return attention.attend(q, k, v, causal=True, scale=scale, cap=cap, drop=drop), after
-    if T == 1:
+    if T == 1 and (drop is None or gradients_off()):
         return attention.stepped(q, written, at, scale=scale, cap=cap), after
     before_B = state.length_B
     o = attention.windowed(q, k, v, ring, before_B, at, fresh=fresh, scale=scale, cap=cap, drop=drop)

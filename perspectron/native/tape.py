@@ -373,6 +373,8 @@ def each(tape: Tape, code: str, out: Tensor, *given: Tensor, numbers: Sequence[f
 def reduced(tape: Tape, code: str, out: Tensor, x: Tensor, dims: Sequence[int], scale: float = 1) -> None:
     """out = x reduced over `dims`, by `code`; out has the shape of x without these, or with ones there."""
     dims = sorted(d % x.ndim for d in dims) if x.ndim else []
+    if any(x.shape[d] == 0 for d in dims):
+        raise Unrecordable(f"{code} over nothing")
     kept = [d for d in range(x.ndim) if d not in dims]
     out = out if out.ndim == x.ndim else out.view([1 if d in dims else x.shape[d] for d in range(x.ndim)])
     over = Axes.of([x.shape[d] for d in dims], [0] * len(dims), [x.stride(d) for d in dims]).merged()

@@ -150,8 +150,9 @@ def attend(
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Attend to keys, softmax(scale · q kᵀ) v [B,H,T,V], on PyTorch's fused kernel, or on ours where it is causal and
-    trains on a CPU; H / G query heads share a key head. `scale` is K^-½ when not given. cap: scores s become
-    cap · tanh(s / cap), without a fused kernel. drop: gets the weights where gradients are on.
+    trains on a CPU; H / G query heads share a key head. causal: of as many queries as keys. `scale` is K^-½ when not
+    given. cap: scores s become cap · tanh(s / cap), without a fused kernel. drop: gets the weights where gradients are
+    on.
 
     cu_seqlens: several sequences in one row (`perspectron.ops.sequences`), with `causal` and no mask.
 
@@ -167,9 +168,11 @@ def attend(
     mask = None if mask_BTS is None else mask_BTS[:, None]
     k, v = k_BGSK.to(q_BHTK.dtype), v_BGSV.to(q_BHTK.dtype)
     (B, H, T, K), V = q_BHTK.shape, v.shape[-1]
+    if causal and k.shape[2] != T:
+        raise ValueError(f"causal = True of {T} queries and {k.shape[2]} keys, must be as many")
     scale = K**-0.5 if scale is None else scale
     drop = None if gradients_off() else drop
-    if T > 1 and (cap is not None or drop is not None or forward_mode()):
+    if drop is not None or (T > 1 and (cap is not None or forward_mode())):
         return _explicit(q_BHTK * scale, k, v, mask, causal, cap, drop)
     plain = q_BHTK.device.type == "cpu" and q_BHTK.dtype in (torch.float32, torch.float64)
     if T == 1 and (V != K or plain or cap is not None):

@@ -43,6 +43,8 @@ def convolve(
         ((1, 5, 3), True)
     """
     dtype, (B, Z, _), T = window_BZC.dtype, window_BZC.shape, u_BTC.shape[1]
+    if (W := weight_C1W.shape[2]) != Z + 1:
+        raise ValueError(f"window_BZC holds {Z} tokens, must hold {W - 1}: one fewer than the taps")
     weights = weight_C1W[:, 0].T.to(dtype).contiguous(), bias_C.to(dtype).contiguous()
     if reset_BT is None and pad_BT is None:
         u_BSC = torch.cat([window_BZC, u_BTC.to(dtype)], 1)

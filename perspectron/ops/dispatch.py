@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -97,13 +97,14 @@ def full_precision(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def in_full_precision(op: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
+def in_full_precision(op: Callable[P, R]) -> Callable[P, R]:
     """Decorate an operation: autocast does not reach inside."""
 
     @functools.wraps(op)
-    def run(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with full_precision(x):
-            return op(x, *args, **kwargs)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        with nullcontext() if x is None else full_precision(x):
+            return op(*args, **kwargs)
 
     return run
 
@@ -147,12 +148,15 @@ def owned(state: Tensor, consume_state: bool) -> Tensor:
 def affine(layer: nn.Module) -> tuple[Tensor, Any]:
     """The matrix and bias (or None) of a linear layer, packed or not, for code that does not call the layer. For one
     that an adapter wraps, they are those of the linear function that the whole computes."""
-    if type(layer).forward is nn.Linear.forward or hasattr(type(layer), "packed"):
-        return layer.weight, layer.bias  # type: ignore[return-value]
     weight: Any = layer.weight
-    K = weight.shape[1]
+    if getattr(type(layer), "widens", False):
+        return weight.float(), layer.bias
+    if type(layer).forward is nn.Linear.forward or hasattr(type(layer), "packed"):
+        return weight, layer.bias
+    K, widens = weight.shape[1], getattr(getattr(layer, "base_layer", layer), "widens", False)
+    dtype = torch.float32 if widens else weight.dtype
     with full_precision(weight):
-        *rows, bias = layer(torch.eye(K + 1, K, dtype=weight.dtype, device=weight.device)).split([K, 1])
+        *rows, bias = layer(torch.eye(K + 1, K, dtype=dtype, device=weight.device)).split([K, 1])
     return (rows[0] - bias).T, bias[0]
 
 

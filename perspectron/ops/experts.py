@@ -115,6 +115,9 @@ def _groups(expert_N: Tensor, E: int, grouped: bool) -> Groups:
         if count:
             runs.append((e, slice(start, start + count)))
         start += count
+    if start != len(expert_N):
+        least, most = (int(end) for end in expert_N.aminmax())
+        raise ValueError(f"experts go from {least} to {most}, must be in 0 … {E - 1}")
     return runs
 
 

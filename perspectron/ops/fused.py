@@ -179,10 +179,16 @@ def batch_invariant(function: Callable[[Tensor], Tensor], x: Tensor, *, least: i
     n = x.numel()
     if under_tracing(x) or not gradients_off() or x.device.type != "cpu" or n <= least:
         return function(x)
-    threads = torch.get_num_threads()
-    pieces = 1 if n <= CUT else math.lcm(threads, min(threads, 1 + n // GRAIN))
-    spare = -n % (LANES * pieces)
+    spare = 0
+    while more := -(n + spare) % (LANES * _pieces(n + spare)):
+        spare += more
     return function(F.pad(x.flatten(), (0, spare)))[:n].view_as(x) if spare else function(x)
+
+
+def _pieces(n: int) -> int:
+    """A number of equal pieces of n numbers, which has PyTorch's borders among its own."""
+    threads = torch.get_num_threads()
+    return 1 if n <= CUT else math.lcm(threads, min(threads, -(-n // GRAIN)))
 
 
 class _Gated(torch.autograd.Function):

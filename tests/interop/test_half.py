@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import perspectron
+from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.interop import foreign, onnx
 from perspectron.model import half
@@ -104,6 +105,16 @@ def test_it_is_packed_and_exported_to_onnx(run, tmp_path):
     assert main(["quantize", str(run), "--out", str(tmp_path / "q"), *words]) == 0
     model, known = perspectron.load(run)
     assert onnx.export(model, known, tmp_path / "model.onnx", context=32).tokens == 31
+
+
+@pytest.mark.parametrize("preset", ["drm-104k", "perspective-tiny"])
+def test_designs_that_read_layers_without_calling_them_are_kept_in_16_bits(preset, tmp_path):
+    model, own = perspectron.build(presets.get(preset, vocab_size=V)), perspectron.Tokenizer.train([TEXT], V)
+    perspectron.save(model.bfloat16(), own, tmp_path)
+    ours, wide = (perspectron.load(tmp_path)[0] for _ in range(2))
+    half.widen(wide)
+    assert torch.bfloat16 in {x.dtype for x in ours.parameters()} - {x.dtype for x in wide.parameters()}
+    torch.testing.assert_close(ours(families.text()).logits, wide(families.text()).logits)
 
 
 def test_a_text_past_the_positions_is_refused(run):

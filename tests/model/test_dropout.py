@@ -54,6 +54,15 @@ def test_weights_of_attention_are_dropped(reset):
         torch.testing.assert_close(kept[~gone], 2 * weights[~gone])
 
 
+@pytest.mark.parametrize(("name", "more"), [("gpt2", {}), ("transformer", {"window": 3})], ids=str)
+def test_one_token_after_others_drops_too(name, more):
+    made, state, called = model(name, dropout=0.5, **more), None, []
+    made.blocks[1].mixer.dropout.register_forward_hook(lambda *_: called.append(1))
+    for t in range(5):
+        state = made(IDS[:, t : t + 1], state).state
+    assert len(called) == 5
+
+
 def test_without_dropping_any_explicit_attention_is_the_fused_kernel(monkeypatch):
     monkeypatch.setattr(Dropout, "forward", lambda _, x: x)
     for name, more in (

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from perspectron import native
 from perspectron.native import training
 from perspectron.ops import attention, rope
+from tests.refusals import refused
 
 KINDS = ["none", "causal", "mask"]
 
@@ -310,3 +311,20 @@ def test_the_recorder_sees_a_copy():
     with torch.inference_mode(), Allocations(k, v) as seen:
         attention.attend(q, k.float(), v)
     assert seen.largest >= k.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T", [1, 3, 8])
+def test_causal_attention_of_fewer_or_more_queries_than_keys_is_refused(T, dtype):
+    with refused(ValueError, "causal", T, 5):
+        attention.attend(*(x.to(dtype) for x in inputs(T, 5, 8, 8)), causal=True)
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_weights_of_few_queries_are_dropped_too(T):
+    """All of them: nothing is left of a query, in a window of one token either."""
+    q, k, v = (x.requires_grad_() for x in inputs(T, T, 8, 8))
+    assert not attention.attend(q, k, v, causal=True, drop=torch.zeros_like).any()
+    ring = tuple(x.new_zeros(2, 3, 1, 8) for x in (k, v))
+    start, at = torch.zeros(2, dtype=torch.int64), at_places(T, 2, False, False)
+    assert not attention.windowed(q, k, v, ring, start, at, drop=torch.zeros_like).any()

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from perspectron.model.half import HalfLinear
 from perspectron.ops import conv, delta, dispatch, experts, gla, pdr
 from perspectron.util.errors import BackendError
 from tests.refusals import refused
@@ -76,6 +77,30 @@ def test_autocast_does_not_reach_inside():
     assert product.__doc__ == "Of x and itself."
 
 
+def test_the_first_argument_may_be_named():
+    x, v = normal(2, 3, 4), normal(2, 1, 3, 4)
+    found = pdr.scan(q_BTR=x, k_BTR=x, v_BTD=x, gamma_BTD=x.sigmoid())[0]
+    assert torch.equal(found, pdr.scan(x, x, x, x.sigmoid())[0])
+    found = delta.scan(backend="naive", q_BHTK=v, k_BHTK=v, e_BHTK=v, v_BHTV=v, alpha_BHTA=v.sigmoid())[0]
+    assert torch.equal(found, delta.scan(v, v, v, v, v.sigmoid(), backend="naive")[0])
+
+
+@pytest.mark.parametrize("tokens", [0, 2, 4])
+def test_a_window_of_another_length_than_the_taps_is_refused(tokens):
+    with refused(ValueError, "window_BZC", tokens):
+        conv.convolve(normal(2, 5, 3), normal(2, tokens, 3), normal(3, 1, 4), normal(3), None, None)
+
+
+@pytest.mark.parametrize("expert", [-1, 2])
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("N", [1, 3])
+def test_an_expert_that_is_not_there_is_refused(expert, learns, N):
+    weights = [normal(2, *shape) for shape in ((5, 4), (5, 4), (4, 5))]
+    expert_N, x_ND = torch.tensor([0, 1, expert])[-N:], normal(N, 4).requires_grad_(learns)
+    with torch.set_grad_enabled(learns), refused(ValueError, expert):
+        experts.swiglu(x_ND, expert_N, *weights)
+
+
 @pytest.mark.cpu_only("a compiler does not trace the mode that places the tests' tensors")
 def test_a_line_is_said_once_and_never_to_a_compiler(caplog):
     def op(x: Tensor) -> Tensor:
@@ -103,6 +128,27 @@ def test_it_computes_in_float32_or_float64():
     )
     assert dispatch.widest(half) == dispatch.widest(half, single) == torch.float32
     assert dispatch.widest(half, double) == torch.float64
+
+
+class Adapted(torch.nn.Module):
+    """As PEFT wraps a layer."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.weight = layer, layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + x[..., :1]
+
+
+def test_a_matrix_of_16_bits_that_is_read_and_not_called_is_widened():
+    layer = HalfLinear(3, 4)
+    layer.weight = torch.nn.Parameter(layer.weight.bfloat16())
+    x = torch.randn(5, 3)
+    for either in (layer, Adapted(layer)):
+        weight, bias = dispatch.affine(either)
+        assert weight.dtype is torch.float32
+        torch.testing.assert_close(x @ weight.T + bias, either(x))
 
 
 def test_what_is_watched_is_seen():

@@ -149,3 +149,16 @@ def test_what_the_kernels_do_not_take_is_computed_by_pytorch_or_refused():
         fused.entropy(torch.randn(2, 5, requires_grad=True), torch.tensor([-1, 2]))
     far = fused.gated(torch.tensor([-1e38, -200.0], requires_grad=True), torch.ones(2))
     assert far.abs().max() < 1e-30
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("threads", [2, 3, 6, 12])
+@pytest.mark.parametrize("N", [(1 << 14) + 1, 1 << 15, 48 * 2730, 5 * (1 << 15) + 7])
+def test_bits_of_a_curve_do_not_depend_on_the_threads(N, threads):
+    x = torch.randn(N, generator=torch.Generator().manual_seed(0))
+    alone = fused.batch_invariant(F.silu, x)
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(fused.batch_invariant(F.silu, x), alone)
+    finally:
+        torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """Every design in few bits: near to the float model, to one contract with it, and better calibrated than rounded."""
 
 import copy
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -259,3 +260,15 @@ def test_what_something_else_reads_too_is_not_evened_out(floats):
     convert(model, "8bit32", text())
     assert torch.equal(block.ffn_norm.weight, weight)
     assert not torch.equal(block.mixer_norm.weight, floats["transformer"].blocks[0].mixer_norm.weight)
+
+
+def test_a_huge_number_in_the_stream_does_not_hide_that_something_else_reads_a_norm():
+    """The decays, whose few rows stay float, read it, too."""
+    config = presets.get("gdn-tiny", vocab_size=V, d_model=64, layers=1, hidden=96)
+    model = build(dataclasses.replace(config, embedding_norm=False), 0).eval()
+    model.embedding.weight.data[text()[0, 0], 3] = 1e4
+    block = model.blocks[0]
+    before = [norm.weight.clone() for norm in (block.mixer_norm, block.ffn_norm)]
+    assert "blocks.0.mixer.a_proj" in convert(model, "8bit32", text()).kept
+    after = [norm.weight for norm in (block.mixer_norm, block.ffn_norm)]
+    assert torch.equal(after[0], before[0]) and not torch.equal(after[1], before[1])

@@ -5,6 +5,7 @@ Shapes: B batch, T time, D model width = state width, E token width, H hidden wi
 basis, F geometry.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -177,6 +178,14 @@ class DRM(Mixer):
             self.risk_alpha.fill_(RISK_START[0])
             self.risk_beta.fill_(RISK_START[1])
         self.strength.fill_(self.config.strength)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DRM":
+        """Move or cast the weights; the metric's share stays in float64, as files have it."""
+        strength = self.strength
+        super()._apply(fn, recurse)
+        if self.strength.dtype is not strength.dtype:
+            self.strength = strength.to(self.strength.device)
+        return self
 
     def set_step(self, step: int) -> None:
         """Set the metric's share of the velocity, which warms up over the first updates; an untrained model uses the

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from perspectron.model import half
 from perspectron.model.block import Block
 from perspectron.model.config import BlockConfig, RouteGatedConfig
 from perspectron.model.ffn import ContextMLPConfig, TiedConfig
@@ -51,6 +52,8 @@ def prune(model: LanguageModel, blocks: Collection[int]) -> LanguageModel:
     for name, slot in pruned.state_dict().items():
         # A network that no longer reads the context keeps the columns of its other input.
         kept[name] = (whole[name] if slot.ndim < 2 else whole[name][:, : slot.shape[1]]).clone()
+    if model.dtype not in half.DTYPES:
+        half.keep(pruned, kept)
     pruned.load_state_dict(kept, assign=True)
     return pruned
 

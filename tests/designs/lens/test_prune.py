@@ -1,6 +1,7 @@
 """Attention taken out of blocks: the same function as attention that gives nothing, and a smaller cache."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from perspectron.cli.main import main
 from perspectron.designs.lens.prune import prune, route_gates
 from perspectron.model.config import BlockConfig
 from perspectron.train import checkpoint
+from perspectron.train.weights import fill
 from perspectron.util.config import dump
 from perspectron.util.errors import CheckpointError, ConfigError
 from tests.refusals import in_a_line, refused
@@ -66,6 +68,17 @@ def test_a_pruned_model_computes_what_silent_mixers_would(removed, switches):
             logits.append(output.logits)
     torch.testing.assert_close(torch.cat(logits, 1), expected.detach(), rtol=1e-9, atol=1e-9)
     assert pruned.config != model.config and perspectron.ModelConfig(**vars(pruned.config)) == pruned.config
+
+
+def test_matrices_of_16_bits_stay_so():
+    whole = lens().bfloat16()
+    with torch.device("meta"):
+        model = perspectron.LanguageModel(whole.config)
+    fill(model, whole.state_dict(), Path())
+    pruned = prune(model, [1])
+    model.blocks[1].mixer.register_forward_hook(lambda module, args, out: (0 * out[0], *out[1:]))
+    torch.testing.assert_close(pruned(ids(2, 9)).logits, model(ids(2, 9)).logits)
+    assert {x.dtype for x in pruned.parameters()} == {x.dtype for x in model.parameters()}
 
 
 def test_the_original_is_left_alone():

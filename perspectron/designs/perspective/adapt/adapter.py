@@ -193,7 +193,8 @@ def merge(model: LanguageModel, adapter: Adapter) -> LanguageModel:
     with torch.no_grad():
         for i, weight in gates(merged).items():
             if i in adapter.up:
-                weight.weight += (adapter.up[i] @ adapter.down[i]).to(weight.weight)
+                change = adapter.up[i] @ adapter.down[i].to(adapter.up[i].dtype)
+                weight.weight += change.to(weight.weight)
     return merged
 
 

@@ -1,6 +1,7 @@
 """Learning from a text: what is the same without it, the guard, what is saved, and bad input."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from perspectron.designs.perspective.adapt.gradient import Piece, losses
 from perspectron.designs.perspective.adapt.learner import PATIENCE
 from perspectron.designs.perspective.pdr import Adapted
 from perspectron.model.block import of_mixer
+from perspectron.model.model import LanguageModel
 from perspectron.quant.convert import convert
+from perspectron.train.weights import fill
 from perspectron.util.errors import ConfigError, StateError
 from tests.designs.perspective.adapt.conftest import make, text
 from tests.refusals import refused
@@ -64,6 +67,16 @@ def test_a_merged_model_reads_as_under_the_adapter(model):
     with torch.no_grad():
         under = model(ids, adapter.attach(model.init_state(1))).logits
         torch.testing.assert_close(merge(model, adapter)(ids).logits, under, rtol=0, atol=1e-10)
+
+
+def test_an_adapter_is_merged_into_matrices_of_16_bits(model):
+    with torch.device("meta"):
+        kept = LanguageModel(model.config).requires_grad_(False)
+    fill(kept, {name: x.bfloat16() for name, x in model.state_dict().items()}, Path())
+    adapter, _ = learned(kept)
+    before, after = (x.state_dict() for x in (kept, merge(kept, adapter)))
+    assert {name for name in before if not torch.equal(before[name], after[name])}
+    assert all(before[name].dtype is after[name].dtype for name in before)
 
 
 def test_saved_and_loaded_it_learns_on_as_if_nothing_had_been(model, tmp_path):
