@@ -125,6 +125,8 @@ class Tape:
         axes = axes.filled(DIMENSIONS)
         made = np.zeros((), INSTRUCTION)
         made["code"], made["size"] = CODES.index(code), axes.size
+        if any(isinstance(x, int) and float(x) != x for x in numbers):
+            raise Unrecordable(f"{code} with a number that float64 does not hold")
         made["number"][: len(numbers)] = numbers
         for i, (tensor, strides) in enumerate(zip(operands, axes.strides, strict=True)):
             if tensor.dtype not in KINDS:

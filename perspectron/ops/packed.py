@@ -8,6 +8,7 @@ more than four tokens in a format with scales for groups; it has no kernels for 
 Shapes: T tokens, N rows, K columns, S columns stored, G groups, R rows of a block, L = 16 lanes of a group.
 """
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -273,9 +274,10 @@ def _silu(x: Tensor) -> Tensor:
     power = torch.full_like(x, 1 / 5040)
     for coefficient in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
         power = _fma(power, r, coefficient)
-    return x / (1 + torch.ldexp(power, n.int()))
+    return x / (1 + torch.ldexp(power, n.int()).masked_fill(x < -_FAR, math.inf))
 
 
+_FAR = 88.7228317  # the last float whose eˣ is one
 _MAGIC = 12582912.0  # 1.5 · 2²³: adding it rounds to a whole number
 _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504, 0.693145752, 1.42860677e-6
 

@@ -191,7 +191,7 @@ def test_silu_over_its_range():
 
     x itself comes out of its quantisation with one rounding, and e^x multiplies that by |x|."""
     one = (torch.full((1, 64), 129, dtype=torch.uint8), torch.ones(1))
-    x = torch.cat([torch.linspace(-100, 100, 4001), torch.tensor([1e-30, 0.0, 3e37])])[:, None]
+    x = torch.cat([torch.linspace(-100, 100, 4001), torch.tensor([1e-30, 0.0, 3e37, -3e37])])[:, None]
     found = native.swiglu(x, one, one, one, "int8", 1)[:, 0].double()
     wide = x[:, 0].double()
     exact = wide * torch.sigmoid(wide) * wide

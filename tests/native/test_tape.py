@@ -267,6 +267,47 @@ def test_what_is_not_finite_stays_so():
     )
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_ends_of_curves_are_those_of_pytorch(isa, use_isa):
+    def curves(x: Tensor) -> Tensor:
+        return torch.stack([x.exp(), x.sigmoid(), F.silu(x), 1 / x.abs(), x.abs()])
+
+    use_isa(isa)
+    ends = [0.0, -0.0, 88.1, 88.6, 88.72283, 88.72284, -87.2, -88.6, -95.0, -103.0, -105.0, 2e38, -1e38]
+    x = torch.tensor([*ends, torch.inf, -torch.inf, torch.nan, 1.0])
+    tape, out = record(curves, [torch.ones_like(x)])
+    run(tape, [x])
+    expected = curves(x)
+    near = 1e-43  # of the numbers below the normal ones, the last bits
+    torch.testing.assert_close(out[[0, 3, 4]], expected[[0, 3, 4]], rtol=1e-6, atol=near, equal_nan=True)
+    torch.testing.assert_close(out[1:3], expected[1:3], rtol=2e-5, atol=1e-36, equal_nan=True)
+    assert not out[1, 12] and not out[2, 12]
+
+
+FAR = {
+    "copied": lambda x, y: x.clone(),
+    "chosen": lambda x, y: torch.where(x > y, x, y) + x.masked_fill(y == x, 7),
+    "sums": lambda x, y: x + y - 3 * x + 5 - y.neg(),
+    "products": lambda x, y: x * y + x**2 + x**3 + torch.addcmul(x, x, y, value=3),
+    "divided": lambda x, y: x % 3 + (-x) % 7 + x % y + x // 5 + (-x) // 9 + x // y,
+    "bounds": lambda x, y: (
+        torch.maximum(x, y) + torch.minimum(x, -y) + x.clamp(2**60 + 3, 2**61 + 1) + x.abs()
+    ),
+    "compared": lambda x, y: torch.stack([x == y, x != y, x < y, x <= y]).long(),
+    "together": lambda x, y: torch.stack([x.sum(), y.amax(), x.amin(), x.cumsum(0)[-1]]),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_whole_numbers_are_exact(name):
+    """Also where a double does not hold them, modulo 2⁶⁴."""
+    x = torch.tensor([2**60 + 1, 2**60 + 1, 2**62 - 1, -(2**61) - 1, 2**53 + 1, -5, -(2**63)])
+    y = torch.tensor([2**60, 2**60 + 1, -3, 2**53 + 1, 2**60 + 3, 3, -1])
+    tape, out = record(FAR[name], [torch.ones_like(x), torch.ones_like(y)])
+    run(tape, [x, y])
+    assert torch.equal(out, FAR[name](x, y))
+
+
 def test_a_large_product_is_shared_among_threads_bit_for_bit():
     draw = torch.Generator().manual_seed(0)
     weight, x = torch.randn(1000, 700, generator=draw), torch.randn(3, 700, generator=draw)
@@ -326,6 +367,7 @@ WEIGHT = torch.ones(3)
         (lambda x: ~(x > 0).long(), []),
         (lambda x: x[:0] @ torch.ones(0, 2), []),
         (lambda x: x[:0].sum() + 9, ["sum"]),
+        (lambda x: x.long() + (2**60 + 1), ["add_scalar"]),
         (lambda x: x[:0].mean() + 9, ["sum"]),
         (lambda x: x * torch.rand_like(x), ["rand_like"]),
         (lambda x: x if torch.allclose(x, x) else -x, ["allclose"]),
@@ -347,6 +389,7 @@ WEIGHT = torch.ones(3)
         "bits turned",
         "nothing",
         "a sum of nothing",
+        "a number that no double is",
         "a mean of nothing",
         "a draw",
         "a comparison",

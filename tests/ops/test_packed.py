@@ -343,10 +343,14 @@ def test_swiglu_is_three_products(format):
 
 
 def test_silu_is_that_of_float64():
-    x = torch.cat([torch.linspace(-100, 100, 20001), torch.tensor([0.0, 1e-30, -1e-30, 3e38])])
+    x = torch.cat([torch.linspace(-100, 100, 20001), torch.tensor([0.0, 1e-30, -1e-30, 3e38, -3e38])])
     exact = torch.nn.functional.silu(x.double())
     assert ((packed._silu(x) - exact).abs() <= 3e-7 * exact.abs() + 2e-36).all()
-    assert packed._silu(torch.tensor([torch.nan, torch.inf])).isnan().tolist() == [True, False]
+    assert packed._silu(torch.tensor([torch.nan, torch.inf, -torch.inf])).isnan().tolist() == [
+        True,
+        False,
+        True,
+    ]
 
 
 @every_format

@@ -159,6 +159,7 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 }
 inline Floats least(Floats a, Floats b) { return EACH(Floats, _mm256_min_ps(a.half[i], b.half[i])); }
 inline Floats greatest(Floats a, Floats b) { return EACH(Floats, _mm256_max_ps(a.half[i], b.half[i])); }
+inline Floats magnitude(Floats a) { return EACH(Floats, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.half[i])); }
 inline Floats chosen(Floats a, Floats b, Floats x, Floats y) {  // x where a < b, else y
   return EACH(Floats, _mm256_blendv_ps(y.half[i], x.half[i], _mm256_cmp_ps(a.half[i], b.half[i], _CMP_LT_OQ)));
 }

@@ -104,6 +104,7 @@ inline Floats root(Floats a) { return _mm512_sqrt_ps(a); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Floats least(Floats a, Floats b) { return _mm512_min_ps(a, b); }     // b where either is NaN
 inline Floats greatest(Floats a, Floats b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+inline Floats magnitude(Floats a) { return _mm512_abs_ps(a); }
 inline Floats chosen(Floats a, Floats b, Floats x, Floats y) {  // x where a < b, else y
   return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
 }

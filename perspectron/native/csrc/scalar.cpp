@@ -165,6 +165,9 @@ inline Floats least(const Floats& a, const Floats& b) {
 inline Floats greatest(const Floats& a, const Floats& b) {
   return each([&](int i) { return a.at[i] > b.at[i] ? a.at[i] : b.at[i]; });
 }
+inline Floats magnitude(const Floats& a) {
+  return each([&](int i) { return __builtin_fabsf(a.at[i]); });
+}
 inline Floats chosen(const Floats& a, const Floats& b, const Floats& x, const Floats& y) {  // x where a < b, else y
   return each([&](int i) { return a.at[i] < b.at[i] ? x.at[i] : y.at[i]; });
 }

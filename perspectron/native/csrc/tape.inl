@@ -66,6 +66,18 @@ inline void put_double(char* p, int64_t kind, double x) {
   }
 }
 
+inline bool whole(int64_t kind) { return kind == LONG || kind == BYTE; }
+inline int64_t get_long(const char* p, int64_t kind) {
+  if (kind == BYTE) return *reinterpret_cast<const uint8_t*>(p);
+  int64_t x;
+  __builtin_memcpy(&x, p, 8);
+  return x;
+}
+inline void put_long(char* p, int64_t kind, int64_t x) {
+  if (kind == BYTE) *reinterpret_cast<uint8_t*>(p) = x != 0;
+  else __builtin_memcpy(p, &x, 8);
+}
+
 // f(addresses) at each place of the outer dimensions, all but the last `inner` of five.
 template <int operands, class F>
 inline ALWAYS void outer(const Instruction& i, void* const* bases, int inner, const F& f) {
@@ -134,10 +146,48 @@ inline double scalar_map(const Instruction& i, double a, double b, double c) {
   }
 }
 
+// The same of whole numbers, which a double may not hold, modulo 2^64; false where it is left to that.
+inline bool whole_map(const Instruction& i, int64_t a, int64_t b, int64_t c, int64_t& y) {
+  const auto of = [](int64_t x) { return uint64_t(x); };
+  const uint64_t s = of(int64_t(i.number[0])), t = of(int64_t(i.number[1]));
+  switch (i.code) {
+    case COPY: y = a; break;
+    case ADD: y = int64_t(of(a) + s * of(b)); break;
+    case ADD_SCALAR: y = int64_t(t * of(a) + s); break;
+    case MUL: y = int64_t(of(a) * of(b)); break;
+    case ADD_PRODUCT: y = int64_t(of(a) + s * of(b) * of(c)); break;
+    case REMAINDER: case FLOOR_DIVIDE: {
+      if (b == 0) return false;
+      const int64_t d = b == -1 ? int64_t(-of(a)) : a / b, r = b == -1 ? 0 : a % b;  // the least by −1 would trap
+      const bool down = r != 0 && (r < 0) != (b < 0);
+      y = i.code == REMAINDER ? (down ? r + b : r) : d - down;
+      break;
+    }
+    case POWER:
+      if (b < 0) return false;
+      for (y = 1; b > 0; b >>= 1, a = int64_t(of(a) * of(a)))
+        if (b & 1) y = int64_t(of(y) * of(a));
+      break;
+    case LEAST: y = a < b ? a : b; break;
+    case GREATEST: y = a > b ? a : b; break;
+    case WHERE: y = a != 0 ? b : c; break;
+    case EQUAL: y = a == b; break;
+    case DIFFERENT: y = a != b; break;
+    case LESS: y = a < b; break;
+    case AT_MOST: y = a <= b; break;
+    case MAGNITUDE: y = a < 0 ? int64_t(-of(a)) : a; break;
+    default: return false;
+  }
+  return true;
+}
+
 template <class F>
 inline void by_one(float* y, const float* x, int64_t n, const F& f) {
   for (int64_t j = 0; j < n; j++) y[j] = f(x[j]);
 }
+
+// σ(x), 0 where e^−x is infinite
+inline Floats share_of(Floats x) { return chosen(x, broadcast(-FAR), broadcast(0), sigmoid_of(x)); }
 
 // y = f(a, b, c) of n contiguous floats.
 inline void float_map(const Instruction& i, float* y, const float* a, const float* b, const float* c, int64_t n) {
@@ -163,14 +213,16 @@ inline void float_map(const Instruction& i, float* y, const float* a, const floa
     case ADD_PRODUCT:
       sixteens(n, [&](auto at, auto to) ALWAYS { to(y, fma(mul(s, at(b)), at(c), at(a))); });
       break;
-    case EXP:  // `exponential` stops at −87 and 88
+    case EXP:  // `exponential` stops at −87 and 88: beyond, e^x = e^(x + 20) e^−20 and e^(x − ¾) e^¾
       made(y, a, n, [&](Floats x) ALWAYS {
-        const Floats e = chosen(x, broadcast(-87.0f), broadcast(0), exponential(x));
-        return chosen(broadcast(88.0f), x, infinite, e);
+        const Floats low = broadcast(-87.0f), high = broadcast(88.0f);
+        const Floats by = chosen(x, low, broadcast(20.0f), chosen(high, x, broadcast(-0.75f), broadcast(0)));
+        const Floats times = chosen(x, low, broadcast(2.06115362e-9f), chosen(high, x, broadcast(2.11700002f), one));
+        return chosen(broadcast(FAR), x, infinite, mul(exponential(add(x, by)), times));
       });
       break;
-    case SIGMOID: made(y, a, n, [](Floats x) ALWAYS { return sigmoid_of(x); }); break;
-    case SILU: made(y, a, n, [](Floats x) ALWAYS { return mul(x, sigmoid_of(x)); }); break;
+    case SIGMOID: made(y, a, n, [](Floats x) ALWAYS { return share_of(x); }); break;
+    case SILU: made(y, a, n, [](Floats x) ALWAYS { return mul(x, share_of(x)); }); break;
     case TANH: made(y, a, n, [](Floats x) ALWAYS { return tanh_of(x); }); break;
     case ROOT: made(y, a, n, [](Floats x) ALWAYS { return root(x); }); break;
     case INVERSE_ROOT: made(y, a, n, [&](Floats x) ALWAYS { return div(one, root(x)); }); break;
@@ -201,12 +253,22 @@ inline int operands_of(int64_t code) {  // that are read
 void map(const Instruction& i, void* const* bases) {
   const int reads = operands_of(i.code);
   const int64_t n = i.size[DIMENSIONS - 1];
-  bool floats = floating(i.at[0].kind);
-  for (int o = 1; o <= reads; o++) floats = floats && floating(i.at[o].kind);
+  bool floats = floating(i.at[0].kind), wholes = whole(i.at[0].kind);
+  for (int o = 1; o <= reads; o++) floats = floats && floating(i.at[o].kind), wholes = wholes && whole(i.at[o].kind);
   if (!floats) {
     outer<4>(i, bases, 1, [&](char* const* p) {
       for (int64_t j = 0; j < n; j++) {
         double x[3] = {};
+        if (int64_t y, given[3] = {}; wholes) {
+          for (int o = 0; o < reads; o++) {
+            const Operand& read = i.at[o + 1];
+            given[o] = get_long(p[o + 1] + j * read.stride[DIMENSIONS - 1] * bytes_of_kind(read.kind), read.kind);
+          }
+          if (whole_map(i, given[0], given[1], given[2], y)) {
+            put_long(p[0] + j * i.at[0].stride[DIMENSIONS - 1] * bytes_of_kind(i.at[0].kind), i.at[0].kind, y);
+            continue;
+          }
+        }
         for (int o = 0; o < reads; o++) {
           const Operand& read = i.at[o + 1];
           x[o] = get_double(p[o + 1] + j * read.stride[DIMENSIONS - 1] * bytes_of_kind(read.kind), read.kind);
@@ -301,6 +363,15 @@ void reduce(const Instruction& i, void* const* bases) {
     const int64_t step = stride * bytes_of_kind(from.kind);
     for (int64_t r = 0; r < m; r++) {
       const char* x = p[1] + r * x_step;
+      if (from.kind == LONG && into.kind == LONG) {
+        uint64_t y = i.code == SUM ? 0 : uint64_t(get_long(x, LONG));
+        for (int64_t j = 0; j < n; j++) {
+          const int64_t one = get_long(x + j * step, LONG), other = int64_t(y);
+          y = i.code == SUM ? y + uint64_t(one) : uint64_t((i.code == MOST) == (one > other) ? one : other);
+        }
+        put_long(p[0] + r * y_step, LONG, int64_t(y));
+        continue;
+      }
       double y = i.code == SUM || i.code == ANY || i.code == NORM ? 0 : get_double(x, from.kind);
       for (int64_t j = 0; j < n; j++) {
         const double one = get_double(x + j * step, from.kind);

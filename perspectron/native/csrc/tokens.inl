@@ -57,9 +57,12 @@ inline ALWAYS void each(float* x, const float* y, int64_t n, const F& f) {
   if (i < n) store(x + i, f(load_floats(x + i, n - i), load_floats(y + i, n - i)), n - i);
 }
 
+constexpr float FAR = 88.7228317f;  // the last float whose e^x is one
+
 void silu(float* gate, const float* up, int64_t n) {
   each(gate, up, n, [](Floats a, Floats b) ALWAYS {
-    return mul(div(a, add(broadcast(1.0f), exponential(mul(a, broadcast(-1.0f))))), b);
+    const Floats e = chosen(a, broadcast(-FAR), broadcast(__builtin_inff()), exponential(mul(a, broadcast(-1.0f))));
+    return mul(div(a, add(broadcast(1.0f), e)), b);
   });
 }
 

@@ -14,8 +14,6 @@ void times(const float* a, int64_t lda, const float* panels, int64_t depth, int6
       rows_times<WALK_VECTORS, Rows>(a, lda, panels + j * depth + i, PANEL, depth, c + j + i, ldc);
 }
 
-inline Floats magnitude(Floats x) { return greatest(x, mul(x, broadcast(-1.0f))); }
-
 inline Floats tanh_of(Floats x) {
   const Floats one = broadcast(1.0f), square = mul(x, x);
   const Floats e = exponential(mul(magnitude(x), broadcast(-2.0f))), far = div(minus(one, e), add(one, e));

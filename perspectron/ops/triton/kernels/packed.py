@@ -51,7 +51,8 @@ def _silu(x):
     power = tl.fma(power, r, 1.0)
     power = tl.fma(power, r, 1.0)
     two = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-    return tl.div_rn(x, 1.0 + power * two)
+    power = tl.where(x < -88.7228317, float("inf"), power * two)
+    return tl.div_rn(x, 1.0 + power)
 
 
 @triton.jit
