@@ -13,7 +13,7 @@ from perspectron.data import Tokenizer, encode, open_corpus
 from perspectron.decode.constrain import json_schema
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
-from perspectron.decode.past import ids_for
+from perspectron.decode.past import ids_for, text_of
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.model.model import LanguageModel
@@ -150,7 +150,8 @@ def test_a_part_of_a_text_is_replayed_with_the_space_before_it(model, tmp_path, 
     session, words = Session(model, one), one.encode("The fox jumps")
     session.append([*words, *one.encode("The fox")])
     text, after = session.text, len(words)
-    assert text == "The fox jumps The fox"
+    assert text == "The fox jumps The fox" == text_of(one, session.tokens, 0, 99)
+    assert text_of(one, session.tokens, after, 99) == " The fox"
     ids = [ids_for(session, other, after=n).ids for n in (0, after)]
     assert other.decode(ids[0]) == text and other.decode([*other.encode("fox"), *ids[1]]) == "fox The fox"
 
