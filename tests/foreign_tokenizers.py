@@ -77,6 +77,14 @@ def word_piece() -> tokenizers.Tokenizer:
     return made
 
 
+def words() -> tokenizers.Tokenizer:
+    """Whole words, split at spaces and punctuation, without a decoder."""
+    made = tokenizers.Tokenizer(models.WordLevel(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    _learn(made, trainers.WordLevelTrainer(vocab_size=200, **_SHOWN))
+    return made
+
+
 _SHOWN = {"special_tokens": SPECIAL, "show_progress": False}
 
 
@@ -94,4 +102,5 @@ KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "t5": unigram,
     "metaspace at the start": lambda: unigram("first"),
     "bert": word_piece,
+    "words": words,
 }

@@ -16,6 +16,7 @@ from perspectron.cli.options import Device, Json, answer, open_model, say, table
 from perspectron.cli.progress import Work
 from perspectron.decode import apart, merge, past
 from perspectron.decode.history import History, exhausted, history
+from perspectron.decode.row import within
 from perspectron.decode.session import Session
 from perspectron.opening import Opened
 from perspectron.util.config import require
@@ -83,7 +84,7 @@ class Log:
         if self.run is not None:
             opened_ = open_model(self.run)
             _begun(opened_).loaded(self.file)
-            texts = [opened_.tokenizer.decode(told.ids[e.start : e.stop]) for e in told.entries]
+            texts = [past.text_of(opened_.tokenizer, told.ids, e.start, e.stop) for e in told.entries]
         fields = {name: value for name, value in asdict(told).items() if name != "ids"}
         steps = [
             asdict(e) | ({"text": text} if self.run else {})
@@ -134,10 +135,9 @@ class Diff:
             parts = [
                 f"the texts share {found.shared:,} tokens, of {found.tokens[0]:,} and {found.tokens[1]:,}"
             ]
-            tails = [s.tokens[found.shared : found.shared + past.AROUND] for s in (a, b)]
-            parts += [
-                f"  {p}: {tokenizer.decode(ids)!r}" for p, ids in zip((self.a, self.b), tails, strict=True)
-            ]
+            start, end = found.shared, found.shared + past.AROUND
+            tails = [past.text_of(tokenizer, s.tokens, start, end) for s in (a, b)]
+            parts += [f"  {p}: {tail!r}" for p, tail in zip((self.a, self.b), tails, strict=True)]
         if found.kl:
             parts.append(
                 f"KL on {len(found.kl):,} tokens: {found.mean:.4g} nats a token, at most {max(found.kl):.4g}"
@@ -145,7 +145,7 @@ class Diff:
         states = table(
             "states", ("layer", "distance"), [(f"{i}", f"{d:.4g}") for i, d in enumerate(found.layers)]
         )
-        expected = ([repr(tokenizer.decode([id])) + f" {p:.3f}" for id, p in one] for one in found.next)
+        expected = ([repr(within(tokenizer, [id])) + f" {p:.3f}" for id, p in one] for one in found.next)
         rows = [*zip_longest(*expected, fillvalue="")]  # of a text without a token there is no prediction
         return answer(
             self.json, asdict(found), *parts, states, table("next token", (str(self.a), str(self.b)), rows)

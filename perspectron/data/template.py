@@ -34,6 +34,8 @@ TOOLS = "tool_use"
 """Name of the template for requests with tools, where a model has one of its own."""
 TOOLS_FILE = f"additional_chat_templates/{TOOLS}.jinja"
 NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+MORE = ("extra_special_tokens", "model_specific_special_tokens")
+"""Fields that may have further ones by name."""
 NO_TOKENS: Mapping[str, str] = {"bos_token": "", "eos_token": ""}
 """Special tokens, by name, that a template sees if the tokenizer's have no names."""
 Messages = Sequence[Mapping[str, Any]]
@@ -228,13 +230,15 @@ def tokens_of(folder: Path) -> Mapping[str, str]:
     own, legacy = _values(folder / CONFIG), _values(folder / "special_tokens_map.json")
     if "added_tokens_decoder" not in own:
         own = own | legacy
-    found = dict[str, str]()
-    for name in NAMES:
-        value = own.get(name)
+    found, more = dict[str, str](), dict[str, Any]()
+    for given in map(own.get, MORE):
+        more |= given if isinstance(given, dict) else {}
+    for name, value in (own | more).items():
         value = value.get("content") if isinstance(value, dict) else value
-        if value is not None and not isinstance(value, str):
+        if isinstance(value, str) and (name.endswith("_token") or name in more):
+            found[name] = value
+        elif value is not None and name in NAMES:
             raise ConfigError(f"{folder / CONFIG}: {name} is {value!r}, must be a token's spelling")
-        found |= {} if value is None else {name: value}
     return found if own else NO_TOKENS
 
 

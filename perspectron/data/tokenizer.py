@@ -51,6 +51,10 @@ class Tokenizer:
 
     def __init__(self, text: str, file: bpe.Read, place: object) -> None:
         """Make the tokenizer of a file's text, parsed as `file`, with this library's special ids. place: for errors."""
+        if "BPEDecoder" in _decoders(file.value.get("decoder")):
+            raise DataError(
+                f"{place}: decoder is BPEDecoder, must be one that spells a token alike wherever it stands"
+            )
         with _panics(place):
             self._inner, names = _of(text, file, place)
         self._text, self._cut = text, file.bounded
@@ -307,9 +311,16 @@ class Tokenizer:
     @functools.cached_property
     def _lead(self) -> bytes:
         """Bytes that decoding gives before the first word of a text and that are none of it, as Metaspace's space."""
+        if self._joined:
+            return b" "
         ids = self.encode(_NEAR)
         data, text = b"".join(map(self.token_bytes, ids)), self._inner.decode(ids).encode()
         return data.removesuffix(text) if data.endswith(text) else b""
+
+    @functools.cached_property
+    def _joined(self) -> bool:
+        """True if the library puts a space between all tokens, as it does without a decoder, and no token has ▁."""
+        return not json.loads(self._text).get("decoder") and not any("▁" in token for token in self._spelled)
 
     @functools.cached_property
     def _bytes(self) -> list[bytes]:
@@ -322,7 +333,9 @@ class Tokenizer:
         for token, id in self._spelled.items():
             if id in silent:
                 continue
-            if token in self._added and (kinds <= _PLAIN or "ByteLevel" in kinds):
+            if self._joined:
+                table[id] = f" {token}".encode()
+            elif token in self._added and (kinds <= _PLAIN or "ByteLevel" in kinds):
                 table[id] = token.replace("▁", " " if kinds & _SPACED else "▁").encode()
             elif "ByteLevel" in kinds:
                 data = [letters.get(letter) for letter in token]

@@ -61,7 +61,7 @@ def diffing(
     layers = tuple(distances(*states))
     expected = list[tuple[tuple[int, float], ...]]()
     for session in (a, b):
-        logits_TV = yield from session.fork().expecting()
+        logits_TV = yield from session.expecting()
         found = list[tuple[int, float]]()
         if len(logits_TV):
             _require_finite(logits_TV[-1])

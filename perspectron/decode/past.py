@@ -5,6 +5,7 @@ left, as `Session.reading` does: the server's engine runs those between the step
 """
 
 import contextlib
+import json
 import math
 import re
 from collections.abc import Callable, Generator, Sequence
@@ -13,9 +14,10 @@ from functools import partial
 from numbers import Integral
 from typing import NamedTuple
 
+from perspectron.data.tokenizer import Tokenizer
 from perspectron.decode.apart import ids_of
 from perspectron.decode.history import exhausted
-from perspectron.decode.row import Vocabulary
+from perspectron.decode.row import Vocabulary, within
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.util.config import require, require_whole
@@ -136,9 +138,14 @@ def bisecting(
             high, after = middle, said
         else:
             low, before = middle, said
-    spelled = session.tokenizer.decode(tokens[high - 1 : high])
-    around = session.tokenizer.decode(tokens[max(0, high - AROUND) : high + AROUND])
+    spelled = text_of(session.tokenizer, tokens, high - 1, high)
+    around = text_of(session.tokenizer, tokens, max(0, high - AROUND), high + AROUND)
     return Found(high, tokens[high - 1], spelled, around, before, after, readings)
+
+
+def text_of(tokenizer: Vocabulary, tokens: Sequence[int], start: int, end: int) -> str:
+    """The part of a text that these of its tokens spell."""
+    return within(tokenizer, tokens[start:end]) if start else tokenizer.decode(tokens[start:end])
 
 
 @dataclass(frozen=True)
@@ -156,8 +163,9 @@ def rebase(session: Session, onto: Session, *, after: int = 0) -> Rebased:
     """Replay a text after another one, of the same model or not: `onto`, then the tokens after the first `after`, read
     as a prompt. If the vocabularies differ, the text is encoded anew. Both sessions stay as they are.
 
-    StateError: the beginning of the text is not known, or it has a token that begins or ends texts, and the other
-    vocabulary has none. ConfigError: no tokens are left, or the other model has no room for them."""
+    StateError: the beginning of the text is not known, or it has a special token that the other vocabulary lacks, or
+    one that begins or ends texts, and that has none. ConfigError: no tokens are left, or the other model has no room
+    for them."""
     return exhausted(rebasing(session, onto, ids_for(session, onto.tokenizer, after=after)))
 
 
@@ -188,30 +196,49 @@ def ids_for(session: Session, tokenizer: Vocabulary, *, after: int = 0) -> Repla
     require(len(ids) > 0, "tokens of the text", 0, "≥ 1: there is nothing to replay")
     if _alike(session.tokenizer, tokenizer):
         return Replayed(ids, len(ids), False)
-    return Replayed(_encoded(session.tokenizer, tokenizer, ids), len(ids), True)
+    return Replayed(_encoded(session.tokenizer, tokenizer, session.tokens, after), len(ids), True)
 
 
 def _alike(one: Vocabulary, other: Vocabulary) -> bool:
-    """True if ids mean the same in both vocabularies."""
-    marks = [getattr(tokenizer, "fingerprint", None) for tokenizer in (one, other)]
-    return one is other or (marks[0] is not None and marks[0] == marks[1])
+    """True if ids mean the same in both vocabularies, whichever of them end texts."""
+    if one is other or not (isinstance(one, Tokenizer) and isinstance(other, Tokenizer)):
+        return one is other
+    return one.fingerprint == other.fingerprint or json.loads(one.to_str()) == json.loads(other.to_str())
 
 
-def _encoded(one: Vocabulary, other: Vocabulary, ids: Sequence[int]) -> list[int]:
-    """Encode ids anew in another vocabulary. A token that begins or ends a text becomes one that does there;
-    StateError: there is none."""
+def _encoded(one: Vocabulary, other: Vocabulary, ids: Sequence[int], after: int) -> list[int]:
+    """Encode the ids after the first `after` anew in another vocabulary. A special token becomes the one of the same
+    spelling there; without one, what begins or ends a text becomes what does there. StateError: there is neither."""
     silent, specials = one.specials.silent, other.specials
-    found, part = list[int](), list[int]()
-    for id in [*ids, None]:
-        if id is not None and id not in silent:
-            part.append(id)
+    (mine, theirs) = (each.special if isinstance(each, Tokenizer) else {} for each in (one, other))
+    spellings = {id: spelling for spelling, id in mine.items()}
+    begin = {*one.specials.prefix, one.specials.reset}
+    found, start = list[int](), after
+    for at, id in enumerate([*ids[after:], None], after):
+        if id is not None and id not in silent and id not in spellings:
             continue
-        if part:
-            found += other.encode(one.decode(part))
-            part = []
-        if id is not None:
-            ends = [end for end in (specials.reset, specials.end) if end is not None] or [*specials.start]
-            if not ends:
-                raise StateError(f"token {id} begins or ends a text, for which the other vocabulary has none")
+        if start < at:
+            begins = start == 0 or ids[start - 1] in begin
+            found += other.encode(one.decode(ids[start:at])) if begins else _within(one, other, ids[start:at])
+        start = at + 1
+        if id is None:
+            return found
+        ends = [end for end in (specials.reset, specials.end) if end is not None] or [*specials.start]
+        if spellings.get(id) in theirs:
+            found.append(theirs[spellings[id]])
+        elif id not in silent:
+            raise StateError(f"token {id} is {spellings[id]!r}, which the other vocabulary lacks")
+        elif not ends:
+            raise StateError(f"token {id} begins or ends a text, for which the other vocabulary has none")
+        else:
             found.append(ends[0])
     return found
+
+
+def _within(one: Vocabulary, other: Vocabulary, ids: Sequence[int]) -> list[int]:
+    """Encode ids that stand within a text anew: a space before them counts once, also where `other` puts one before
+    whatever it encodes."""
+    text = within(one, ids)
+    found = other.encode(text)
+    spaces = [len(each) - len(each.lstrip(" ")) for each in (text, within(other, found))]
+    return other.encode(text[1:]) if 0 < spaces[0] < spaces[1] else found

@@ -89,13 +89,14 @@ class Step:
     """A row after the model has read its last token, as hooks see it.
 
     hidden_1D: the head's input, before any hook. logits_1V: logits to draw from, once all hooks have acted on them.
-    verdicts: those of earlier hooks, by name. error: raised by a hook; the row then ends.
+    verdicts: those of earlier hooks, by name; of several with one name, all but the first with " 2" and so on.
+    stops: one of them stops the row. error: raised by a hook; the row then ends.
     """
 
     def __init__(self, batch: Batch, at: int, hooks: Sequence[Hook], hidden_1D: Tensor) -> None:
         self.row, self.hooks, self.hidden_1D = batch.rows[at], hooks, hidden_1D
         self.logits_1V: Tensor = hidden_1D
-        self.verdicts = dict[str, Verdict]()
+        self.verdicts, self.stops = dict[str, Verdict](), False
         self.error: PerspectronError | None = None
         self._batch, self._at = batch, at
 
@@ -139,10 +140,13 @@ class Step:
 
     def judge(self, id: int) -> int:
         """The token to take in the place of one that was drawn; the verdicts are kept."""
-        for hook in self.hooks:
+        names = [named(hook) for hook in self.hooks]
+        for at, hook in enumerate(self.hooks):
             verdict = ask(hook, hook.verdict, self, id)
             if verdict is not None:
-                self.verdicts[named(hook)] = verdict
+                again = names[:at].count(names[at])
+                self.verdicts[f"{names[at]} {again + 1}" if again else names[at]] = verdict
+                self.stops |= verdict.stop
                 id = id if verdict.token is None else ask(hook, self._known, verdict.token)
         return id
 

@@ -28,6 +28,16 @@ class Vocabulary(Protocol):
     def token_bytes(self, id: int) -> bytes: ...
 
 
+def within(vocabulary: Vocabulary, ids: Iterable[int]) -> str:
+    """Text of ids that stand within a text, with the space before a first word that `decode` leaves out."""
+    return b"".join(map(vocabulary.token_bytes, ids)).decode("utf-8", "replace")
+
+
+def first_bytes(vocabulary: Vocabulary, id: int) -> bytes:
+    """The bytes of a text's first token, without those that `decode` leaves out there."""
+    return vocabulary.token_bytes(id)[len(within(vocabulary, [id])) - len(vocabulary.decode([id])) :]
+
+
 class Verdict(Protocol):
     """A hook's verdict on a token that was drawn and is not taken yet, a named tuple. token: to be taken in its place;
     None: it stays. flagged: it is marked. stop: the row ends here, without it."""
@@ -150,6 +160,8 @@ class Row:
     """True if the first token of `unread` was drawn."""
     seconds: float = 0.0
     """Seconds that reading up to here took, or would have taken without the store."""
+    begins: bool = False
+    """True until the text, its prompt included, has a token with bytes."""
     spared: int = 0
     """Number of tokens that the store had, which were not read."""
 
@@ -178,7 +190,10 @@ class Row:
         self.drawn += 1
         self.left -= 1
         self.early = max(0, self.early - 1)
-        text = self.text.push(b"" if ends else self.vocabulary.token_bytes(id), stops=counts)
+        data = b"" if ends else self.vocabulary.token_bytes(id)
+        if self.begins and data:
+            data, self.begins = first_bytes(self.vocabulary, id), False
+        text = self.text.push(data, stops=counts)
         if id not in self.vocabulary.specials.silent:  # the end of a text is no repetition
             self.recent = [*self.recent, id][-self.sampling.repetition_window :]
         if ends:

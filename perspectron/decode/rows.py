@@ -11,6 +11,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from perspectron.data.specials import MOST_PREFIX
 from perspectron.decode import reading
 from perspectron.decode.batch import Batch, Read
 from perspectron.decode.conversation import Conversation
@@ -166,6 +167,8 @@ class Rows:
             handle, self.tokenizer, unread, fresh or state is None, text, recent, own.drawn[0], max_tokens, sampling,
             stream, TextStream(stop), logprobs, state, min_tokens, special.stops.union(stop_ids),
         )  # fmt: skip
+        bare = own.drawn[0] == 0 and len(text) <= MOST_PREFIX
+        row.begins = bare and not any(map(self.tokenizer.token_bytes, text))
         begun = [ask(hook, hook.begin, row) for hook in (*self._shared, *hooks_of(hooks))]
         self._rows[handle], self._hooks[handle] = row, begun
         shares = shares and all(hook.shares_prefixes for hook in begun)
@@ -394,9 +397,8 @@ class Rows:
     def _piece(self, step: Step, id: int, logits_V: Tensor) -> Piece:
         """The piece of a row after a step: with the token drawn, or how the row ends without one."""
         row, judged = step.row, step.attempt(step.judge, id)
-        stops = any(verdict.stop for verdict in step.verdicts.values())
-        complete = None if judged is None or stops else step.attempt(step.take, judged)
-        if stops:  # what was read last is pending, so that the text can go on
+        complete = None if judged is None or step.stops else step.attempt(step.take, judged)
+        if step.stops:  # what was read last is pending, so that the text can go on
             row.start, step.state = (0, step.before) if row.last is None else row.last
         if judged is None or complete is None:
             return row.fail(step.error, step.verdicts)

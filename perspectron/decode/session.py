@@ -160,8 +160,11 @@ class Session:
 
     @torch.inference_mode()
     def finishing(self) -> Generator[int, None, None]:
-        """Read all tokens that wait, pausing as `reading` does."""
-        yield from self._reading(len(self._ids))
+        """Read all tokens that wait, so that the store has them, pausing as `reading` does. The session stays as it is:
+        its last token waits for the draw."""
+        own = self.fork()
+        own._seconds = self._seconds
+        yield from own._reading(len(own._ids))
 
     def _reading(self, end: int) -> Generator[int, None, None]:
         """Read the ids before `end`, pausing as `reading` does."""
@@ -339,12 +342,12 @@ class Session:
 
     @torch.inference_mode()
     def expecting(self) -> Generator[int, None, Tensor]:
-        """Read all tokens that wait: the logits [T,V] after the last, T = 1, or 0 if none waits; pauses as `reading`
-        does."""
-        V, hidden_1TD = self._rows.tokenizer.vocab_size, None
-        while self._read < len(self._ids):
-            yield len(self._ids) - self._read
-            hidden_1TD = self._call(min(self._cell(self._read) + self.chunk, len(self._ids)) - self._read)
+        """The logits [T,V] after the last token, T = 1, or 0 if none waits; pauses as `reading` does. The session stays
+        as it is."""
+        own, V, hidden_1TD = self.fork(), self._rows.tokenizer.vocab_size, None
+        while own._read < len(own._ids):
+            yield len(own._ids) - own._read
+            hidden_1TD = own._call(min(own._cell(own._read) + own.chunk, len(own._ids)) - own._read)
         if hidden_1TD is None:
             return torch.zeros(0, V)
         return self._rows.model.head(hidden_1TD[0, -1:])[:, :V].cpu()
@@ -353,7 +356,7 @@ class Session:
     def remembering(self) -> Generator[int, None, LMState]:
         """A copy of the state after the whole text; pauses as `reading` does."""
         own = self.fork()
-        yield from own.finishing()
+        yield from own._reading(len(own._ids))
         return own._before_call()
 
     @property

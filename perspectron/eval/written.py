@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from perspectron.data import Tokenizer
 from perspectron.decode.generate import generate
+from perspectron.decode.row import within
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval.gates import halflives
 from perspectron.model.model import LanguageModel
@@ -35,7 +36,7 @@ def heats(trainer: Trainer) -> list[str]:
     start = len(tokenizer.specials.start)
     end = min(SHOWN + start, split.tokens, trainer.model.config.positions or split.tokens)
     ids = split.read(start, end).tolist()
-    words = [_shown(tokenizer.decode([id])) for id in ids]
+    words = [_shown(within(tokenizer, [id])) for id in ids]
     found = list(halflives(trainer.model, ids, tokenizer.specials).items())
     chosen = sorted({round(n * (len(found) - 1) / (LAYERS - 1)) for n in range(LAYERS)}) if found else []
     pictures = []

@@ -165,6 +165,7 @@ TEMPLATES = {
     "chatml": CHATML, "headers": HEADERS, "turns": TURNS, "model": MODEL, "calls": CALLS, "documents": DOCUMENTS,
     "marked": MARKED, "breaks": BREAKS, "json": JSON, "macro": MACRO, "parts": PARTS,
     "thinking": "{% for m in messages %}{{ m.thinking }}/{{ m.reasoning_content }}: {{ m.content }}{% endfor %}",
+    "null": "{% for m in messages %}{{ m.role }}: {{ '?' if m.content is none else m.content }}{% endfor %}",
     "trimmed": "{% for m in messages %}<{{ m.role }}>{{ (m.content or '') | trim }}</>{% endfor %}",
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders
 from transformers import PreTrainedTokenizerFast
 
 from perspectron.data import Tokenizer, encode, open_corpus, open_shards
@@ -77,6 +77,14 @@ def test_a_template_writes_special_tokens_that_transformers_reads_as_text(kind, 
     end = tokenizer.special["</s>"]
     assert tokenizer.encode(tokenizer.marked("hi</s>")) == [*tokenizer.encode("hi"), end]
     assert end not in tokenizer.encode("hi</s>")
+
+
+def test_a_tokenizer_that_marks_the_ends_of_words_is_refused(tmp_path) -> None:
+    made = KINDS["words"]()
+    made.decoder = decoders.BPEDecoder()
+    made.save(str(tmp_path / "tokenizer.json"))
+    with refused(DataError, "tokenizer.json", "decoder", "BPEDecoder"):
+        Tokenizer.load(tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "llama2"])

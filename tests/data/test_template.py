@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from perspectron.data import template as module
-from perspectron.data.template import RESERVED, Template
+from perspectron.data.template import RESERVED, Template, tokens_of
 from perspectron.util.errors import ConfigError
 from tests.data.templates import CONVERSATIONS, HOSTILE, TEMPLATES, WEATHER
+from tests.foreign_tokenizers import KINDS
 from tests.refusals import names, refused
 from tests.waiting import PATIENCE
 
@@ -67,6 +68,28 @@ def test_a_prompt_is_what_transformers_makes(theirs, name) -> None:
                 assert template.prompt(messages, **{**theirs.special_tokens_map, **way}) == expected
             assert json.dumps(messages) == kept, "what was given is as it was"
     assert same >= 15, (same, none)
+
+
+@pytest.mark.parametrize(
+    ("config", "legacy"),
+    [
+        ({"image_token": "<img>", "add_bos_token": True, "odd_token": None, "level_token": 5}, {}),
+        ({"bos_token": "<s>", "extra_special_tokens": {"image_token": "<img>", "sound": "<a>"}}, {}),
+        ({"extra_special_tokens": {"image_token": {"content": "<img>", "__type": "AddedToken"}}}, {}),
+        ({"model_specific_special_tokens": {"image_token": "<img>"}}, {}),
+        ({"added_tokens_decoder": {}, "image_token": "<img>"}, {"video_token": "<a>"}),
+        ({"extra_special_tokens": ["<a>"]}, {"image_token": "<img>"}),
+    ],
+)  # fmt: skip
+def test_a_template_sees_the_named_tokens_that_transformers_gives_it(tmp_path, config, legacy) -> None:
+    from transformers import AutoTokenizer
+
+    KINDS["gpt2"]().save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"} | config
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(legacy))
+    expected = AutoTokenizer.from_pretrained(tmp_path).special_tokens_map
+    assert tokens_of(tmp_path) == expected and expected["image_token"] == "<img>"
 
 
 def test_the_last_message_is_gone_on_with(theirs) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ from perspectron.data import Tokenizer, encode, open_corpus
 from perspectron.decode.constrain import json_schema
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
+from perspectron.decode.past import ids_for, text_of
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.model.model import LanguageModel
 from perspectron.train.heldout import heldout
+from perspectron.util.errors import StateError
 from tests.foreign_tokenizers import KINDS, TEXT
+from tests.refusals import refused
 
 GREEDY = SamplingConfig(temperature=0.0)
 SIZES = {"vocab_size": 400, "d_model": 32, "layers": 2}
@@ -127,3 +131,53 @@ def test_a_text_without_a_token_is_drawn_after_the_end_of_the_one_before(model, 
     assert start in ([1], [2])
     first = generate(model, tokenizer, [""], max_tokens=1, sampling=GREEDY).ids[0][0]
     assert first == int(model(torch.tensor([start])).logits[0, -1, : tokenizer.vocab_size].argmax())
+
+
+def of(kind: str, folder: Path, *more: str, stop: int = 2) -> Tokenizer:
+    """A tokenizer of this kind with further special tokens."""
+    made = KINDS[kind]()
+    made.add_special_tokens([*more])
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": stop}))
+    return Tokenizer.load(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("kind", ["llama2", "gpt2", "t5"])
+def test_a_part_of_a_text_is_replayed_with_the_space_before_it(model, tmp_path, kind) -> None:
+    """Also where the other tokenizer puts a space before all that it encodes."""
+    one, other = of("llama2", tmp_path / "one"), of(kind, tmp_path / "other", "<x>")
+    session, words = Session(model, one), one.encode("The fox jumps")
+    session.append([*words, *one.encode("The fox")])
+    text, after = session.text, len(words)
+    assert text == "The fox jumps The fox" == text_of(one, session.tokens, 0, 99)
+    assert text_of(one, session.tokens, after, 99) == " The fox"
+    ids = [ids_for(session, other, after=n).ids for n in (0, after)]
+    assert other.decode(ids[0]) == text and other.decode([*other.encode("fox"), *ids[1]]) == "fox The fox"
+
+
+def test_a_replayed_text_keeps_its_special_tokens(model, tmp_path) -> None:
+    one, other = of("llama2", tmp_path / "one", "<turn>"), of("gpt2", tmp_path / "other", "<a>", "<turn>")
+    session, fox = Session(model, one), one.encode("fox")
+    session.append([one.special["<turn>"], *fox, 2, *fox])
+    ids = [other.special["<turn>"], *other.encode(" fox"), 2, *other.encode(" fox")]
+    assert ids_for(session, other).ids == ids
+    with refused(StateError, one.special["<turn>"], "<turn>"):
+        ids_for(session, of("gpt2", tmp_path / "without"))
+    again = of("llama2", tmp_path / "again", "<turn>", stop=1)
+    assert not ids_for(session, again).encoded
+
+
+def test_a_text_that_is_drawn_from_nothing_begins_as_decoding_it_does(model, tokenizer, monkeypatch) -> None:
+    id = next(id for id in range(400) if tokenizer.token_bytes(id)[:3] == b" ju")
+    bias_V, head = torch.zeros(400), LanguageModel.head
+    bias_V[id] = 1e6
+    monkeypatch.setattr(LanguageModel, "head", lambda self, x: head(self, x) + bias_V)
+    for stop in ((), ("j",)):
+        for prompt in ("", "The"):
+            made = generate(model, tokenizer, [prompt], max_tokens=2, sampling=GREEDY, stop=stop)
+            text = tokenizer.decode([*tokenizer.encode(prompt), id, id]).removeprefix(prompt)
+            assert made.texts == [text[: text.index("j")] if stop else text]
+    session = Session(model, tokenizer)
+    session.append([*tokenizer.specials.start], whole=True)
+    assert session.say(1) + session.say(1) == session.text == tokenizer.decode([id, id])

@@ -324,6 +324,8 @@ def test_a_hook_takes_another_token_and_stops(perspective, tokenizer):
     made = generate(perspective, tokenizer, ["the", "x"], max_tokens=9, hooks=[Stop(2, token=7)])
     assert made.ids == [[7, 7]] * 2 and made.finished == ["unsafe"] * 2
     assert [len(row) for row in made.verdicts["stop"]] == [3, 3]
+    made = generate(perspective, tokenizer, ["the"], max_tokens=9, hooks=[Stop(2), Stop(99)])
+    assert made.finished == ["unsafe"] and {*made.verdicts} == {"stop", "stop 2"}
 
 
 class Wide(Hook):

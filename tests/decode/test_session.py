@@ -309,6 +309,17 @@ def test_what_is_of_another_type_is_refused_by_name(perspective, tokenizer, tmp_
     assert session.text == "The cat" and not (tmp_path / "a").exists()
 
 
+@pytest.mark.parametrize("name", ["finishing", "expecting", "remembering"])
+def test_a_session_goes_on_after_all_was_read(perspective, tokenizer, tmp_path, name) -> None:
+    session = Session(perspective, tokenizer).read("The cat")
+    expected = session.fork().say(5)
+    for _ in getattr(session, name)():
+        pass
+    session.save(tmp_path / "a")
+    for each in (Session.load(tmp_path / "a", perspective, tokenizer), session):
+        assert each.say(5) == expected
+
+
 def test_what_a_session_reads_or_says_while_it_says_is_refused(perspective, tokenizer) -> None:
     """Its state would not have read that, and what two say would be mixed."""
     session, other = (Session(perspective, tokenizer).read("The cat") for _ in range(2))

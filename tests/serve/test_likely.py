@@ -6,10 +6,13 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
+from perspectron.data import Tokenizer
 from perspectron.decode.reading import CHUNK
 from perspectron.decode.sampling import logprobs
+from perspectron.serve.web.about import texts
 from perspectron.serve.web.app import create
 from perspectron.serve.web.likely import Completed, Mark, shown
+from tests.foreign_tokenizers import KINDS
 from tests.serve.conftest import served
 from tests.serve.test_routes import PROMPT, complete, streamed
 
@@ -120,6 +123,17 @@ def test_after_half_a_character_a_token_begins_where_the_text_has_it(tokenizer) 
             assert token.startswith("bytes:") or text[at:].startswith(token), (token, at, text)
         at = got["text_offset"][-len(cat)]
         assert text[at:] == "cat"
+
+
+def test_offsets_are_those_of_a_text_that_begins_without_the_space_of_its_first_word(tmp_path) -> None:
+    KINDS["llama2"]().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    ids = tokenizer.encode("The fox")
+    marks, text = [Mark(id, -1.0, ()) for id in ids], tokenizer.decode(ids)
+    assert Completed(tokenizer, begins=True).write(marks)["text_offset"][-1] == len(text) - 1
+    assert Completed(tokenizer, marks, text).write(marks[:1])["text_offset"][-2:] == [6, 7]
+    assert Completed(tokenizer).write(marks)["text_offset"][-1] == len(text)
+    assert "".join(texts(tokenizer, ids)[0]) == text
 
 
 def test_too_many_log_probabilities_are_refused_before_any_work(client, tiny, monkeypatch) -> None:

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
-
 from perspectron.data import origin
 from perspectron.data.template import tokens_of
 from perspectron.data.tokenizer import Tokenizer
@@ -17,7 +15,7 @@ from perspectron.model.model import LanguageModel
 from perspectron.opening import Opened
 from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError
-from perspectron.util.files import atomic, read_json
+from perspectron.util.files import atomic, read_json, write_json
 from perspectron.util.tensors import save_tensors
 from perspectron.util.version import __version__
 
@@ -85,7 +83,8 @@ def write(model: LanguageModel, tokenizer: Tokenizer, out: Path, came: Path | No
     options = dict[str, Any]()
     if came is not None and (came / GENERATION).is_file():
         options = read_json(came / GENERATION, CheckpointError)
-    GenerationConfig(**options | ids).save_pretrained(out)
+    # Not by transformers, which writes no sampling options without `do_sample`, though it reads them.
+    write_json(out / GENERATION, options | ids)
     weights = {f"model.{name}": weight for name, weight in model.state_dict().items()}
     save_tensors(out / "model.safetensors", weights, {"format": "pt"})
     roles = {} if came is None else tokens_of(came)

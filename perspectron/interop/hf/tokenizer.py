@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import tokenizers
 from tokenizers import processors
@@ -29,9 +30,10 @@ def fast_tokenizer(
     if special == OURS:
         named = dict.fromkeys(named, special.prefix)
     known = PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES
-    tokens = {
-        role: token for role, token in roles.items() if role in known and inner.token_to_id(token) is not None
-    }
+    there = {role: token for role, token in roles.items() if inner.token_to_id(token) is not None}
+    more = {role: token for role, token in there.items() if role not in known}
+    tokens: dict[str, Any] = {role: token for role, token in there.items() if role in known}
+    tokens |= {"extra_special_tokens": more} if more else {}
     tokens |= {
         f"{name}_token": tokenizer.spelling(id) for name, ids in named.items() for id in ids if id is not None
     }

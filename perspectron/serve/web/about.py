@@ -9,6 +9,7 @@ from fastapi import Response
 
 from perspectron.data import Tokenizer
 from perspectron.decode.history import PARENTS, Entry, History
+from perspectron.decode.row import first_bytes, within
 from perspectron.decode.suggested import USED
 from perspectron.serve.served import Served
 
@@ -42,8 +43,10 @@ def texts(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[str], list[int
     """(the text of each token, where a character of several tokens stands with the last of them; the number of
     characters up to the end of each token)."""
     decoder, found, ends, at = codecs.getincrementaldecoder("utf-8")("replace"), list[str](), list[int](), 0
+    first = next((number for number, id in enumerate(ids, 1) if tokenizer.token_bytes(id)), 0)
     for number, id in enumerate(ids, 1):
-        found.append(decoder.decode(tokenizer.token_bytes(id), final=number == len(ids)))
+        data = first_bytes(tokenizer, id) if number == first else tokenizer.token_bytes(id)
+        found.append(decoder.decode(data, final=number == len(ids)))
         at += len(found[-1])
         ends.append(at)
     return found, ends
@@ -61,7 +64,9 @@ def words(tokenizer: Tokenizer, history: History, messages: Sequence[Mapping[str
         return asked[-1][: 4 * WORDS]
     start = max((entry.stop for entry in history.entries if entry.what in PARENTS), default=0)
     own = history.ids[start : start + WORDS]
-    return tokenizer.decode(own) if own else "…" + tokenizer.decode(history.ids[-WORDS // 3 :])
+    if not own:
+        return "…" + within(tokenizer, history.ids[-WORDS // 3 :])
+    return within(tokenizer, own) if start else tokenizer.decode(own)
 
 
 def ids_of(ids: Sequence[int]) -> Response:

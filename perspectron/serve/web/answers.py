@@ -105,7 +105,11 @@ class Answers:
         run = await self._run(body, prompts, tokens, body.logprobs, request, cut=body.max_tokens is None)
         tokenizer, echoed = self.served.tokenizer, run.echoed or [[] for _ in prompts]
         starts = [self._text(prompts[index // body.n]) if body.echo else "" for index in range(run.texts)]
-        writers = [Completed(tokenizer, echoed[i // body.n], start) for i, start in enumerate(starts)]
+        begins = [body.state is None and not self._text(prompt) for prompt in prompts]
+        writers = [
+            Completed(tokenizer, echoed[i // body.n], start, begins=begins[i // body.n])
+            for i, start in enumerate(starts)
+        ]
 
         def choice(index: int, text: str, finish: str | None, pieces: Sequence[Piece], first: bool) -> Any:
             said = writers[index].write(marks_of(pieces)) if body.logprobs is not None else None

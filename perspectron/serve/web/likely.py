@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from perspectron.data import Tokenizer
-from perspectron.decode.row import Piece
+from perspectron.decode.row import Piece, first_bytes
 
 
 class Mark(NamedTuple):
@@ -35,10 +35,13 @@ def shown(tokenizer: Tokenizer, id: int) -> str:
 
 class Completed:
     """Writer of one choice's log-probabilities in the form of completions. echoed, text: marks and text of the prompt,
-    where it comes first."""
+    where it comes first. begins: nothing is before it."""
 
-    def __init__(self, tokenizer: Tokenizer, echoed: Sequence[Mark] = (), text: str = "") -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, echoed: Sequence[Mark] = (), text: str = "", *, begins: bool = False
+    ) -> None:
         self._tokenizer, self._echoed, self._start = tokenizer, echoed, len(text)
+        self._begins = begins or bool(echoed)
         self._begin(0)
 
     def _begin(self, at: int) -> None:
@@ -64,6 +67,8 @@ class Completed:
         for mark in marks:
             data, open_ = self._tokenizer.token_bytes(mark.id), self._decoder.getstate()[0]
             offsets.append(self._at + _breaks(open_, data[:1]))
+            if self._begins and data:
+                data, self._begins = first_bytes(self._tokenizer, mark.id), False
             self._at += len(self._decoder.decode(data))
         return offsets
 
