@@ -35,7 +35,8 @@ def within(vocabulary: Vocabulary, ids: Iterable[int]) -> str:
 
 def first_bytes(vocabulary: Vocabulary, id: int) -> bytes:
     """The bytes of a text's first token, without those that `decode` leaves out there."""
-    return vocabulary.token_bytes(id)[len(within(vocabulary, [id])) - len(vocabulary.decode([id])) :]
+    lead = len(within(vocabulary, [id])) - len(vocabulary.decode([id]))  # spaces
+    return vocabulary.token_bytes(id)[max(0, lead) :]
 
 
 class Verdict(Protocol):
