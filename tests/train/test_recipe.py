@@ -327,7 +327,7 @@ def test_alignment_moves_whole_experts(whole):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"ffn": "dense", "bias_rate": 0.05}, ["recipe", "staged"]),
+        ({"ffn": "dense", "bias_rate": 0.05, "torus": [4, 2]}, ["recipe", "staged"]),
         ({"gate": "none"}, ["gate", "none"]),
         ({"router": "switch"}, ["router", "switch"]),
     ],

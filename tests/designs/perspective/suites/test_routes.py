@@ -163,7 +163,8 @@ def test_routers_read_what_their_block_gives_them(reads, given):
     config = small(reads=reads).config
     around = {"residual": SequentialConfig("sandwich", 0.3)}
     blocks = [replace(block, **around, beside=block.mixer) for block in config.blocks[:3]]
-    blocks.append(replace(config.blocks[3], residual=SequentialConfig("post")))
+    blocks[1] = replace(blocks[1], residual=SequentialConfig("post"))
+    blocks.append(config.blocks[3])
     layers = trace(build(replace(config, blocks=tuple(blocks)), seed=1).double(), IDS)
     assert [layer.expert_BT.flatten().tolist() for layer in layers] == [e.tolist() for e in given]
 
