@@ -6,7 +6,7 @@ Suffixes: B batch, T time.
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,12 +29,23 @@ class Batch:
         is of a prompt.
     starts_BT: bool, True where a document starts.
     targets: how many targets are not IGNORE.
+    padding: how many tokens at the end of the last row are padding.
     """
 
     ids_BT: Tensor
     targets_BT: Tensor
     starts_BT: Tensor
     targets: int
+    padding: int = 0
+
+    @property
+    def pad_BT(self) -> Tensor | None:
+        """True at padding; None if there is none."""
+        if not self.padding:
+            return None
+        pad_BT = torch.zeros_like(self.starts_BT)
+        pad_BT[-1, -self.padding :] = True
+        return pad_BT
 
     @property
     def reset_BT(self) -> Tensor | None:
@@ -246,7 +257,7 @@ def _in_order(split: Split, tokens: int, seq_len: int, batch_size: int) -> Itera
         targets.flat[: last - first] = np.where(learned, stream[1:], IGNORE)
         starts = np.zeros(shape, dtype=np.bool_)
         starts.flat[: last - first] = split.begins(first, last)
-        yield _batch(ids, targets, starts)
+        yield replace(_batch(ids, targets, starts), padding=ids.size - (last - first))
 
 
 def _whole(split: Split, starts: NDArray[np.int64], seq_len: int) -> Batch:

@@ -145,6 +145,8 @@ class Mixed(nn.Module):
         score_NE = logit_NE
         if config.score == "sigmoid":
             score_NE = batch_invariant(torch.sigmoid, logit_NE, least=0)
+        elif config.corrected or config.groups > 1:  # else the logits have the same order
+            score_NE = logit_NE.softmax(1)
         by_NE = score_NE.detach()
         if config.corrected:
             by_NE = by_NE + self.bias_E.to(by_NE.dtype)

@@ -303,16 +303,20 @@ def _state(state: Any) -> tuple[Part, int]:
     """
     part, cached = NOTHING, 0
     leaves = {pytree.keystr(where): (where, leaf) for where, leaf in pytree.tree_leaves_with_path(state)}
+    lent = {name.partition(".shared[")[0] for name in leaves if ".shared[" in name}
     for name, (where, leaf) in leaves.items():
         if not isinstance(leaf, torch.Tensor):
             continue
         if not is_cache(where):
             part += Part(0, leaf.nbytes, leaf.nbytes, leaf.nbytes)
             continue
-        read = leaf.nbytes
-        if leaf.device.type != "meta":
-            _, length_B = leaves[f"{name.rpartition('.')[0]}.length_B"]
-            read = int(length_B.clamp(max=leaf.shape[2]).sum()) * leaf[0, :, 0].nbytes
+        read, cache = leaf.nbytes, name.rpartition(".")[0]
+        if ".shared[" in name:
+            read = 0  # a cache's tokens are all counted at its slots
+        elif leaf.device.type != "meta":
+            _, length_B = leaves[f"{cache}.length_B"]
+            length_B = length_B if cache in lent else length_B.clamp(max=leaf.shape[2])
+            read = int(length_B.sum()) * prod(leaf.shape[1::2]) * leaf.itemsize
         part, cached = part + Part(0, leaf.nbytes, read), cached + read
     return part, cached
 

@@ -97,7 +97,9 @@ class LanguageModel(nn.Module):
         self.recompute = False
         for index, block in enumerate(config.blocks):
             if isinstance(block.ffn, TiedConfig):
-                own = [i for i, other in enumerate(config.blocks) if not isinstance(other.ffn, TiedConfig)]
+                own = [
+                    i for i, other in enumerate(config.blocks) if not isinstance(other.ffn, TiedConfig | None)
+                ]
                 one_of(block.ffn.block, own, f"blocks[{index}].ffn.block")
         self.embedding = TokenEmbedding(config.vocab_size, config.d_token)
         if config.positions > 0:
@@ -314,6 +316,8 @@ class LanguageModel(nn.Module):
         reset_BT = cast(Tensor, texts["reset_BT"])
         cuts = [0, *(1 + reset_BT[:, 1:].any(0).nonzero()[:, 0]).tolist(), reset_BT.shape[1]]
         hidden, aux, parts = list[Tensor](), dict[str, Term](), list[Seen]()
+        pad_BT = texts["pad_BT"]
+        tokens_T = (torch.ones_like(reset_BT) if pad_BT is None else ~pad_BT).sum(0).tolist()
         if seen is not None:
             alone = "false where documents begin with a trained memory; read each alone"
             require(seen.maps is None, "output_attentions", True, alone)
@@ -327,8 +331,10 @@ class LanguageModel(nn.Module):
             hidden.append(x_BTD)
             parts += [] if own is None else [own]
             consume_state = gradients_off()
-            for name, term in terms.items():
-                aux[name] = aux[name].plus(term) if name in aux else term
+            share = sum(tokens_T[start:stop]) / max(sum(tokens_T), 1)
+            for name, term in terms.items():  # each is a mean over tokens
+                part = term.times(share)
+                aux[name] = aux[name].plus(part)._replace(blocks=term.blocks) if name in aux else part
         if seen is not None:
             seen.states = [
                 torch.cat(list(xs), 1) for xs in zip(*(part.states or [] for part in parts), strict=True)

@@ -53,10 +53,10 @@ class Tuned:
             return o_BHTV + q @ C.mT
 
     def begun(self, empty: Any) -> Any:
-        """A mixer's empty state with the trained first memory, if there is one."""
+        """A mixer's empty state with a copy of the trained first memory, which is never written into."""
         if self.first.shape[1] == 0:
             return empty
-        return replace(empty, **{memory_field(empty): self.first})
+        return replace(empty, **{memory_field(empty): self.first.clone()})
 
     def restarted(self, empty: Any, reset_B: Tensor, kept: Sequence[str]) -> Any:
         """The mixer's state, with the rows of `reset_B` at the start of a document. kept: fields that a reset keeps."""

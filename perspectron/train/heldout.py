@@ -38,13 +38,14 @@ def heldout(
     spread: bool = False,
     dtype: torch.dtype | None = None,
     start: LMState | None = None,
+    masked: bool = False,
 ) -> Heldout:
     """The loss over a split, over its first `limit_tokens`, or with `spread` over as many tokens from the whole split.
     Deterministic.
 
     Every window of `seq_len` tokens starts from an empty state, or from the row `start`, so that designs are compared
     at the same context. With `carry` the state continues from window to window (batch size 1) and is only reset at the
-    start of a document.
+    start of a document. With `masked` the model is told of padding, which matters to what counts tokens.
     `dtype`: of autocast. Ranks share the batches, and each has the sum of all. Bytes are those of the text where all of
     a split is read; of a part they are those of its tokens, which a normaliser may have changed.
     """
@@ -66,7 +67,9 @@ def heldout(
             reset = None if starts is None else ranks.columns(starts).to(device)
             if state is None and start is not None:
                 state = start.select([0] * len(ids))
-            output = model(ids, state, reset_BT=reset, consume_state=True)
+            pad = batch.pad_BT if masked else None
+            pad = None if pad is None else ranks.columns(pad).to(device)
+            output = model(ids, state, reset_BT=reset, pad_BT=pad, consume_state=True)
             logits_NV = output.logits.flatten(0, 1)
             logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
             losses = F.cross_entropy(logits_NV, targets.flatten(), reduction="none")

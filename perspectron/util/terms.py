@@ -22,6 +22,10 @@ class Term(NamedTuple):
         """The contribution to the loss."""
         return self.weight * self.value + self.rest if self.weight else self.rest
 
+    def times(self, share: float) -> "Term":
+        """That share of the value and of the contribution to the loss."""
+        return self._replace(value=self.value * share, rest=self.rest * share)
+
     def plus(self, other: "Term") -> "Term":
         """The sum of both, each with its own weight."""
         rest = self.rest + other.rest

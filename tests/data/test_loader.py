@@ -244,6 +244,10 @@ def test_windows_hold_every_target_once(
     assert real[: len(whole) - 1].all() and not ids[~real].any()
     assert len(targets) - len(whole) + 1 < seq_len, "padding fills one row at most"
     assert sum(batch.targets for batch in batches) == len(whole) - 1
+    assert sum(batch.padding for batch in batches) == len(targets) - len(whole) + 1
+    for batch in batches:
+        pad_BT = batch.targets_BT == IGNORE
+        assert torch.equal(batch.pad_BT, pad_BT) if pad_BT.any() else batch.pad_BT is None
     if len(whole) == split.tokens:
         assert tokenizer.byte_counts()[targets[real].numpy()].sum() == split.text_bytes
 

@@ -17,6 +17,7 @@ from perspectron.model.state import LMState, load_state, save_state
 from perspectron.model.tuned import KINDS, kinds_of, memory_field, parts
 from perspectron.util.errors import ConfigError, NonFiniteError, StateError
 from perspectron.util.tensors import load_tensors, save_tensors
+from perspectron.util.terms import Term
 from tests.decode.test_rows import GREEDY, equal, prompt_of
 from tests.decode.test_steps import go_on, near, recorded, tokens
 from tests.decode.test_store import CHUNK
@@ -123,6 +124,19 @@ def test_training_reads_what_decoding_reads_and_reaches_every_part(design) -> No
     torch.testing.assert_close(torch.cat(said, 1), output.logits.detach(), rtol=1e-3, atol=1e-3)
 
 
+def test_terms_of_the_loss_are_means_over_all_documents() -> None:
+    model = initialised("perspective-experts")
+    ids, reset, pad = torch.tensor([prompt_of(30, 1)]), *torch.zeros(2, 1, 30, dtype=torch.bool)
+    reset[0, 7] = reset[0, 20] = pad[0, 26:] = True
+    _, _, found = model.hidden(ids, model.init_state(1, tuned=("first",)), reset_BT=reset, pad_BT=pad)
+    pieces = [model.hidden(ids[:, a:b])[2] for a, b in ((0, 7), (7, 20), (20, 26))]
+    for name, term in found.items():
+        alone = [piece[name] for piece in pieces]
+        for get in (Term.mean, Term.penalty):
+            wanted = sum(n / 26 * get(one) for n, one in zip((7, 13, 6), alone, strict=True))
+            torch.testing.assert_close(get(term), wanted)
+
+
 @pytest.mark.skipif(not native.available(), reason=str(native.reason()))
 @pytest.mark.cpu_only("recordings are steps on the CPU")
 @pytest.mark.parametrize("design", DESIGNS)
@@ -220,6 +234,18 @@ def test_a_document_that_begins_has_the_offset_and_the_first_memory_again(design
     torch.testing.assert_close(found.logits[0, 6:], wanted.logits[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found.logits[1, :11], wanted.logits[0], rtol=1e-4, atol=1e-5)
     near(found.state.take(0), wanted.state)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_first_memory_is_never_written_into(design) -> None:
+    model = small(design)
+    start = trained(model, ("first",))
+    before = [part.first.clone() for part in parts(start)]
+    with torch.inference_mode():
+        for T in (8, 1):
+            model(torch.tensor([prompt_of(T, 1)]), model.begun(start), consume_state=True)
+    for part, first in zip(parts(start), before, strict=True):
+        assert torch.equal(part.first, first)
 
 
 def saved(model: LanguageModel, tokenizer, path, kinds=("offset",)):

@@ -184,6 +184,16 @@ def test_of_equal_scores_the_lower_ids_are_chosen():
     assert torch.equal(weight_NK, torch.full((3, 5), 0.2))
 
 
+@pytest.mark.parametrize(
+    ("more", "logits", "expert"),
+    [({"groups": 2}, [3.0, -9, 1, 1], 0), ({"corrected": True}, [6.0, 0, 0, 0], 1), ({}, [6.0, 0, 0, 0], 0)],
+)
+def test_a_correction_and_groups_go_by_the_softmax(more, logits, expert):
+    layer = Mixture(8, MixtureConfig(4, 4, 1, **more))
+    layer.bias_E = torch.tensor([0, 1.1, 0, 0])
+    assert layer.choose(torch.tensor([logits]))[1].tolist() == [[expert]]
+
+
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
 def test_gradients_are_those_of_a_loop(activation):
     config = MixtureConfig(6, 5, 2, normed=False, activation=activation, shared=4, shared_gate=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from perspectron import build, presets
-from perspectron.model.census import census, touched
+from perspectron.model.census import census, footprint, touched
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 
@@ -38,6 +38,18 @@ def test_full_attention_reads_all_tokens_so_far(tokens):
     model = build(presets.get("gpt2-tiny"))
     layers, D = len(model.blocks), model.config.d_model
     assert touched(model, after(model, tokens)).caches == layers * tokens * 2 * D * 4
+
+
+@torch.inference_mode()
+def test_a_cache_with_pieces_reads_each_token_once():
+    model = build(presets.get("transformer-tiny"))
+    state, whole = after(model, 600).fork(), after(model, 640)
+    state = model(torch.ones(1, 40, dtype=torch.int64), state).state
+    assert state.layers[0].shared
+    assert touched(model, state) == touched(model, whole)
+    (kind,) = (kind for kind, part in footprint(model, state).state.items() if part.bytes > 10_000)
+    assert footprint(model, state).state[kind].bytes == state.nbytes
+    assert touched(model, model.init_state(1)).caches == 0
 
 
 def test_a_run_reads_one_expert_of_each_layer():

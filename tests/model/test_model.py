@@ -243,6 +243,9 @@ def test_a_tied_network_is_the_other_blocks_own():
         perspectron.build(
             ModelConfig("self", V, 16, (BlockConfig(PDRConfig(4), TiedConfig(0)), config.blocks[1]))
         )
+    with refused(ConfigError, "blocks[1].ffn.block", 0):
+        bare, tied = (BlockConfig(PDRConfig(4), ffn) for ffn in (None, TiedConfig(0)))
+        perspectron.build(ModelConfig("none", V, 16, (bare, tied)))
 
 
 # ---------------------------------------------------------------- initialisation

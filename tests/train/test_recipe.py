@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 
 import perspectron
 from perspectron.cli.main import main
+from perspectron.designs.perspective import recipe
 from perspectron.designs.perspective.align import distances
 from perspectron.designs.perspective.recipe import clone, plan, routed_in, seed_of, staged, with_experts
-from perspectron.designs.perspective.stats import delta, loads, numbers
+from perspectron.designs.perspective.stats import delta, loads, numbers, use
 from perspectron.experts.stats import experts_of, matrices
 from perspectron.experts.ternary import trits
 from perspectron.model.ffn import SwiGLUConfig, TiedConfig
@@ -237,6 +238,15 @@ def test_clones_compute_what_the_dense_model_does(runs, gate, base):
                 assert torch.equal(copies, weight.expand_as(copies))
 
 
+def test_padding_is_not_counted_as_tokens(runs, whole, monkeypatch):
+    seen, (folder,) = [], (whole / "stages").glob("?-differentiate")
+    monkeypatch.setattr(recipe, "use", lambda loads: seen.append(loads) or use(loads))
+    plain = recipe_of(runs)
+    config = replace(plain, train=replace(plain.train, eval_tokens=100, seq_len=160))
+    recipe.measure(folder, config, runs.tokenizer, runs.shards)
+    assert {int(load.sum()) for load in seen[0].values()} == {99}
+
+
 def test_the_seed_shares_the_network_of_the_next_layer_that_has_one(runs):
     model = runs.small("perspective-tiny", layers=6)
     ffns = [block.ffn for block in seed_of(model).blocks]
@@ -317,7 +327,7 @@ def test_alignment_moves_whole_experts(whole):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"ffn": "dense", "bias_rate": 0.05}, ["recipe", "staged"]),
+        ({"ffn": "dense", "bias_rate": 0.05, "torus": [4, 2]}, ["recipe", "staged"]),
         ({"gate": "none"}, ["gate", "none"]),
         ({"router": "switch"}, ["router", "switch"]),
     ],

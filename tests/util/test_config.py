@@ -209,6 +209,22 @@ def test_a_bad_override_is_named(override, named):
     fails(named, presets.get, "perspective-tiny", **override)
 
 
+@pytest.mark.parametrize(
+    ("preset", "changes", "name"),
+    [
+        ("perspective-tiny-dense", {"torus": [2, 2]}, "torus"),
+        ("perspective-1t-dense", {"torus": [4, 2]}, "torus"),
+        ("perspective-tiny", {"router": "switch", "smooth": 0.5}, "smooth"),
+        ("perspective-tiny", {"router": "switch", "nearest": 2}, "nearest"),
+        ("perspective-tiny", {"router": "switch", "temperature": 3.0}, "temperature"),
+        ("perspective-tiny", {"gate": "none", "balance": 0.5}, "balance"),
+    ],
+    ids=str,
+)
+def test_a_field_without_effect_is_refused(preset, changes, name):
+    fails([name], presets.get, preset, **changes)
+
+
 @pytest.mark.parametrize("torus", [["8"], [2.5], [True, 2], [math.nan], [[2]]], ids=str)
 def test_a_torus_of_anything_but_whole_numbers_is_named(torus):
     with refused(ConfigError, "int") as caught:

@@ -1,7 +1,7 @@
 """Perspective, Perspective 2 and Perspective with experts, at named sizes."""
 
 from collections.abc import Iterable
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Literal
 
@@ -17,6 +17,13 @@ from perspectron.presets.table import DESIGNS, HEAD_WIDTH, Shape, Sizes, design,
 from perspectron.util.config import MixerConfig, require
 
 TOPOLOGY = "docs/designs/perspective.md"
+ROUTED = tuple(
+    RoutedConfig(hidden, torus)
+    for hidden, torus in ((472, (4, 2)), (1408, (4, 4)), (2816, (4, 4, 2)), (11008, (8, 4, 4)))
+)
+"""Experts of each width."""
+OF_A_TORUS = ("nearest", "temperature", "smooth")
+OF_A_GATE = ("nearest", "balance", "smooth")
 
 
 @design("three layers of Perspective Decay Recurrence, then one of windowed attention", TOPOLOGY)
@@ -30,7 +37,7 @@ def perspective(
     mixer: MixerConfig = PDRConfig(rank=32),
     gqa: WindowGQAConfig = WindowGQAConfig(heads=4, kv_heads=2, window=128),
     ffn: Literal["dense", "routed", "seed"] = "dense",
-    routed: RoutedConfig = RoutedConfig(hidden=472, torus=(4, 2)),
+    routed: RoutedConfig = ROUTED[0],
     period: int = 4,
     residual: Literal["sequential", "parallel"] = "sequential",
     embedding_norm: bool = True,
@@ -44,10 +51,7 @@ def perspective(
     leaves what the routed model shares. hidden: of every network, of experts too. residual: whether a layer's network
     reads what its mixer added.
     """
-    for field in fields(routed):
-        value, unused = getattr(routed, field.name), f"left out where ffn is {ffn!r}"
-        plain = field.default is MISSING or value == field.default
-        require(ffn == "routed" or plain, field.name, value, unused)
+    _require_effect(ffn, routed)
     at = {"layers": layers, "period": period}
     for key, value in at.items():
         require(value >= 1, key, value, "≥ 1")
@@ -75,17 +79,32 @@ def perspective(
     )
 
 
+def _require_effect(ffn: str, routed: RoutedConfig) -> None:
+    """ConfigError for a field of the experts that is changed where it has no effect. (In a config it may stand: a stage
+    of the recipe leaves fields for a later one, ternary_rule, too.)"""
+    usual = next((own for own in ROUTED if own.hidden == routed.hidden), routed)
+    unused = [
+        *((field.name, f"ffn is {ffn!r}") for field in fields(routed) if ffn != "routed"),
+        *((name, "router is 'switch'") for name in OF_A_TORUS if routed.router == "switch"),
+        *((name, "gate is 'none'") for name in OF_A_GATE if routed.gate == "none"),
+    ]
+    for name, where in unused:
+        value = getattr(routed, name)
+        plain = value == getattr(usual, name) or (ffn == "routed" and value == 0)
+        require(plain, name, value, f"left out where {where}")
+
+
 width_384 = partial(
     perspective, vocab_size=8192, d_model=384, layers=8, hidden=1408, mixer=PDRConfig(64),
-    gqa=WindowGQAConfig(6, 2, 512), routed=RoutedConfig(1408, (4, 4)),
+    gqa=WindowGQAConfig(6, 2, 512), routed=ROUTED[1],
 )  # fmt: skip
 width_768 = partial(
     perspective, vocab_size=32768, d_model=768, layers=12, hidden=2816, mixer=PDRConfig(128),
-    gqa=WindowGQAConfig(12, 3, 512), routed=RoutedConfig(2816, (4, 4, 2)),
+    gqa=WindowGQAConfig(12, 3, 512), routed=ROUTED[2],
 )  # fmt: skip
 width_4096 = partial(
     perspective, vocab_size=32768, d_model=4096, layers=80, hidden=11008, mixer=PDRConfig(256),
-    gqa=WindowGQAConfig(32, 8, 512), routed=RoutedConfig(11008, (8, 4, 4)),
+    gqa=WindowGQAConfig(32, 8, 512), routed=ROUTED[3],
 )  # fmt: skip
 preset("perspective-tiny", "3 PDR layers with 8 experts each, 1 windowed GQA", perspective, ffn="routed")
 preset(

@@ -252,6 +252,7 @@ def measure(folder: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shard
             batch_size=train.batch_size,
             limit_tokens=train.eval_tokens or None,
             spread=True,
+            masked=True,
         )
     layers: dict[str, dict[str, float]] = use(load_by_layer)
     for name, ffn in experts_of(model).items():

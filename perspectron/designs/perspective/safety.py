@@ -279,13 +279,18 @@ def of_tokens(
     model: LanguageModel, ids: Sequence[int], reference: int, margin: float, inside_D: Tensor
 ) -> Polytope:
     """Half-spaces on which the logit of each id is `margin` nats below that of `reference`: p ≤ e^−margin · p of the
-    reference, for every input. They lift the reference, too; "mask" does not. ConfigError: a head that is no matrix."""
+    reference, for every input. They lift the reference, too; "mask" does not. ConfigError: a head that is no matrix, or
+    whose logits are capped."""
     weight_VD = getattr(getattr(model, "lm_head", None), "weight", None)
     if model.config.head is None:
         weight_VD = model.embedding(torch.arange(model.config.vocab_size, device=model.device))
     require(weight_VD is not None, "tokens", model.config.name, "of a model whose head is one matrix")
     assert weight_VD is not None
-    weight_VD = weight_VD.detach().double().cpu()
+    cap = model.config.logits_cap
+    require(
+        not cap, "logits_cap", cap, "0: where logits are capped, no half-space keeps tokens a margin apart"
+    )
+    weight_VD = weight_VD.detach().double().cpu() * model.config.logits_factor
     V = len(weight_VD)
     for id in (*ids, reference):
         require(0 <= id < V, "tokens", id, f"≥ 0 and < {V}")

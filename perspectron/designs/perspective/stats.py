@@ -19,17 +19,19 @@ from perspectron.util.hooks import hooked
 
 @contextlib.contextmanager
 def loads(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Context that counts, by layer, the tokens that each expert gets [E] while the model reads."""
+    """Context that counts, by layer, the tokens that each expert gets [E] while the model reads, without padding."""
     layers = experts_of(model)
     found = {name: torch.zeros(len(ffn.gate_EFD), dtype=torch.int64) for name, ffn in layers.items()}
     hooks = []
     for name, ffn in layers.items():
 
-        def count(module: RoutedSwiGLU, inputs: tuple[Tensor, ...], name: str = name) -> None:
+        def count(module: RoutedSwiGLU, inputs: tuple[Tensor, ...], masks: Any, name: str = name) -> None:
             expert_N = module.router.route(module.read(*inputs[:2]).flatten(0, 1)).expert_N
+            if (pad_BT := masks.get("pad_BT")) is not None:
+                expert_N = expert_N[~pad_BT.flatten()]
             found[name] += load(expert_N, len(found[name])).cpu()
 
-        hooks.append(ffn.register_forward_pre_hook(count))
+        hooks.append(ffn.register_forward_pre_hook(count, with_kwargs=True))
     with hooked(hooks):
         yield found
 

@@ -4,11 +4,13 @@ import copy
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from perspectron import build
 from perspectron.decode.generate import generate
 from perspectron.decode.processors import Mark
 from perspectron.decode.sampling import SamplingConfig
@@ -225,6 +227,18 @@ def test_tokens_stay_under_their_reference_for_every_state(perspective):
     assert (p_NV[:, blocked] <= math.exp(-margin) * p_NV[:, [reference]] * (1 + 1e-3)).all()
     with refused(ConfigError, "reference", 5):
         of_tokens(perspective, blocked, 5, margin, inside)
+
+
+def test_logits_that_are_scaled_keep_the_margin_and_capped_ones_are_refused(perspective):
+    inside = torch.zeros(32, dtype=torch.float64)
+    scaled, capped = (
+        build(replace(perspective.config, **{name: 0.25})) for name in ("logits_factor", "logits_cap")
+    )
+    x_ND, _ = project(4 * normal(50, 32).float(), of_tokens(scaled, [5, 9], 7, 3.0, inside).faces)
+    logit_NV = scaled.head(x_ND).double()
+    assert (logit_NV[:, [5, 9]] <= logit_NV[:, [7]] - 3.0 + 1e-3).all()
+    with refused(ConfigError, "logits_cap", 0.25):
+        of_tokens(capped, [5, 9], 7, 3.0, inside)
 
 
 def test_decoding_projects_flags_stops_and_masks(made, perspective, tokenizer):

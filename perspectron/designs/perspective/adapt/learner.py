@@ -224,8 +224,9 @@ class Learner:
         self.turns += 1
         if config.guard and self.turns % config.guard == 0 and not self._stands():
             return
-        gradient = torch.stack([self.gradient[i] for i in adapter.up])
-        norm = gradient.double().norm() / self.since
+        if finite:  # or there may be no gradient
+            gradient = torch.stack([self.gradient[i] for i in adapter.up])
+            norm = gradient.double().norm() / self.since
         if not finite or not norm.isfinite():
             counters.skipped += 1
             return

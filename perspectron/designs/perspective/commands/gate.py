@@ -170,7 +170,7 @@ def experts(opened: Sequence[Opened]) -> Condition:
                 shards = one.shards(one.folder.path)
                 train = one.folder.run.train
                 heldout(one.model, shards.split("train"), one.tokenizer, seq_len=train.seq_len,
-                        limit_tokens=TOKENS, spread=True)  # fmt: skip
+                        limit_tokens=TOKENS, spread=True, masked=True)  # fmt: skip
             found.append(mean(use(by_layer), "gini") or 0.0)
     if not found:
         return Condition(name, bound, "needs a run with experts", None)

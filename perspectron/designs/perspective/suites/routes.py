@@ -4,14 +4,15 @@ choices for consecutive tokens lie, from which a stream of experts gains.
 Shapes: B batch, T time, N tokens, E experts, A axes of the torus.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from perspectron.experts.router import Choice, Routed
 from perspectron.experts.torus import Lengths, gini, hops, lattice
@@ -73,15 +74,10 @@ class Summary:
     chance: Rates | None
 
 
-def _source(block: Block, ffn: Routed) -> nn.Module:
-    """The module whose output, or the first of them, a layer's router reads."""
-    if ffn.config.reads == "mixer":
-        return cast(nn.Module, block.mixer)
-    return block.ffn_norm if block.ffn_shift is None else block.ffn_shift
-
-
-def _seen(look: Callable[[int, Tensor], None], place: int, _: nn.Module, __: object, out: Any) -> None:
-    look(place, out[0] if isinstance(out, tuple) else out)
+def _seen(
+    look: Callable[[int, Tensor], None], places: Iterator[int], ffn: Any, inputs: tuple[Tensor, ...]
+) -> None:
+    look(next(places), ffn.read(*inputs[:2]))
 
 
 def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) -> list[Routes]:
@@ -104,9 +100,15 @@ def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) 
                 router = layers[place + ahead][1].router
                 made[place + ahead].append(router.route(x_BTD.flatten(0, 1)).expert_N)
 
-    hooks = []
-    for place, (index, ffn) in enumerate(layers):  # a network may be that of several layers
-        hooks.append(_source(blocks[index], ffn).register_forward_hook(partial(_seen, look, place)))
+    places = dict[Routed, list[int]]()
+    for place, (_, ffn) in enumerate(
+        layers
+    ):  # a network may be that of several layers, which call it in turn
+        places.setdefault(ffn, []).append(place)
+    hooks = [
+        ffn.register_forward_pre_hook(partial(_seen, look, itertools.cycle(own)))
+        for ffn, own in places.items()
+    ]
     T, state = ids_BT.shape[1], None
     with hooked(hooks), torch.inference_mode():
         for start in range(0, T, CHUNK):

@@ -6,6 +6,7 @@ import torch
 
 from perspectron.designs.perspective.pdr import PDR
 from perspectron.model.model import LanguageModel
+from perspectron.model.parts import split_inputs
 from perspectron.ops import pdr
 from perspectron.util.hooks import hooked
 
@@ -16,9 +17,9 @@ def scan_error(model: LanguageModel, ids: list[int]) -> float | None:
     errors = list[float]()
 
     def compare(mixer: PDR, arguments: tuple[Any, ...]) -> None:
-        x_BTD = arguments[0]
-        gamma_BTD = torch.sigmoid(mixer.p_proj(mixer.p_down(x_BTD)).float())
-        inputs = [mixer.q_proj(x_BTD), mixer.k_proj(x_BTD), mixer.v_proj(x_BTD), gamma_BTD]
+        x_q, x_k, x_v, x_p = split_inputs(arguments[0], len(mixer.inputs))
+        gamma_BTD = torch.sigmoid(mixer.p_proj(mixer.p_down(x_p)).float())
+        inputs = [mixer.q_proj(x_q), mixer.k_proj(x_k), mixer.v_proj(x_v), gamma_BTD]
         found, _ = pdr.scan(*inputs, scale=mixer.config.scale)
         expected, _ = pdr.scan(*(x.double() for x in inputs), scale=mixer.config.scale, backend="naive")
         errors.append(((found - expected).abs().max() / expected.abs().max()).item())

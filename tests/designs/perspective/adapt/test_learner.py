@@ -180,9 +180,10 @@ def test_under_autocast_traces_keep_their_precision(tmp_path):
     Adapter.load(tmp_path / "a", model)
 
 
-def test_a_loss_that_is_not_finite_teaches_nothing_and_leaves_the_state(monkeypatch):
+@pytest.mark.parametrize("estimator", ["trace", "jvp", "backprop"])
+def test_a_loss_that_is_not_finite_teaches_nothing_and_leaves_the_state(monkeypatch, estimator):
     model = make(layers=2, mixers="pdr")
-    _, learner = learned(model, 40)
+    _, learner = learned(model, 40, estimator=estimator, directions=2, subspace=16)
     up, state = learner._weights(), learner.state
     with monkeypatch.context() as patch:
         patch.setattr(model, "head", lambda hidden: model.embedding.logits(hidden) * math.nan)

@@ -57,6 +57,7 @@ def test_a_scan_that_is_another_is_seen(monkeypatch):
     sizes = {"vocab_size": 40, "d_model": 16, "layers": 2, "hidden": 16, "heads": 2, "kv_heads": 1, "rank": 4}
     model, ids = perspectron.build(presets.get("perspective", **sizes)), list(range(40))
     assert scan_error(model, ids) < 1e-5
+    assert scan_error(perspectron.build(presets.get("perspective", **sizes, shift=["k", "v"])), ids) < 1e-5
     from perspectron.ops import pdr
 
     scan = pdr.scan

@@ -12,6 +12,7 @@ from perspectron.data import Tokenizer
 from perspectron.designs.perspective.suites import routes
 from perspectron.designs.perspective.suites.routes import Measures, Rates, Routes, measure, summary, trace
 from perspectron.experts.torus import cells, hops, lattice
+from perspectron.model.config import SequentialConfig
 from perspectron.model.ffn import TiedConfig
 from perspectron.model.model import LanguageModel
 from perspectron.ops import experts
@@ -154,6 +155,17 @@ def test_a_trace_is_what_the_experts_were_given(router, given):
 
 def test_routers_that_read_the_token_before_are_traced_as_they_route(given):
     layers = trace(small(shift=True), IDS, RESET)
+    assert [layer.expert_BT.flatten().tolist() for layer in layers] == [e.tolist() for e in given]
+
+
+@pytest.mark.parametrize("reads", ["stream", "mixer"])
+def test_routers_read_what_their_block_gives_them(reads, given):
+    config = small(reads=reads).config
+    around = {"residual": SequentialConfig("sandwich", 0.3)}
+    blocks = [replace(block, **around, beside=block.mixer) for block in config.blocks[:3]]
+    blocks[1] = replace(blocks[1], residual=SequentialConfig("post"))
+    blocks.append(config.blocks[3])
+    layers = trace(build(replace(config, blocks=tuple(blocks)), seed=1).double(), IDS)
     assert [layer.expert_BT.flatten().tolist() for layer in layers] == [e.tolist() for e in given]
 
 
