@@ -201,9 +201,12 @@ def ids_for(session: Session, tokenizer: Vocabulary, *, after: int = 0) -> Repla
 
 def _alike(one: Vocabulary, other: Vocabulary) -> bool:
     """True if ids mean the same in both vocabularies, whichever of them end texts."""
-    if one is other or not (isinstance(one, Tokenizer) and isinstance(other, Tokenizer)):
-        return one is other
-    return one.fingerprint == other.fingerprint or json.loads(one.to_str()) == json.loads(other.to_str())
+    mark = getattr(one, "fingerprint", None)
+    if one is other or (mark is not None and mark == getattr(other, "fingerprint", None)):
+        return True
+    if not (isinstance(one, Tokenizer) and isinstance(other, Tokenizer)):
+        return False
+    return bool(json.loads(one.to_str()) == json.loads(other.to_str()))
 
 
 def _encoded(one: Vocabulary, other: Vocabulary, ids: Sequence[int], after: int) -> list[int]:
