@@ -132,6 +132,8 @@ class Learner:
         self.state = adapter.attach(self.talk.state.to(model.device), traces=traced)
         self.gradient: Weights = {}
         self.since, self.turns, self.streak, self.spent, self.frozen = 0, 0, 0, 0.0, False
+        self.finite = True
+        """Every loss since the last turn is."""
         self.past: deque[tuple[Piece, Tensor]] = deque()
         """The newest pieces, without their traces, and their nats as they were scored."""
         self.reach = max(GUARDED, config.every, config.window if config.estimator == "backprop" else 0)
@@ -176,9 +178,10 @@ class Learner:
         self.since += len(ids) - 1
         due = self.since >= self.config.every
         finite = bool(nats_T.isfinite().all())
+        self.finite &= finite
         if finite:
             self._remember(replace(piece, state=with_weights(piece.state, up, traces=False)), nats_T)
-            if learns and due and self.config.estimator != "trace":
+            if learns and due and self.finite and self.config.estimator != "trace":
                 found = self._late()
         else:
             state = piece.state  # what it left in the memory would stay there
@@ -186,9 +189,9 @@ class Learner:
         for i, part in found.items():
             self.gradient[i] = self.gradient[i] + part if i in self.gradient else part
         if learns and due:
-            self._update(finite)
+            self._update(self.finite)
         if due:
-            self.since, self.gradient = 0, {}
+            self.since, self.gradient, self.finite = 0, {}, True
         self.state = with_weights(state, self.adapter.up)
         self.spent += (time.perf_counter() - start) * learns
         return nats_T.double().cpu()
