@@ -32,8 +32,8 @@ from perspectron.train.prepare import prepare, training_batches
 from perspectron.train.resume import how_to_go_on
 from perspectron.util import registry
 from perspectron.util.config import require
-from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError, StorageError
-from perspectron.util.files import locked, plain, remove, write_json
+from perspectron.util.errors import CheckpointError, ConfigError, NonFiniteError, PerspectronError, StorageError
+from perspectron.util.files import locked, plain, read_json, remove, write_json
 from perspectron.util.machine import memory_kept, pick_device
 from perspectron.util.numbers import duration
 
@@ -146,7 +146,7 @@ def _fit_plain(
                 f"stopped and saved at step {trainer.progress.step}; resume with: perspectron train --resume {run}"
             )
         return 128 + stopped
-    if trainer.progress.step > begun and trainer.best < math.inf:
+    if trainer.best < math.inf and (trainer.progress.step > begun or not _concluded(trainer)):
         for line in _ending(trainer, time.monotonic() - started):
             console.print(line)
     return 0
@@ -179,9 +179,7 @@ def _result(trainer: Trainer) -> str:
     """The loss of the best checkpoint on all of the held-out text, beside compressors of it, as `eval` measures it, and
     kept as RUN/heldout.json; where that takes long or is not to be read yet, the best loss on a sample, in words."""
     run, train, split = trainer.run_dir, trainer.config.train, trainer.heldout_split
-    each = trainer.progress.seconds / max(1, trainer.progress.step)
-    takes = _whole(trainer, each)
-    if launched() or train.measured_on == "dev" or takes > _patience(trainer.progress.seconds):
+    if not _reads_all(trainer):
         on = "held-out" if train.measured_on == "heldout" else "dev"
         tokens = min(train.eval_tokens or split.tokens, split.tokens)
         return (
@@ -195,6 +193,25 @@ def _result(trainer: Trainer) -> str:
     step = None if opened.checkpoint is None else opened.checkpoint.progress.step
     write_json(run / HELDOUT, {"step": step} | plain(found))
     return perplexity.said(found)
+
+
+def _reads_all(trainer: Trainer) -> bool:
+    """True if a run's end measures all of the held-out text."""
+    if launched() or trainer.config.train.measured_on == "dev":
+        return False
+    takes = _whole(trainer, trainer.progress.seconds / max(1, trainer.progress.step))
+    return takes <= _patience(trainer.progress.seconds)
+
+
+def _concluded(trainer: Trainer) -> bool:
+    """False for a finished run that was killed before its result was kept."""
+    if not _reads_all(trainer):
+        return True
+    step = checkpoint.best_of(checkpoint.found_in(trainer.run_dir)).progress.step
+    try:
+        return bool(read_json(trainer.run_dir / HELDOUT, CheckpointError)["step"] == step)
+    except (CheckpointError, KeyError, TypeError):
+        return False
 
 
 def _whole(trainer: Trainer, each: float) -> float:

@@ -162,7 +162,7 @@ def _digest(index: dict[str, Any]) -> str:
 def prune(run: Path, train: TrainConfig) -> None:
     """Drop the checkpoints that are not to be kept; `save` does it, unless it was killed before."""
     there = found_in(run)
-    stay = [*there[-train.keep :], _best(there), *extendable(there, train)[-1:]]
+    stay = [*there[-train.keep :], best_of(there), *extendable(there, train)[-1:]]
     for checkpoint in there:
         if checkpoint not in stay:  # hidden first: a kill must not leave half of one in sight
             hidden = temporary_beside(checkpoint.path)
@@ -175,7 +175,7 @@ def extendable(there: list[Checkpoint], train: TrainConfig) -> list[Checkpoint]:
     return [c for c in there if c.progress.step <= falls_at(train.steps, train.optim)]
 
 
-def _best(there: list[Checkpoint]) -> Checkpoint:
+def best_of(there: list[Checkpoint]) -> Checkpoint:
     """The checkpoint with the lowest held-out loss; the newest where none was measured."""
     measured = [(c.progress.heldout, i) for i, c in enumerate(there) if c.progress.heldout is not None]
     return there[min(measured)[1]] if measured else there[-1]
@@ -384,7 +384,7 @@ def open_run(run: Path) -> OpenedRun:
         model = LanguageModel(known.config.model)
     require_memory(model)
     if there:  # the best last, as the last is tried first
-        there.append(there.pop(there.index(_best(there))))
+        there.append(there.pop(there.index(best_of(there))))
     for checkpoint in reversed(there):
         try:
             restore(checkpoint, model, tokenizer)

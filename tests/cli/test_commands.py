@@ -380,6 +380,21 @@ def test_a_finished_run_says_so_and_how_to_go_on(run, capsys):
     assert {path: path.read_bytes() for path in run.rglob("*.safetensors")} == before
 
 
+@pytest.mark.parametrize("left", [None, "{", '{"step": 1}'])
+def test_a_run_that_was_killed_before_its_result_was_kept_is_measured_when_it_is_resumed(
+    left, run, tmp_path, capsys
+):
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    before = json.loads((out / "heldout.json").read_text())
+    (out / "heldout.json").unlink() if left is None else (out / "heldout.json").write_text(left)
+    assert main(["train", "--resume", str(out)]) == 0
+    assert "bits per byte" in capsys.readouterr().err
+    assert json.loads((out / "heldout.json").read_text()) == before
+    assert main(["train", "--resume", str(out)]) == 0
+    assert "bits per byte" not in capsys.readouterr().err
+
+
 def test_a_run_with_a_constant_rate_is_given_more_steps(text, tmp_path, capsys):
     out = tmp_path / "run"
     train = ["train", "--data", str(text), "--out", str(out), "--steps", "5"]
