@@ -32,7 +32,13 @@ from perspectron.train.prepare import prepare, training_batches
 from perspectron.train.resume import how_to_go_on
 from perspectron.util import registry
 from perspectron.util.config import require
-from perspectron.util.errors import CheckpointError, ConfigError, NonFiniteError, PerspectronError, StorageError
+from perspectron.util.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    PerspectronError,
+    StorageError,
+)
 from perspectron.util.files import locked, plain, read_json, remove, write_json
 from perspectron.util.machine import memory_kept, pick_device
 from perspectron.util.numbers import duration
