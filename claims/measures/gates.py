@@ -4,7 +4,6 @@ Shapes: B batch, T time, D model width, H heads, K head width, N directions, S s
 over rows and tokens together is counted by T.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -32,9 +31,9 @@ def gates(model: LanguageModel, ids_BT: Tensor) -> Gates:
     out. `ids_BT`: text to read, where a gate depends on it.
 
     lens_weights: of each head, its mixture of the three lenses. route_gate: g. pdr_gate_mean, pdr_gate_spread: of γ
-    over tokens, mean over channels; pdr_halflife: tokens, of the median channel. adr_roughness: how much attention
-    shifts from one token to the next, with memories of keys over without; left out without such memories.
-    drm_active: Σa. drm_outside: share of |v|² that is not in the span of the directions.
+    over tokens, mean over channels. adr_roughness: how much attention shifts from one token to the next, with memories
+    of keys over without; left out without such memories. drm_active: Σa. drm_outside: share of |v|² that is not in the
+    span of the directions.
     """
     by_name: Gates = {}
     blocks = [block for block in cast("list[Block]", model.blocks) if block.config.mixer is not None]
@@ -62,11 +61,9 @@ def _lens(mixer: Lens, x_BTD: Tensor, state: object) -> dict[str, Any]:
 
 def _pdr(mixer: PDR, x_BTD: Tensor, state: object) -> dict[str, Any]:
     gamma_ND = torch.sigmoid(mixer.p_proj(mixer.p_down(x_BTD)).double()).flatten(0, 1)
-    halflife_D = math.log(0.5) / gamma_ND.mean(0).log()
     return {
         "pdr_gate_mean": gamma_ND.mean().item(),
         "pdr_gate_spread": gamma_ND.std(0).mean().item(),
-        "pdr_halflife": halflife_D.median().item(),
     }
 
 

@@ -164,6 +164,12 @@ def kept(results: Results) -> Evidence:
     return difference(converted(results, end), "bits per byte", CONVERTED)
 
 
+def over_bins(bins: Sequence[dict[str, Any]]) -> float:
+    """Bits per byte over some bins of positions. Older results lack their bytes: there their tokens weigh."""
+    weighed = [(b["bits_per_byte"], w) for b in bins if (w := b.get("bytes", b["tokens"]))]
+    return float(sum(bits * w for bits, w in weighed) / sum(w for _, w in weighed))
+
+
 def drifts(results: Results) -> Evidence:
     """The rise of bits per byte from tokens 512 to 4,095 to those after them, with attention in one layer of four less
     without. Where they do not rise without it either, there is no drift that it could correct."""
@@ -172,8 +178,7 @@ def drifts(results: Results) -> Evidence:
         bins = found["beside"][arm]["position"]["converted"]["bins"]
 
         def mean(first: float, last: float) -> float:
-            own = [b for b in bins if first <= b["from"] < last]
-            return float(sum(b["bits_per_byte"] * b["tokens"] for b in own) / sum(b["tokens"] for b in own))
+            return over_bins([b for b in bins if first <= b["from"] < last])
 
         return mean(4096, math.inf) - mean(512, 4096)
 
@@ -201,7 +206,7 @@ def at_positions(
         tokens = sum(b["tokens"] for b in chosen)
         if any(b["bits_per_byte"] is None for b in chosen):
             return None, tokens
-        return sum(b["bits_per_byte"] * b["tokens"] for b in chosen) / tokens, tokens
+        return over_bins(chosen), tokens
 
     def measure(results: Results) -> Evidence:
         both = {name: cells(results, "compare", name) for name in (first, second)}

@@ -151,6 +151,7 @@ class Compare:
             require(not (study / STUDY).is_file(), "resume", str(folder), bound)
             return finish(folder, what, self.jobs, console)
         settings = self.settings()
+        self._require_effect(settings)
         if self.quick:
             short = f"seeds: {self.seeds}, tokens: {self.tokens}, one learning rate for all designs"
             say(f"a first look ({short}), from which no conclusion follows")
@@ -178,6 +179,15 @@ class Compare:
         out.mkdir(parents=True, exist_ok=True)
         results.write(out, whole)
         return out / results.PAGE
+
+    def _require_effect(self, settings: Settings) -> None:
+        """ConfigError for an option that would do nothing."""
+        recalls = "recall" in settings.suites or self.recall == Settings.recall
+        require(recalls, "recall", self.recall, "left out where --suites has no recall")
+        tried = len(self.rates) * len(self.warmups) > 1 or self.rate_share == Settings.rate_share
+        require(
+            tried, "rate_share", self.rate_share, "left out: with one rate and one warm-up nothing is tried"
+        )
 
     def settings(self) -> Settings:
         return Settings(

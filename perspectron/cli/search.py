@@ -79,6 +79,9 @@ class Search:
         )
         space = search.read_space(self.space, self.design)
         everyone = search.candidates(self.design, space, self.candidates, self.seed)
+        drawn = len(everyone) == self.candidates or self.seed == 0
+        bound = f"left out: the space has {len(everyone)} combinations, all of which are tried"
+        require(drawn, "seed", self.seed, bound)
         data = absolute(with_encoding(self.data, self.encoding))
         settings = Settings(
             tuple(dict.fromkeys(one.variant for one in everyone)), count(self.params, "params"), rungs[-1], 1,

@@ -70,7 +70,7 @@ class Study:
         finite = self.per_parameter[0] > 0 and math.isfinite(self.per_parameter[-1])
         require(finite, "per_parameter", self.per_parameter, "> 0 and finite")
         names = {short(size) for size in self.sizes}
-        require(len(names) == len(self.sizes), "sizes", self.sizes, "apart by more than a thousandth")
+        require(len(names) == len(self.sizes), "sizes", self.sizes, "apart in their first three digits")
         at_least(1, self, "seeds")
         require(not self.rates or min(self.rates) > 0, "rates", self.rates, "> 0")
 
@@ -231,6 +231,8 @@ def transferred(out: Path, study: Study, at: Point) -> dict[str, float]:
     best = dict.fromkeys(study.designs, study.rates[0])
     if len(study.rates) > 1:
         best = best_rates(out, study, at.ratio)
+    if len(study.rates) == 1 and at.size == first:
+        return best
     return {name: float(f"{best[name] * (at.size / first) ** FALL:.3g}") for name in study.designs}
 
 

@@ -135,7 +135,8 @@ def _talk(
             require(longer[: len(ids)] == ids, "template", template.name, "one that keeps earlier messages")
             ids = longer
         asking = [(person, *_asked(subject, template, messages, person, len(ids))) for person in told]
-        if 0 < most < max(len(ids) + len(rest) for _, rest, _ in asking):
+        ends = (len(rest) + max(map(len, answers.values())) - 1 for _, rest, answers in asking)
+        if 0 < most < len(ids) + max(ends):
             return
         if done < len(ids):
             state, done = read(subject, torch.tensor([ids[done:]]), state), len(ids)

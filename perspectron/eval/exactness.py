@@ -113,7 +113,8 @@ class Asked:
                 ask()
                 self._row.verdict = self._verdict()
             except NotOffered as error:
-                self._row.verdict, self._row.note = MISSING, str(error)
+                differs = self._row.texts or self._row.largest > 0
+                self._row.verdict, self._row.note = self._verdict() if differs else MISSING, str(error)
             except EngineError as error:
                 self._row.verdict, self._row.note = FAILED, str(error)
             if self._read:
@@ -348,8 +349,9 @@ class Asked:
         prompt, half = self.prompt(), self.plan.tokens // 2
         whole = self.anew(prompt, 2 * half, slot=self._slot())
         first = self.anew(prompt, half, slot=self._slot())
-        if not (self.server.tokenizes and len(first.ids) == half):
-            raise NotOffered("no route /tokenize, or no ids of the tokens that were drawn, to go on from")
+        if not self.server.tokenizes:
+            raise NotOffered("no route /tokenize, which gives the tokens to go on from")
+        _require_half(first, half)
         found = self.warm([*prompt, *first.ids], half)
         self.compare(_rest(whole, first), found, "the second half")
 
@@ -366,8 +368,7 @@ class Asked:
         prompt, half = self.prompt(), self.plan.tokens // 2
         whole = self.anew(prompt, 2 * half, slot=0)
         first = self.anew(prompt, half, slot=0)
-        if len(first.ids) < half:
-            raise NotOffered("no ids of all the tokens that were drawn")
+        _require_half(first, half)
         on = [*prompt, *first.ids]
         if turn:
             on = [*on, *self.more(1)]
@@ -406,6 +407,7 @@ class Asked:
         try:
             for index, name in enumerate(names):
                 self.compare(_part(whole, index * part, part), found, f"part {index + 1}")
+                _require_going_on(found)
                 self.anew(self.prompt(), 2)
                 more: dict[str, Any] = {"save": names[index + 1]} if index + 1 < times else {}
                 found = server.complete("", part, state=name, **more)
@@ -514,6 +516,19 @@ def _join(*parts: Prompt) -> Prompt:
             text += gap + str(part)
         return text
     return [id for part in parts for id in part]  # type: ignore[misc]
+
+
+def _require_half(first: Answer, half: int) -> None:
+    """NotOffered unless all ids of the first half of an answer are known."""
+    _require_going_on(first)
+    if len(first.ids) != half:
+        raise NotOffered("no ids of all the tokens that were drawn")
+
+
+def _require_going_on(part: Answer) -> None:
+    """NotOffered where the model ended its text in a part of an answer."""
+    if part.finish not in (None, "length"):
+        raise NotOffered("the model ended its text before it could be stopped")
 
 
 def _rest(whole: Answer, first: Answer) -> Answer:

@@ -115,10 +115,11 @@ class Answers:
         return [*self.tokenizer.specials.start, *self.tokenizer.specials.bare(ids)]
 
     def _windows(self, ids: list[int]) -> Iterator[Row]:
-        step = self.model.config.positions or max(1, len(ids) - 1)
-        for done in range(1, len(ids), step):
-            end = min(done + step, len(ids))
-            yield Row(ids[max(0, end - step - 1) : end], end - done)
+        step, start = self.model.config.positions or max(1, len(ids) - 1), len(self.tokenizer.specials.start)
+        for read in range(1, len(ids), step):
+            end, done = min(read + step, len(ids)), max(read, start)
+            if done < end:
+                yield Row(ids[max(0, end - step - 1) : end], end - done)
 
     def _scores(self, rows: Sequence[Row]) -> list[Score]:
         scores = [Score(0.0, True)] * len(rows)

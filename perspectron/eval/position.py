@@ -83,7 +83,8 @@ def _bins(nats_NT: Tensor, bytes_NT: Tensor, learned_NT: Tensor) -> list[dict[st
         part = slice(low, high)
         value = bits_per_byte(nats_NT[:, part], bytes_NT[:, part])
         tokens = int(learned_NT[:, part].sum())
-        bins.append({"from": low, "to": high, "tokens": tokens, "bits_per_byte": value})
+        size = int(bytes_NT[:, part].sum())
+        bins.append({"from": low, "to": high, "tokens": tokens, "bytes": size, "bits_per_byte": value})
     return bins
 
 

@@ -48,8 +48,9 @@ class Options:
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     """whole: nats per token after the true context; resumed: with the state saved and loaded between context and
     continuation; resumed_equal: the same loss at every token, bit for bit. Then bits per byte after the true context,
-    none, one shuffled within windows or as a whole, and one of which a share is random tokens. worse: how many more
-    bits per byte each of these needs than the true context, with a 95% interval of resampled stretches.
+    none, one shuffled within windows or as a whole, and one of which a share is random tokens. too_long: windows that
+    the context is too short for. worse: how many more bits per byte each of these needs than the true context, with a
+    95% interval of resampled stretches.
     ConfigError for a seq_len of 1; DataError without a document of 3 tokens, or where nothing that is learned follows a
     context."""
     require(subject.seq_len >= 2, "seq_len", subject.seq_len, "≥ 2, for a context and a continuation")
@@ -79,6 +80,7 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     bits = {name: bits_per_byte(lost_NT, bytes_NT) for name, lost_NT in lost.items()}
     return {
         "context": at,
+        "too_long": [n for n in options.windows if n >= at],
         "stretches": len(ids_NT),
         "tokens": targets,
         "whole": whole_NT.double().sum().item() / targets,
@@ -155,4 +157,6 @@ def lines(result: dict[str, Any]) -> list[str]:
         few = f"no interval, {result['stretches']} stretches are too few"
         bounds = few if more["low"] is None else f"{more['low']:+.4f} to {more['high']:+.4f}"
         text.append(f"{name.replace('_', ' ')}: {more['bits_per_byte']:+.4f} ({bounds})")
+    for n in result["too_long"]:
+        text.append(f"shuffled within {n}: not measured, the context has {result['context']:,} tokens")
     return text

@@ -34,9 +34,7 @@ def test_decay_is_that_of_its_bias_and_changes_with_the_text():
     with torch.no_grad():
         model.blocks[0].mixer.p_proj.weight.zero_()
     first = {name: values[0] for name, values in gates(model, IDS).items()}
-    assert first == pytest.approx(
-        {"pdr_gate_mean": 0.95, "pdr_gate_spread": 0, "pdr_halflife": 13.5}, abs=0.02
-    )
+    assert first == pytest.approx({"pdr_gate_mean": 0.95, "pdr_gate_spread": 0}, abs=0.02)
 
 
 def test_memories_shift_attention_less():
@@ -52,7 +50,7 @@ def test_only_the_metric_leaves_the_span_of_directions():
     assert gates(model, IDS)["drm_outside"][0] < 1e-8
 
 
-KEPT = {"perspective": {"pdr_gate_mean", "pdr_gate_spread", "pdr_halflife"}, "adr": {"adr_roughness"}}
+KEPT = {"perspective": {"pdr_gate_mean", "pdr_gate_spread"}, "adr": {"adr_roughness"}}
 KEPT |= {"drm": {"drm_active", "drm_outside"}, "lens": {"lens_weights"}, "perspective2": set()}
 WITHOUT = {("perspective", "no_pdr"), ("adr", "values_only")}
 

@@ -197,3 +197,14 @@ def test_a_drift_is_corrected_only_where_there_is_one(kept):
     assert risen.verdict == "holds with a condition" and "0.100, none 0.400" in risen.measured
     fallen = row(trained.drifts, conversions(kept, {4: 1.5, 0: 1.5}, {4: 1.3, 0: 1.4}))
     assert fallen.verdict == "untestable here" and "-0.200, none -0.100" in fallen.measured
+
+
+def test_bins_weigh_by_their_bytes():
+    bins = [
+        {"tokens": 1, "bytes": 30, "bits_per_byte": 1.0},
+        {"tokens": 9, "bytes": 10, "bits_per_byte": 2.0},
+        {"tokens": 5, "bytes": 0, "bits_per_byte": float("nan")},
+    ]
+    assert trained.over_bins(bins) == pytest.approx(1.25)
+    older = [{name: value for name, value in each.items() if name != "bytes"} for each in bins[:2]]
+    assert trained.over_bins(older) == pytest.approx(1.9)

@@ -65,6 +65,8 @@ LINES = [
     ("train --out run --data table.csv#nosuch", ["table.csv", "'nosuch'", "id", "body"]),
     ("tokenize wide.txt --out run", ["wide.txt", "utf-16", 0, "--encoding"]),
     ("compare --out run --encoding nosuch", ["encoding", "nosuch"]),
+    ("compare --out run --quick --recall full", ["recall", "full", "suites"]),
+    ("compare --out run --rates 4e-3 --warmups 0.1 --rate-share 0.5", ["rate_share", 0.5]),
     ("quickstart --out run --steps 0", ["steps", 0]),
     (MIXED.format("0.7", "0.2", "play.txt"), [0.9, "prose", 0.7, "code", 0.2]),
     (MIXED.format("0.7", "0.4", "play.txt"), [1.1, "prose", 0.7, "code", 0.4]),

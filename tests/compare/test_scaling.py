@@ -299,12 +299,18 @@ def test_a_design_that_lacks_a_seed_is_not_ahead():
     study = Study(("kda", "ssd"), (100_000,), seeds=2)
     cells = [cell("kda", 100_000, 0, 2.0), cell("ssd", 100_000, 0, 2.2), cell("ssd", 100_000, 1, 1.9)]
     said = sentence({"study": dump(study), "cells": cells})
-    assert "Mamba-2 has the lowest loss, 2.050, without KDA, of which seeds are missing there" in said
+    assert "Mamba-2 has the lowest loss, 2.050, without KDA, of which seeds are missing" in said
     study = dataclasses.replace(study, designs=("kda", "ssd", "gla", "gdn"))
     said = sentence(
         {"study": dump(study), "cells": [*cells, cell("gla", 100_000, 0, 3.0), cell("gla", 100_000, 1, 2.7)]}
     )
-    assert "told apart from all others, without KDA, Gated DeltaNet, of which seeds are missing there" in said
+    assert "told apart from all others, without KDA, Gated DeltaNet, of which seeds are missing" in said
+    said = sentence({"study": dump(study), "cells": cells}, STREAMING)
+    assert said == "Nothing has finished yet."
+    streamed = [line | {STREAMING: 2.0 if line["design"] == "ssd" else None} for line in cells]
+    streamed.append(cell("kda", 100_000, 1, 2.0) | {STREAMING: None})
+    said = sentence({"study": dump(study), "cells": streamed}, STREAMING)
+    assert "without KDA, which has no such score, and without GLA, Gated DeltaNet, of which seeds are" in said
     page = html({
         "study": dump(study), "cells": cells, "laws": {WINDOWS: {}, STREAMING: {}},
         "crossings": {WINDOWS: [], STREAMING: []},
@@ -363,6 +369,8 @@ def test_rates_fall_with_the_parameters(tmp_path):
     assert scaling.transferred(tmp_path, study, large) == pytest.approx(
         {"transformer": 8e-3 * share, "ssd": 8e-3 * share}, rel=2e-3
     )
+    odd = dataclasses.replace(study, rates=(0.0012345,))
+    assert scaling.transferred(tmp_path, odd, small)["ssd"] == 0.0012345
     tried = dataclasses.replace(study, rates=(8e-3, 1.6e-2))
     assert scaling.transferred(tmp_path, tried, small) == {}
     folder = scaling.folder_of(tmp_path, small)

@@ -151,6 +151,7 @@ def test_a_search_that_could_not_be_planned_leaves_its_folder_to_another(text, t
 @pytest.mark.parametrize(
     ("space", "options", "named"),
     [
+        ("heads = [1, 2]", ["--seed", "3"], ["seed", 3, 2]),
         ("rank = [1]", [], ["gla[rank=1]", "rank", "d_model"]),
         ("heads = []", [], ["heads", "[]"]),
         ("heads = 2", [], ["heads", 2]),

@@ -88,6 +88,8 @@ class Fake:
                 known.append(drawn[-1])
             drawn.append(id)
             told.append(all_of)
+            if self.fault == "ends early" and len(drawn) == 2:
+                break
             if len(drawn) < tokens:
                 state = read(state, id)
                 time.sleep(0.001)
@@ -159,17 +161,18 @@ def handler(fake):
                 )  # fmt: skip
             except RuntimeError:
                 return self.refuse("it broke", 500)
+            end = "length" if len(drawn) == body["max_tokens"] else "stop"
             if body.get("stream") and fake.fault == "streams less":
                 drawn = drawn[:-1]
             usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": cached}}
             if not body.get("stream"):
                 return self.send(
-                    200, {"choices": [self.choice(drawn, told, logprobs, kind, "length")], "usage": usage}
+                    200, {"choices": [self.choice(drawn, told, logprobs, kind, end)], "usage": usage}
                 )
             self.send_response(200)
             self.end_headers()
             for i in range(len(drawn)):
-                finish = "length" if i == len(drawn) - 1 else None
+                finish = end if i == len(drawn) - 1 else None
                 choice = self.choice(drawn[i : i + 1], told[i : i + 1], logprobs, kind + "s", finish)
                 self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
             return self.wfile.write(b"data: [DONE]\n\n")

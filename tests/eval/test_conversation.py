@@ -44,6 +44,7 @@ class Copying:
 
     def hidden(self, ids_1T, state, **_):
         state.ids += ids_1T[0].tolist()
+        assert not self.config.positions or len(state.ids) <= self.config.positions
         ends = range(len(state.ids) - ids_1T.shape[1], len(state.ids))
         return [state.ids[: end + 1][-self.window :] for end in ends], state, {}
 
@@ -120,6 +121,16 @@ def test_what_a_table_of_positions_does_not_reach_is_named(subject):
     found = measure(subject(Copying(10_000, positions=500)), FEW)
     assert found["distances"]["64"]["accuracy"] == 1 and found["distances"]["300"] is None
     assert len(conversation.lines(found)) == 3
+
+
+def test_no_table_of_positions_is_read_past_its_end(subject):
+    needed = next(
+        positions
+        for positions in range(1, 500)
+        if measure(subject(Copying(10_000, positions=positions)), FEW)["distances"]["64"] is not None
+    )
+    for positions in range(needed, needed + 8):
+        measure(subject(Copying(10_000, positions=positions)), FEW)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,13 @@ def test_what_a_server_does_not_offer_counts_neither_way() -> None:
     assert all(row.numbers == 0 for row in rows.values())
 
 
+def test_an_answer_that_ends_before_half_of_it_is_said_to() -> None:
+    rows = rows_of(Fake("ends early"), only=("restored", "stopped"))
+    assert {row.verdict for row in rows.values()} <= {"not offered", "exact"}
+    notes = [row.note for row in rows.values() if row.verdict == "not offered"]
+    assert len(notes) > 1 and all("the model ended its text" in note for note in notes)
+
+
 def test_a_fault_is_found_where_only_a_first_reading_is_anew() -> None:
     rows = rows_of(Fake("drops a token", offers=("tokenize", "logprobs")), "none", ("in pieces",))
     assert "differs" in verdicts(rows, "in pieces")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from perspectron import presets
 from perspectron.data import Tokenizer
@@ -298,12 +298,31 @@ def test_tasks_from_local_files_are_scored_as_we_score_them(subject, tmp_path):
         assert len(set(drawn)) == len(drawn) == 4
 
 
-def test_a_first_token_with_nothing_before_it_is_refused(tmp_path) -> None:
-    letters = {letter: id for id, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    bare = tokenizers.Tokenizer(models.BPE(vocab=letters, merges=[]))
+def letters() -> tokenizers.Tokenizer:
+    """A tokenizer of single bytes, without any special token."""
+    ids = {letter: id for id, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    bare = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=[]))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = decoders.ByteLevel()
-    bare.save(str(tmp_path / "bare.json"))
+    return bare
+
+
+@pytest.mark.parametrize("design", ["transformer-tiny", "gpt2-tiny"])
+def test_a_prefix_of_several_tokens_is_not_scored(design, tmp_path) -> None:
+    made = letters()
+    made.add_special_tokens(["<s>", "<en>"])
+    ids = [(token, made.token_to_id(token)) for token in ("<s>", "<en>")]
+    made.post_processor = processors.TemplateProcessing(single="<s> <en> $A", special_tokens=ids)
+    made.save(str(tmp_path / "made.json"))
+    tokenizer = Tokenizer.load(tmp_path / "made.json")
+    assert len(tokenizer.specials.prefix) == 2
+    answers = Answers(build(presets.get(design, vocab_size=258), seed=0).eval(), tokenizer)
+    (whole,) = answers.log_likelihoods([("", "the cat")])
+    assert answers.rolling(["the cat"]) == [pytest.approx(whole.log_likelihood, abs=1e-4)]
+
+
+def test_a_first_token_with_nothing_before_it_is_refused(tmp_path) -> None:
+    letters().save(str(tmp_path / "bare.json"))
     model = build(presets.get("transformer-tiny", vocab_size=256), seed=0).eval()
     answers = Answers(model, Tokenizer.load(tmp_path / "bare.json"))
     alone, both = (

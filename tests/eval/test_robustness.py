@@ -9,7 +9,7 @@ import torch
 from perspectron import presets
 from perspectron.eval import robustness
 from perspectron.eval.reading import byte_counts, nats, stretches
-from perspectron.eval.robustness import Options, corrupted, measure, shuffled
+from perspectron.eval.robustness import Options, corrupted, lines, measure, shuffled
 from perspectron.util.errors import ConfigError, DataError
 from tests.refusals import refused
 
@@ -123,6 +123,12 @@ def test_it_depends_on_the_seed_alone(subject):
     assert measure(subject(seed=0), Options(tokens=256)) == one
     assert one["whole"] == other["whole"]
     assert one["corrupted"] != other["corrupted"]
+
+
+def test_windows_that_the_context_is_too_short_for_are_told(subject):
+    found = measure(subject(), Options(tokens=256, windows=(4, 1000)))
+    assert found["too_long"] == [1000] and set(found["shuffled"]) == {"within_4", "whole"}
+    assert f"shuffled within 1000: not measured, the context has {found['context']} tokens" in lines(found)
 
 
 def test_out_of_bounds_is_named(subject):

@@ -53,7 +53,7 @@ def losses(rows: Sequence[Row], style: Styles, apart: bool = False) -> list[str]
     """Loss against tokens, FLOPs and, unless the rows are of several comparisons (`apart`), seconds. Seconds are tokens
     by the speeds that the cost suite measured in turns, where it did: the clock of a cell also counts what ran beside
     it, and pauses."""
-    in_turns = all(row.cost for row in rows if row.finished)
+    in_turns = all(row.cost.get("train_tokens_per_second") for row in rows if row.finished)
 
     def seconds(row: Row, line: dict[str, Any]) -> float | None:
         return line["tokens"] / row.speed if in_turns and row.speed else line["seconds"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from perspectron.compare.report import figures, tables
-from perspectron.compare.report.summary import STREAMING, Row, leader, ranked
+from perspectron.compare.report.summary import STREAMING, Row, leader, ranked, without
 from perspectron.presets import title
 from perspectron.util.errors import ConfigError
 from perspectron.util.numbers import context, fixed, grouped, short
@@ -117,21 +117,20 @@ def _winner(rows: Sequence[Row], noun: str) -> str:
     text += f" ({fixed(span[0])} to {fixed(span[1])})" if span else ""
     others = [(row, row.against(best)) for row in rows if row is not best and not row.faults]
     pairs = [(row, pair) for row, pair in others if pair is not None]
-    left = [row.title for row in rows if row.faults]
-    without = f", without {', '.join(left)}, of which seeds are missing" if left else ""
+    left = without((row.title, row.why_left_out) for row in rows if row.faults)
     if not pairs:
-        return f"{text}{without}."
+        return f"{text}{left}."
     row, pair = pairs[0]
     text += f", {fixed(pair.mean)} below {row.title}"
     if pair.low is None or pair.high is None:
-        return f"{text}{without}. With one seed there is no interval: a small difference may be chance."
+        return f"{text}{left}. With one seed there is no interval: a small difference may be chance."
     text += f" ({fixed(pair.low)} to {fixed(pair.high)})"
     open_ = [row.title for row, pair in pairs if pair.low is not None and pair.low <= 0]
     if not open_ and len(pairs) == 1:
-        return f"{text}{without}."
+        return f"{text}{left}."
     if not open_:
-        return f"{text}, and below all others, with intervals that exclude zero{without}."
-    return f"{text}{without}. These seeds do not separate it from {', '.join(open_)}."
+        return f"{text}, and below all others, with intervals that exclude zero{left}."
+    return f"{text}{left}. These seeds do not separate it from {', '.join(open_)}."
 
 
 def _conditions(plan: dict[str, Any], conditions: dict[str, Any]) -> Section:

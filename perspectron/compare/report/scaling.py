@@ -9,7 +9,7 @@ from perspectron import presets
 from perspectron.compare.plan import REFERENCE
 from perspectron.compare.report import figures
 from perspectron.compare.report.page import Section, rendered
-from perspectron.compare.report.summary import WINDOWS
+from perspectron.compare.report.summary import MISSING, UNSCORED, WINDOWS, without
 from perspectron.compare.report.tables import estimate
 from perspectron.compare.scaling import (
     MOST_MOVED,
@@ -152,7 +152,7 @@ def sentence(found: dict[str, Any], score: str = WINDOWS) -> str:
     ends = [Point(study["sizes"][i], study["per_parameter"][i]) for i in (0, -1)]
     for at in dict.fromkeys(ends):
         if losses := losses_at(found, at, score):
-            ahead.append(_ahead(at, losses, study["designs"]))
+            ahead.append(_ahead(at, losses, study["designs"], losses_at(found, at, WINDOWS)))
     if not ahead:
         return "Nothing has finished yet."
     return f"Scored {SCORES[score]}: {'; '.join(ahead)}."
@@ -183,23 +183,25 @@ def _factor(moved: float | None) -> str:
     return f"{moved:.1f}" if moved < MOST_MOVED else f"{MOST_MOVED:,.0f} or more"
 
 
-def _ahead(at: Point, losses: dict[str, dict[int, float]], designs: Sequence[str]) -> str:
+def _ahead(
+    at: Point,
+    losses: dict[str, dict[int, float]],
+    designs: Sequence[str],
+    trained: dict[str, dict[int, float]],
+) -> str:
     """The design with the lowest mean at a point, those that are not told apart from it, and those that are left out:
-    of which there are fewer seeds, or none."""
+    of which there are fewer seeds, or none. trained: losses in windows, which all that were trained have."""
     (best, own), *others = losses.items()
     lacking = [name for name in designs if len(losses.get(name, {})) < len(own)]
     others = [(name, its) for name, its in others if name not in lacking]
     where = f"{short(at.size)} parameters and {at.ratio:g} tokens for each"
     text = f"at {where} {presets.title(best)} has the lowest loss, {fixed(statistics.fmean(own.values()))}"
-    without = (
-        f", without {', '.join(map(presets.title, lacking))}, of which seeds are missing there"
-        if lacking
-        else ""
-    )
+    reasons = (UNSCORED if len(trained.get(name, {})) >= len(own) else MISSING for name in lacking)
+    left = without(zip(map(presets.title, lacking), reasons, strict=True))
     if not others:
-        return text + without
+        return text + left
     if len(own) == 1:
-        return f"{text} (one seed, which tells nothing apart){without}"
+        return f"{text} (one seed, which tells nothing apart){left}"
     level = []
     for name, its in others:
         seeds = [seed for seed in its if seed in own]
@@ -207,4 +209,4 @@ def _ahead(at: Point, losses: dict[str, dict[int, float]], designs: Sequence[str
         if against is None or against.low is None or against.low <= 0:
             level.append(presets.title(name))
     rest = f"not told apart from {', '.join(level)}" if level else "told apart from all others"
-    return f"{text}, {rest}{without}"
+    return f"{text}, {rest}{left}"

@@ -5,7 +5,7 @@ design that finished all seeds.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,14 @@ class Row:
         return paired([self.losses[seed] for seed in seeds], [other.losses[seed] for seed in seeds])
 
     @property
+    def why_left_out(self) -> str:
+        """Why seeds lack a loss."""
+        kinds = {kind for kind, _ in self.faults.values()}
+        if kinds == {"diverged"}:
+            return DIVERGED
+        return UNSCORED if kinds == {"without a loss"} else MISSING
+
+    @property
     def cost(self) -> dict[str, Any]:
         """Results of the cost suite, empty where it was not run."""
         return dict(self.entry["suites"].get("cost") or {})
@@ -68,6 +76,23 @@ class Row:
     def suite(self, name: str) -> list[dict[str, Any]]:
         """Results of a suite, of the finished cells that have them."""
         return [cell["suites"][name] for cell in self.finished if cell["suites"].get(name)]
+
+
+MISSING, DIVERGED, UNSCORED = (
+    "of which seeds are missing",
+    "of which seeds diverged",
+    "which has no such score",
+)
+"""Why a design is left out."""
+
+
+def without(reasons: Iterable[tuple[str, str]]) -> str:
+    """ ", without A, B, of which seeds are missing": (title, reason) of each design that is left out; "" of none."""
+    titles = dict[str, list[str]]()
+    for title_, reason in reasons:
+        titles.setdefault(reason, []).append(title_)
+    parts = [f"without {', '.join(of)}, {reason}" for reason, of in titles.items()]
+    return f", {', and '.join(parts)}" if parts else ""
 
 
 def ranked(results: dict[str, Any], score: str = WINDOWS) -> list[Row]:

@@ -146,7 +146,25 @@ def recall(rows: Sequence[Row], noun: str) -> list[Table]:
     for row in rows:
         for name, task in row.recall.get("tasks", {}).items():
             tasks.setdefault(name, {})[row.title] = task
-    return [_recalled(name, designs, noun) for name, designs in tasks.items()]
+    tables = [_recalled(name, designs, noun) for name, designs in tasks.items()]
+    return [*tables, *filter(None, (_varied(name, designs, noun) for name, designs in tasks.items()))]
+
+
+def _varied(name: str, designs: dict[str, Any], noun: str) -> Table | None:
+    """Table of one task in the sizes that models read untrained; None where there are none."""
+    found = {
+        design: {
+            which: each for setting in task["settings"] for which, each in setting.get("also", {}).items()
+        }
+        for design, task in designs.items()
+    }
+    places = list(dict.fromkeys(which for each in found.values() for which in each))
+    body = [
+        [Cell(design), *(estimate(each.get(which, []), percent) for which in places)]
+        for design, each in found.items()
+    ]
+    caption = f"{name.replace('_', ' ')}: accuracy in sizes that were not trained"
+    return Table(caption, [noun, *places], body) if places else None
 
 
 def _recalled(name: str, designs: dict[str, Any], noun: str) -> Table:

@@ -361,6 +361,33 @@ def test_seconds_are_by_speeds_measured_in_turns(results):
     timed = copy.deepcopy(results)
     timed["designs"]["ssd"]["suites"]["cost"] = timed["designs"]["gla"]["suites"]["cost"]
     assert "seconds of training, from speeds of the cost suite (log)" in html(timed)
+    for entry in timed["designs"].values():
+        entry["suites"]["cost"] = entry["suites"]["cost"] | {"train_tokens_per_second": None}
+    assert "seconds of training (log)" in html(timed)
+
+
+def test_a_design_is_left_out_for_what_it_lacks(results):
+    """GPT-2, which has a table of positions, has no score with memory carried; ended seeds of it are not missing."""
+    whole = copy.deepcopy(results)
+    for entry in whole["designs"].values():
+        for i, cell in enumerate(entry["cells"]):
+            entry["cells"][i] = next(c for c in entry["cells"] if c["status"] == "finished") | {
+                "seed": cell["seed"]
+            }
+    page = html(whole)
+    assert "which has no such score" in page and "seeds are missing" not in page
+    whole["designs"]["gla"]["cells"][0] |= {"status": "diverged", "why": "the loss is nan", WINDOWS: None}
+    assert "of which seeds diverged" in html(whole)
+
+
+def test_sizes_that_were_not_trained_have_a_table(results):
+    changed = copy.deepcopy(results)
+    task = changed["designs"]["perspective"]["suites"]["recall"]["tasks"]["parity"]
+    task["settings"][0]["also"] = {"length 128": [0.5, 0.75], "length 999": [None, None]}
+    *_, table = tables_of(changed, "recall")
+    assert table.head == ["design", "length 128", "length 999"]
+    row = next(row for row in table.rows if row[0].text == "Perspective")
+    assert [cell.text for cell in row[1:]] == ["62.5%", "–"]
 
 
 def test_recall_tables_have_each_setting_and_what_is_past_it(results):
