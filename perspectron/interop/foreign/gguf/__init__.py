@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from perspectron.interop.foreign.gguf import container, families, tokenizer
+from perspectron.interop.foreign.gguf import container, tokenizer
 from perspectron.interop.foreign.gguf.container import Container, Stored
-from perspectron.interop.foreign.gguf.families import FAMILIES, Family, Fix
+from perspectron.interop.foreign.gguf.families import FAMILIES, Family
+from perspectron.interop.foreign.gguf.fields import Fields, shared, unattended
+from perspectron.interop.foreign.gguf.fixes import Fix
 from perspectron.interop.foreign.source import Source
 from perspectron.util.errors import CheckpointError, ConfigError, DataError
 
@@ -40,9 +42,9 @@ def unpacked(path: Path) -> Iterator[Source]:
         raise whole.error(f"{what}, which cannot be read; {', '.join(FAMILIES)} can")
     if "token_embd.weight" not in whole.tensors:
         raise whole.error("it has no tensor token_embd.weight")
-    family, fields = FAMILIES[arch], families.Fields(whole, arch)
+    family, fields = FAMILIES[arch], Fields(whole, arch)
     attends, experts = family.attends, family.experts
-    config = families.shared(fields, experts=experts) if attends else families.unattended(fields)
+    config = shared(fields, experts=experts) if attends else unattended(fields)
     config = {"model_type": family.kind} | config | family.config(fields, config)
     fields.done()
     files = tokenizer.files(whole)
