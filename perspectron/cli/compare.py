@@ -1,7 +1,7 @@
 """`perspectron compare`."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -214,9 +214,10 @@ def finish(
     console: Console,
     again: str = "",
     choose: Callable[[list[dict[str, Any]]], run.Rate] = run.best,
+    without: Container[tuple[str, int]] = (),
 ) -> int:
     """Do what is left of a plan, and return the exit code. again: the command that resumes it. choose: the rate of an
-    arm, from those that were tried."""
+    arm, from those that were tried. without: (arm, seed) of trainings that are not wanted."""
     try:
         with locked(folder):
             for line in _summary(what):
@@ -228,7 +229,7 @@ def finish(
             console.print(
                 "learning rates: " + ", ".join(_chosen(tried[name], rates[name], name) for name in rates)
             )
-            cells = run.cells(folder, what, rates)
+            cells = [cell for cell in run.cells(folder, what, rates) if (cell.arm, cell.seed) not in without]
             at_once = len(what.arms) * -(-jobs // len(what.arms))
             for end in range(at_once, len(cells) + at_once, at_once):  # results are written after each seed
                 train(folder, what, cells[end - at_once : end], jobs, console)

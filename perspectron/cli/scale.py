@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar, Literal
@@ -45,7 +46,7 @@ class Scale:
 
     Go on: perspectron scale --resume runs/scale
 
-    On another machine: copy scale-results.json alone into the new folder; sizes that finished are not trained again.
+    On another machine: copy scale-results.json alone into the new folder; trainings that finished are not repeated.
     """
 
     FIRST: ClassVar[tuple[str, ...]] = (
@@ -153,15 +154,23 @@ class Scale:
         """The comparison at each point, from the smallest on."""
         with locked(out), Work("encoding the text and planning"):
             scaling.encode_text(out, study)
-            before = scaling.kept(out, study)
-            plans = {at: self._plan(out, study, at) for at in study.points if at not in before}
+            before, every = scaling.kept(out, study), set(product(study.designs, range(study.seeds)))
+            whole = [at for at in study.points if before.get(at) == every]
+            plans = {
+                at: self._plan(out, study, at, before.get(at, set()))
+                for at in study.points
+                if at not in whole
+            }
             write_json(out / STUDY, dump(study))  # one that grows is kept once it can be trained
-        if before:
-            names = ", ".join(scaling.folder_of(out, at).name for at in before)
-            console.print(f"{names}: not trained again; their numbers are those of {out / scaling.RESULTS}")
+        for name, some in {
+            scaling.folder_of(out, at).name: f"{len(before[at])} of {len(every)} trainings"
+            for at in study.points
+            if before.get(at)
+        }.items():
+            console.print(f"{name}: {some} are those of {out / scaling.RESULTS} and not repeated")
         if len(study.points) == 1:
             console.print("one size has no line; give --sizes or --per-parameter two or more for that")
-        if estimated := _estimate(out, plans, self.jobs):
+        if estimated := _estimate(out, plans, before, self.jobs):
             console.print(estimated)
         code = 0
         for at, what in plans.items():
@@ -170,7 +179,7 @@ class Scale:
                 run.keep_rates(folder, {name: Rate(lr, scaling.WARMUP) for name, lr in rates.items()})
             ended = finish(
                 folder, what, self.jobs, console, f"scale --resume {out}",
-                lambda tried: Rate(scaling.lowest(tried), scaling.WARMUP),
+                lambda tried: Rate(scaling.lowest(tried), scaling.WARMUP), before.get(at, set()),
             )  # fmt: skip
             if ended >= 128:
                 raise pool.StoppedBy(ended - 128)
@@ -178,8 +187,9 @@ class Scale:
             write(out, study)
         return code
 
-    def _plan(self, out: Path, study: Study, at: Point) -> Plan:
+    def _plan(self, out: Path, study: Study, at: Point, before: set[tuple[str, int]]) -> Plan:
         folder = scaling.folder_of(out, at)
+        scaling.keep(out, at, before)
         scaling.text_at(out, study, at)
         return plan(folder, "designs", study.settings(at), models_of_designs, threads_for(self.jobs))
 
@@ -220,7 +230,9 @@ def _until(minutes: float | None) -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _estimate(out: Path, plans: dict[Point, Plan], jobs: int) -> str:
+def _estimate(
+    out: Path, plans: dict[Point, Plan], before: dict[Point, set[tuple[str, int]]], jobs: int
+) -> str:
     """How long the trainings that are left take, in words, estimated from a few updates of each model; "" if
     none is."""
     seconds, cells = 0.0, 0
@@ -231,7 +243,7 @@ def _estimate(out: Path, plans: dict[Point, Plan], jobs: int) -> str:
         left = Counter(
             cell.arm
             for cell in run.cells(scaling.folder_of(out, at), what, known)
-            if run.trained(cell).status == "missing"
+            if (cell.arm, cell.seed) not in before.get(at, set()) and run.trained(cell).status == "missing"
         )
         if not left:
             continue

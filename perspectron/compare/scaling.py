@@ -6,7 +6,7 @@ A − α log N − β log D, by least squares for each seed; where all points ha
 no β. Intervals are Student's over the seeds, so that designs are compared on the same seeds. A loss that no model gets
 below is not fitted: a few sizes cannot tell it from a smaller α, and `off` shows how straight the lines are.
 
-A study also goes on from its results alone: points that are whole there, and have no folder, are not trained again.
+A study also goes on from its results alone: trainings that are there, and have no folder, are not repeated.
 
 N: active parameters, D: tokens, L: held-out bits per byte.
 """
@@ -34,7 +34,7 @@ from perspectron.util.numbers import short
 from perspectron.util.stats import interval
 
 VERSION = 3
-STUDY, RESULTS, PAGE = "scale.json", "scale-results.json", "scale.html"
+STUDY, RESULTS, PAGE, KEPT = "scale.json", "scale-results.json", "scale.html", "kept.json"
 WARMUP = 0.2
 FAR = 10.0  # crossings further from the trained sizes than by this factor are not reported
 MOST_MOVED = 1000.0  # largest factor that is reported for how far a crossing moves
@@ -172,15 +172,25 @@ def lines_in(out: Path, study: Study) -> dict[Point, list[dict[str, Any]]]:
     return found
 
 
-def kept(out: Path, study: Study) -> list[Point]:
-    """Points at which all trainings finished, by the results, and whose folder is not there any more, or never was."""
-    wanted, there = set(itertools.product(study.designs, range(study.seeds))), lines_in(out, study)
-    return [
-        at
-        for at in study.points
-        if {(cell["design"], cell["seed"]) for cell in there.get(at, [])} == wanted
-        and not folder_of(out, at).exists()
-    ]
+def kept(out: Path, study: Study) -> dict[Point, set[tuple[str, int]]]:
+    """(design, seed) of trainings, by point, that are in the results alone: those that were there before the point's
+    folder, which names them in KEPT."""
+    found = dict[Point, set[tuple[str, int]]]()
+    for at, lines in lines_in(out, study).items():
+        folder, pairs = folder_of(out, at), {(line["design"], line["seed"]) for line in lines}
+        if folder.exists():
+            known = read_json(folder / KEPT, ConfigError) if (folder / KEPT).is_file() else []
+            pairs &= {(name, seed) for name, seed in known}
+        found[at] = pairs
+    return found
+
+
+def keep(out: Path, at: Point, pairs: set[tuple[str, int]]) -> None:
+    """Note in the folder of a point, which is new, what is not trained there."""
+    folder = folder_of(out, at)
+    if pairs and not folder.exists():
+        folder.mkdir(parents=True)
+        write_json(folder / KEPT, sorted(pairs))
 
 
 def encode_text(out: Path, study: Study) -> None:
@@ -222,12 +232,12 @@ def checked(study: Study) -> None:
 
 def transferred(out: Path, study: Study, at: Point) -> dict[str, float]:
     """The rate of each design at a point: the `lowest` at the smallest size with as many tokens for a parameter, or the
-    design's own, by N^FALL. Empty where they are to be tried."""
+    design's own, by N^FALL. Empty where they are still to be tried."""
     first = study.sizes[0]
     if not study.rates:
         return {name: rate(name, at.size) for name in study.designs}
     if at.size == first and len(study.rates) > 1:
-        return {}
+        return best_rates(out, study, at.ratio)
     best = dict.fromkeys(study.designs, study.rates[0])
     if len(study.rates) > 1:
         best = best_rates(out, study, at.ratio)
@@ -267,6 +277,7 @@ def collected(out: Path, study: Study) -> dict[str, Any]:
     """The results so far: a line for each cell that finished, the laws and the crossings; what a study on another
     machine needs to go on, the digest of the text's ids and the best rates."""
     before, cells, ids = lines_in(out, study), list[dict[str, Any]](), results_in(out, study).get("ids")
+    not_trained = kept(out, study)
     for at in study.points:
         if (folder_of(out, at) / PLAN).is_file():
             ids = read_json(folder_of(out, at) / PLAN, ConfigError).get("ids") or ids
@@ -274,6 +285,8 @@ def collected(out: Path, study: Study) -> dict[str, Any]:
         if not path.is_file():
             cells += before.get(at, [])
             continue
+        alone = not_trained.get(at, set())
+        cells += [cell for cell in before.get(at, []) if (cell["design"], cell["seed"]) in alone]
         found = read_json(path, ConfigError)
         for name, entry in found["designs"].items():
             for cell in entry["cells"]:

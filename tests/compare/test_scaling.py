@@ -96,7 +96,7 @@ def test_stopped_on_the_way_it_ends_with_the_same_numbers(whole, tmp_path, monke
 def test_a_study_goes_on_from_its_results_alone(whole, text, tmp_path, capsys):
     shutil.copy(whole / scaling.RESULTS, tmp_path)
     assert main(["scale", "--resume", str(tmp_path)]) == 0
-    assert "60k-0.05, 120k-0.05: not trained again" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("2 of 2 trainings are those of") == 2
     assert results(tmp_path) == results(whole) and not list(tmp_path.glob("*-0.05"))
     other = json.dumps(results(whole) | {"ids": "0" * 64})
     (tmp_path / scaling.RESULTS).write_text(other)
@@ -108,21 +108,45 @@ def test_a_study_goes_on_from_its_results_alone(whole, text, tmp_path, capsys):
     assert not (tmp_path / "data").exists() and not list(tmp_path.glob("*-0.05"))
 
 
+def test_a_study_goes_on_from_some_of_its_results(whole, tmp_path, monkeypatch, capsys):
+    """Also when it is stopped before what is left has begun."""
+    found = results(whole)
+    lost = next(c for c in found["cells"] if (c["design"], c["size"]) == ("ssd", 120_000))
+    found["cells"].remove(lost)
+    (tmp_path / scaling.RESULTS).write_text(json.dumps(found))
+
+    def stops(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "work", stops)
+        assert main(["scale", "--resume", str(tmp_path), "--minutes", "60"]) == 128 + signal.SIGTERM
+    assert len(results(tmp_path)["cells"]) == 3
+    assert main(["scale", "--resume", str(tmp_path)]) == 0
+    assert "120k-0.05: 1 of 2 trainings" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "120k-0.05" / "cells").iterdir()] == ["ssd"]
+    plain = [
+        sorted(str({k: v for k, v in c.items() if k != "seconds"}) for c in results(x)["cells"])
+        for x in (tmp_path, whole)
+    ]
+    assert plain[0] == plain[1] and results(tmp_path)["laws"] == results(whole)["laws"]
+
+
 def test_results_of_another_study_are_not_taken_for_ones_own(tmp_path):
     """By their number alone: three seeds of two designs, of which one seed is there, as one of two others."""
     known = Study(("kda", "ssd"), (100_000,), seeds=3)
     cells = [cell(name, 100_000, 0, 2.0) for name in known.designs]
     found = {"version": scaling.VERSION, "study": dump(known), "ids": "a", "rates": {}, "cells": cells}
     (tmp_path / scaling.RESULTS).write_text(json.dumps(found))
-    assert scaling.kept(tmp_path, known) == [] and len(scaling.lines_in(tmp_path, known)) == 1
+    assert scaling.kept(tmp_path, known) == {Point(100_000, 20.0): {("kda", 0), ("ssd", 0)}}
     for other in ({"designs": ("gla", "gdn")}, {"batch_size": 4}, {"sizes": (90_000, 100_000)}):
         study = dataclasses.replace(known, **{"seeds": 1} | other)
-        assert scaling.kept(tmp_path, study) == [] and scaling.results_in(tmp_path, study) == {}
+        assert scaling.kept(tmp_path, study) == {} and scaling.results_in(tmp_path, study) == {}
     one = dataclasses.replace(known, seeds=1)
     found["study"] = dump(one)
     (tmp_path / scaling.RESULTS).write_text(json.dumps(found))
     elsewhere = dataclasses.replace(one, data="/elsewhere", sizes=(100_000, 200_000))
-    assert scaling.kept(tmp_path, elsewhere) == [Point(100_000, 20.0)]
+    assert scaling.kept(tmp_path, elsewhere) == {Point(100_000, 20.0): {("kda", 0), ("ssd", 0)}}
     assert scaling.collected(tmp_path, elsewhere)["cells"] == cells
     for broken in ([], {"version": scaling.VERSION}, {"version": scaling.VERSION, "study": 5}):
         (tmp_path / scaling.RESULTS).write_text(json.dumps(broken))
@@ -143,6 +167,7 @@ def test_results_alone_say_which_rates_were_best(tmp_path):
         {name: rate * share for name, rate in best.items()}, rel=5e-3
     )
     assert scaling.collected(tmp_path, study)["rates"] == {"20": best}
+    assert scaling.transferred(tmp_path, study, POINTS[0]) == best
 
 
 def test_a_study_that_was_moved_while_it_trained_goes_on(whole, tmp_path):
