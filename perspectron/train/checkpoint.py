@@ -372,7 +372,7 @@ def load_run(run: Path) -> tuple[LanguageModel, Tokenizer]:
 
 def open_run(run: Path) -> OpenedRun:
     """A run with the weights of its best held-out checkpoint, or of its newest where none was measured; `run` may also
-    be one checkpoint's folder.
+    be one checkpoint's folder. The model is in eval mode.
 
     A damaged checkpoint gives a warning, and the newest valid one is used. CheckpointError if the run, its config or
     its tokenizer is missing or damaged, or no checkpoint is valid.
@@ -393,5 +393,5 @@ def open_run(run: Path) -> OpenedRun:
             continue
         if errors:
             warnings.warn(f"{errors[0]}; using {checkpoint.path.name}", stacklevel=2)
-        return OpenedRun(run, known.config, checkpoint, model, tokenizer)
+        return OpenedRun(run, known.config, checkpoint, model.eval(), tokenizer)
     raise errors[0] if errors else CheckpointError(f"{folder(run)}: no checkpoint in it")
