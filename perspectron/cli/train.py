@@ -160,6 +160,8 @@ class Train:
                 value = getattr(self, name)
                 require(value is None, name, value, "left out with a recipe; use --steps")
             model = presets.get(self.preset or STAGED, **assignments(self.set))
+            if "groups" not in self.given:
+                train = replace(train, optim=replace(train.optim, groups="own"))
             return fit(self.folder(), RunConfig(model, train, recipe), **options)
         budget = self._budget(train)
         ends = None if budget.minutes is None else self.began + 60 * budget.minutes

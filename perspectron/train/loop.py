@@ -150,8 +150,13 @@ class Trainer:
                 require(getattr(its, name) == getattr(here, name), name, getattr(here, name), kept)
             self.progress = newest.progress
             self.loader.load_state_dict(self.progress.loader)
-        elif self.config.train.init and not self.config.train.lora:
-            self.start_from(Path(self.config.train.init))
+        else:
+            optimizer = self.config.train.optim.optimizer
+            turned = any("ns_steps" in group for group in self.optimizer.param_groups)
+            bound = "adamw: no matrix of a block learns that muon could turn"
+            require(optimizer != "muon" or turned, "optimizer", optimizer, bound)
+            if self.config.train.init and not self.config.train.lora:
+                self.start_from(Path(self.config.train.init))
         measured = (c.progress.heldout for c in checkpoint.found_in(self.run_dir))
         self.best = min((value for value in measured if value is not None), default=math.inf)
         if self.first:

@@ -176,3 +176,13 @@ def test_outputs_that_start_at_zero_add_nothing():
     bare = replace(model.config, blocks=model.config.blocks[:1])
     other = build(bare, 0)
     assert torch.equal(model(ids).logits, other(ids).logits)
+
+
+def test_muon_is_refused_in_a_new_run_where_it_would_turn_nothing(runs, tmp_path):
+    optim = replace(OWN, optimizer="muon")
+    with refused(ConfigError, "optimizer", "muon"):
+        runs.trainer(tmp_path / "new", only=("embedding.weight",), optim=optim)
+    run = tmp_path / "old"  # goes on, as its weights have AdamW's moments
+    runs.trainer(run, steps=4, only=("embedding.weight",), optim=OWN).fit(until=2)
+    config = runs.config(steps=4, only=("embedding.weight",), optim=optim)
+    assert runs.start(run, config, allow_changed=True).progress.step == 2

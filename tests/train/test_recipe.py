@@ -387,6 +387,8 @@ def test_the_command_trains_all_stages_and_goes_on(runs, tmp_path, capsys):
     assert all(names(said.err, name) for name in NAMES)
     assert checkpoint.load_config(out).recipe == StagedConfig(dense_share=0.3)
     assert all(ffn.ternary for ffn in routed_in(checkpoint.load_config(out).model))
+    optims = [checkpoint.load_config(stage).train.optim for stage in out.glob("stages/*")]
+    assert {optim.groups for optim in optims} == {"own"}, "positions of experts do not decay"
     assert main(["train", "--resume", str(out)]) == 0
     assert main(["generate", str(out), "the", "--max-tokens", "3"]) == 0
     assert main(["eval", str(out), "--json"]) == 0
