@@ -54,8 +54,8 @@ class Folder:
 
 @dataclass(frozen=True)
 class Opened:
-    """A model on the CPU and its tokenizer. line: which parts of an artifact are in memory and which stream; empty for
-    a run. checkpoint: the one a run's weights are from; None for an artifact."""
+    """A model on the CPU, in eval mode, and its tokenizer. line: which parts of an artifact are in memory and which
+    stream; empty for a run. checkpoint: the one a run's weights are from; None for an artifact."""
 
     folder: Folder
     model: LanguageModel
@@ -147,8 +147,8 @@ def open_model(path: str | Path, *, cache_bytes: int | None = None, verify: bool
 def load(
     path: Path | str, *, cache_bytes: int | None = None, verify: bool = False
 ) -> tuple[LanguageModel, Tokenizer]:
-    """Load the model and the tokenizer of a run, of one of its checkpoints or of an artifact, onto the CPU. Options and
-    errors are those of `open_model`.
+    """Load the model and the tokenizer of a run, of one of its checkpoints or of an artifact, onto the CPU, in eval
+    mode: call `model.train()` to train it by hand. Options and errors are those of `open_model`.
 
         >>> model, tokenizer = perspectron.load("runs/play")
         >>> model(torch.tensor([tokenizer.encode("KING")])).logits.shape[0]

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import torch
 
+import perspectron
 from perspectron import presets
 from perspectron.data import Tokenizer, encode, open_corpus
+from perspectron.designs.perspective.adapt.adapter import Adapter
+from perspectron.designs.perspective.adapt.gradient import Piece, by_traces, losses
 from perspectron.model.model import LanguageModel, build
 from perspectron.opening import Folder, Opened, open_model
 from perspectron.stream.artifact import Trained
@@ -52,3 +55,27 @@ def test_a_run_is_opened_in_few_rooms_and_its_config_read_once(tmp_path, monkeyp
     checkpoint.save(run, other, tokenizer, model, None, Progress(step=5))
     read.clear()
     assert open_model(run).folder.run == config and len(read) == 2
+
+
+def test_a_model_that_was_loaded_drops_nothing_also_with_gradients(tmp_path: Path) -> None:
+    """As where an adapter learns while a text is read."""
+    tokenizer = Tokenizer.train(["the quick brown fox " * 40], 280)
+    sizes = {
+        "vocab_size": 280,
+        "d_model": 16,
+        "layers": 4,
+        "hidden": 16,
+        "heads": 2,
+        "kv_heads": 1,
+        "rank": 4,
+    }
+    model = build(presets.get("perspective-tiny-dense", **sizes, dropout=0.3)).eval()
+    perspectron.save(model, tokenizer, tmp_path / "run")
+    loaded, _ = perspectron.load(tmp_path / "run")
+    ids = list(range(4, 24))
+    assert torch.equal(loaded(torch.tensor([ids])).logits, model(torch.tensor([ids])).logits)
+    adapter = Adapter(loaded)
+    piece = Piece(ids, adapter.attach(loaded.init_state(1), traces=True), fresh=True)
+    with torch.no_grad():
+        plain, _ = losses(model, Piece(ids, model.init_state(1), fresh=True))
+    torch.testing.assert_close(by_traces(loaded, piece, adapter.up)[0], plain[0])

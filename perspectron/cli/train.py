@@ -34,6 +34,7 @@ from perspectron.opening import describe
 from perspectron.train import checkpoint, memory
 from perspectron.train.config import Layout, RunConfig, StagedConfig, TrainConfig, launched, processes
 from perspectron.train.loggers import Kind
+from perspectron.train.optim import OptimConfig
 from perspectron.train.prepare import asked_template, held_out_before
 from perspectron.train.resume import extend
 from perspectron.util.config import load, one_of, require
@@ -160,6 +161,8 @@ class Train:
                 value = getattr(self, name)
                 require(value is None, name, value, "left out with a recipe; use --steps")
             model = presets.get(self.preset or STAGED, **assignments(self.set))
+            if "groups" not in self.given:
+                train = replace(train, optim=replace(train.optim, groups="own"))
             return fit(self.folder(), RunConfig(model, train, recipe), **options)
         budget = self._budget(train)
         ends = None if budget.minutes is None else self.began + 60 * budget.minutes
@@ -168,6 +171,11 @@ class Train:
             return settled(config, frozenset(self.given), budget, shards, _left(ends))
 
         config = RunConfig(self._model(train, budget, ends), train)
+        ternary = any(getattr(block.ffn, "ternary", False) for block in config.model.blocks)
+        for name in ("ternary_from", "ternary_until"):
+            asked, usual = getattr(train, name), getattr(TrainConfig(), name)
+            known = f"{usual} for {config.model.name}, none of whose experts are ternary"
+            require(ternary or asked == usual, name, asked, known)
         return fit(self.folder(), config, settle=settle, ends=ends, **options)
 
     def _memory(self) -> int:
@@ -216,6 +224,9 @@ class Train:
         require(right, "teacher_weight", weight, "1 without teacher, and beside teacher_mix")
         right = heat == 1 or bool(teacher or self.staged.distill or self.staged.distill_mix)
         require(right, "teacher_temperature", heat, "1 without teacher, a run to distil from")
+        cooldown, usual = self.train.optim.cooldown, OptimConfig().cooldown
+        right = self.train.optim.schedule == "constant" or cooldown == usual
+        require(right, "cooldown", cooldown, f"{usual} without --schedule constant, whose rate it lets fall")
         for name, kinds in (("tokenizer", KINDS), ("template", ("", PLAIN, OWN))):
             if (value := getattr(self.train, name)) not in kinds and Path(value).exists():
                 places[name] = str(Path(value).resolve())

@@ -77,12 +77,20 @@ class RoutedSwiGLU(Routed):
         E = self.gate_EFD.shape[0]
         return (self.gate_EFD.numel() + self.up_EFD.numel() + self.down_EDF.numel()) // E * (E - 1)
 
+    @property
+    def frozen(self) -> bool:
+        """True if no matrix of the experts learns."""
+        own = self.named_parameters(recurse=False)
+        return not any(p.requires_grad for name, p in own if name != "offset_EA")
+
     @torch.no_grad()
     def set_step(self, step: int) -> None:
-        """Move the biases by the load of the last update; called before the update that follows `step` others."""
+        """Move the biases by the load of the last update, if the router learns; called before the update that follows
+        `step` others."""
         self.turn = step
         if self.config.bias_rate > 0:
-            if step > 0:
+            offsets = [self.offset_EA] if hasattr(self, "offset_EA") else []
+            if step > 0 and any(p.requires_grad for p in (*self.route_proj.parameters(), *offsets)):
                 rate = self.config.bias_rate * self.config.tau
                 self.bias_E.copy_(nudged(self.bias_E, self.load_E, rate))
             self.load_E.zero_()

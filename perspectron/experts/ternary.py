@@ -73,10 +73,11 @@ def share_at(step: float, start: float, end: float) -> float:
 
 
 def set_share(model: nn.Module, share: float) -> None:
-    """Set the share of every module that has one."""
-    for name, buffer in model.named_buffers():
-        if name.endswith(SHARE):
-            buffer.fill_(share)
+    """Set the share of every module that has one; it never falls in one that is `frozen`."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name == SHARE:
+                buffer.clamp_(min=share) if getattr(module, "frozen", False) else buffer.fill_(share)
 
 
 def converted(model: nn.Module) -> bool:

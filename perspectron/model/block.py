@@ -98,8 +98,9 @@ class RouteGate(nn.Module):
         self.bias_1.zero_()
 
     def set_step(self, step: int) -> None:
-        """Set the bias for the update that follows `step` others."""
-        self.bias_1.fill_(-self.config.anneal * max(0, step - self.config.anneal_after))
+        """Set the bias for the update that follows `step` others, unless the gate is frozen."""
+        if self.raw_1.requires_grad:
+            self.bias_1.fill_(-self.config.anneal * max(0, step - self.config.anneal_after))
 
     def forward(self) -> Tensor:
         return torch.sigmoid(self.raw_1 + self.bias_1)

@@ -302,17 +302,18 @@ def check(checkpoint: Checkpoint, model: LanguageModel, tokenizer: Tokenizer, tr
 
 
 def start_from(run: Path, model: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Copy the weights that `load_run` returns into `model`, which keeps its own progress of ternary conversion.
+    """Copy the weights that `load_run` returns into `model`, with the progress of their ternary conversion.
     CheckpointError if shapes, names or the tokenizer differ."""
     fill(model, weights_from(run, model.state_dict(), tokenizer), run)
 
 
 def weights_from(run: Path, own: dict[str, Tensor], tokenizer: Tokenizer) -> dict[str, Tensor]:
-    """A run's tensors, but for the progress of ternary conversion, which is that of `own`. Errors as `start_from`."""
+    """A run's tensors; where `own` is made ternary and the run is not, the conversion is at its start. Errors as
+    `start_from`."""
     source, its = load_run(run)
     _check_tokenizer(run, its.fingerprint, tokenizer)
-    weights = {name: value for name, value in source.state_dict().items() if not name.endswith(SHARE)}
-    weights |= {name: value for name, value in own.items() if name.endswith(SHARE)}
+    shares = {name: torch.zeros_like(value) for name, value in own.items() if name.endswith(SHARE)}
+    weights = shares | {n: v for n, v in source.state_dict().items() if n in shares or not n.endswith(SHARE)}
     same_tensors(own, weights, run)
     return weights
 
@@ -372,7 +373,7 @@ def load_run(run: Path) -> tuple[LanguageModel, Tokenizer]:
 
 def open_run(run: Path) -> OpenedRun:
     """A run with the weights of its best held-out checkpoint, or of its newest where none was measured; `run` may also
-    be one checkpoint's folder.
+    be one checkpoint's folder. The model is in eval mode.
 
     A damaged checkpoint gives a warning, and the newest valid one is used. CheckpointError if the run, its config or
     its tokenizer is missing or damaged, or no checkpoint is valid.
@@ -393,5 +394,5 @@ def open_run(run: Path) -> OpenedRun:
             continue
         if errors:
             warnings.warn(f"{errors[0]}; using {checkpoint.path.name}", stacklevel=2)
-        return OpenedRun(run, known.config, checkpoint, model, tokenizer)
+        return OpenedRun(run, known.config, checkpoint, model.eval(), tokenizer)
     raise errors[0] if errors else CheckpointError(f"{folder(run)}: no checkpoint in it")

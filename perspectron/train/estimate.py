@@ -14,12 +14,15 @@ from torch import Tensor
 from perspectron.data.loader import Batch
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
+from perspectron.train import lora
 from perspectron.train.config import RunConfig
+from perspectron.train.optim import freeze
 from perspectron.util import ranks
 from perspectron.util.config import require
 from perspectron.util.machine import Peak, free_memory, memory, resident
 
 PER_PARAMETER = 16  # bytes in training: weight, gradient and two moments, float32
+PER_FROZEN = 4  # bytes of a weight that does not learn
 PER_LOGIT = 12  # logits, their logarithms of probabilities, their gradient
 LONG = 20.0  # seconds, of all ranks, after which no more passes are begun to choose a precision
 
@@ -56,9 +59,18 @@ def room(device: torch.device) -> int:
 def require_room(config: RunConfig, device: torch.device, held: float = 1.0) -> None:
     """ConfigError for a model whose training needs more memory than there is, said before it is built. held: share of
     the weights that are in this memory."""
-    size, train = parameters(config.model), config.train
+    train = config.train
+    with torch.device("meta"):
+        model = LanguageModel(config.model)
+    freeze(model, train.only)
+    every = list(model.parameters())
+    size, learned = (sum(p.numel() for p in own) for own in (every, [p for p in every if p.requires_grad]))
+    weights = PER_FROZEN * (size - learned) + PER_PARAMETER * learned
+    if train.lora:
+        adapters, merged = lora.sizes(model, lora.LoraConfig.parse(train.lora))
+        weights = PER_FROZEN * (size + merged) + PER_PARAMETER * adapters
     logits = train.batch_size * train.seq_len * config.model.vocab_size
-    needs = PER_PARAMETER * size * held + PER_LOGIT * logits * min(held, 1.0)
+    needs = weights * held + PER_LOGIT * logits * min(held, 1.0)
     there = room(device)
     bound = (
         f"≤ {there / 1e9:.1f} GB, the memory free here: use a smaller --batch-size, --seq-len or --preset "
@@ -75,17 +87,14 @@ def local_part(x: Tensor) -> Tensor:
 
 def estimate(model: LanguageModel, batch: Batch, config: RunConfig, device: torch.device) -> Estimate:
     """The cost of a training, measured on two passes over `batch`, which leave no trace."""
-    size, before, cuda = (
-        sum(local_part(p).numel() for p in model.parameters()),
-        resident(),
-        device.type == "cuda",
-    )
+    learned = sum(local_part(p).numel() for p in model.parameters() if p.requires_grad)
+    before, cuda = resident(), device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     with without_trace(model), Peak() as peak:
         seconds = min(training_pass(model, batch, device, config.train.dtype) for _ in range(2))
     used = torch.cuda.max_memory_allocated(device) if cuda else before + (peak.bytes or 0)
-    return Estimate(seconds * config.train.accumulate, used + 8 * size)
+    return Estimate(seconds * config.train.accumulate, used + 8 * learned)
 
 
 def autocast(device: torch.device, dtype: str) -> torch.autocast:

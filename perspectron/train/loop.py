@@ -31,7 +31,7 @@ from perspectron.train.optim import falls_at, freeze, learning_rate, optimizer_o
 from perspectron.train.pace import Pace
 from perspectron.train.page import Page, Write, forget_samples
 from perspectron.train.prepare import training_batches
-from perspectron.train.resume import fixed, resume, set_aside
+from perspectron.train.resume import resume, set_aside
 from perspectron.util import ranks
 from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError, NonFiniteError
@@ -144,14 +144,15 @@ class Trainer:
             known = "" if newest is None else newest.config.id
             self.config = replace(self.config, id=known or secrets.token_hex(16))
         if newest is not None:
-            its, here = newest.config.train, self.config.train
-            for name in fixed(here):
-                kept = f"{getattr(its, name)!r}, as before; another needs a new run"
-                require(getattr(its, name) == getattr(here, name), name, getattr(here, name), kept)
             self.progress = newest.progress
             self.loader.load_state_dict(self.progress.loader)
-        elif self.config.train.init and not self.config.train.lora:
-            self.start_from(Path(self.config.train.init))
+        else:
+            optimizer = self.config.train.optim.optimizer
+            turned = any("ns_steps" in group for group in self.optimizer.param_groups)
+            bound = "adamw: no matrix of a block learns that muon could turn"
+            require(optimizer != "muon" or turned, "optimizer", optimizer, bound)
+            if self.config.train.init and not self.config.train.lora:
+                self.start_from(Path(self.config.train.init))
         measured = (c.progress.heldout for c in checkpoint.found_in(self.run_dir))
         self.best = min((value for value in measured if value is not None), default=math.inf)
         if self.first:
@@ -161,9 +162,8 @@ class Trainer:
     def restored(self) -> tuple[checkpoint.Checkpoint | None, CheckpointError | None]:
         """Fill the model and the optimizer by `train.resume`, and return what it returns."""
         self.sweep()
-        unchanged = None if self.allow_changed else self.config
         aside = set_aside if self.first else lambda path, why: None
-        return resume(self.run_dir, self.restore, self.ended, unchanged, aside)
+        return resume(self.run_dir, self.restore, self.ended, self.config, aside, self.allow_changed)
 
     def sweep(self) -> None:
         """Remove temporary files that a killed process left."""

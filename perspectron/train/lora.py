@@ -48,6 +48,27 @@ def adapt(model: LanguageModel, config: LoraConfig, sample: Batch) -> None:
         raise ConfigError("peft is not installed: pip install 'perspectron[lora]'")
     import peft
 
+    chosen = _chosen(model, config)
+    made = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha or 2 * config.rank, target_modules=chosen, bias="none"
+    )
+    peft.inject_adapter_in_model(made, model)
+    past = sorted(set(chosen) - _called(model, sample))
+    bound = f"left out: {model.config.name} reads the weights of these layers past an adapter"
+    require(not past, "lora: targets", "+".join(past), bound)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(_is_adapter(name))
+
+
+def sizes(model: LanguageModel, config: LoraConfig) -> tuple[int, int]:
+    """The numbers that the adapters of a model would have, and those of the weights beside them, which a checkpoint
+    holds merged. ConfigError as in `adapt`."""
+    shapes = [model.get_parameter(f"{name}.weight").shape for name in _chosen(model, config)]
+    return sum(config.rank * sum(shape) for shape in shapes), sum(shape.numel() for shape in shapes)
+
+
+def _chosen(model: LanguageModel, config: LoraConfig) -> list[str]:
+    """Names of the layers that get an adapter."""
     modules = model.blocks.named_modules(prefix="blocks")
     layers = [name for name, module in modules if isinstance(module, nn.Linear)]
     ends = ", ".join(sorted({name.split(".", 2)[-1] for name in layers}))
@@ -61,15 +82,7 @@ def adapt(model: LanguageModel, config: LoraConfig, sample: Batch) -> None:
     narrowest = min(widths, key=widths.__getitem__)
     bound = f"≤ {widths[narrowest]}, the width of {narrowest}"
     require(config.rank <= widths[narrowest], "lora: rank", config.rank, bound)
-    made = peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha or 2 * config.rank, target_modules=chosen, bias="none"
-    )
-    peft.inject_adapter_in_model(made, model)
-    past = sorted(set(chosen) - _called(model, sample))
-    bound = f"left out: {model.config.name} reads the weights of these layers past an adapter"
-    require(not past, "lora: targets", "+".join(past), bound)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_is_adapter(name))
+    return chosen
 
 
 def _fits(name: str, target: str) -> bool:

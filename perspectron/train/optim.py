@@ -21,10 +21,10 @@ class OptimConfig:
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """ "muon": the updates of the blocks' matrices are orthogonalised (torch.optim.Muon), each as large as AdamW's;
-    all else has AdamW."""
+    all else has AdamW, stacks of matrices too (experts, ADR's GRU, DRM's trunk)."""
     groups: str = "plain"
-    """Weights with a rate and a decay of their own: "plain" is none, "own" as the authors of each mixer have them, or
-    the kind of a mixer, such as "rwkv7", whose alone are taken. *"""
+    """Weights with a rate and a decay of their own: "plain" is none (experts' positions decay, too), "own" as the
+    authors of each mixer have them, or the kind of a mixer, such as "rwkv7", whose alone are taken. *"""
     lr: float = 1e-3
     """Peak learning rate. `perspectron train` takes the one of the design and size (perspectron/presets/rates.py), with
     --init and in stages this one."""

@@ -21,6 +21,9 @@ WITHOUT_EFFECT = ("init", "keep", "save_every", "eval_every", "eval_tokens")
 OF_TEXT = ("data", "heldout", "tokenizer", "template")
 """Settings of a training that have no effect once its text is encoded."""
 
+OF_STATE = ("lora", "optim.optimizer")
+"""Settings of a training on which what a checkpoint holds beside the weights depends."""
+
 OF_ORDER = ("seed", "seq_len")
 """Settings on which the order of the windows depends, in the midst of which a run goes on."""
 
@@ -72,26 +75,23 @@ def resume(
     ended: Sequence[Path] = (),
     config: RunConfig | None = None,
     set_aside: Callable[[Path, str], None] = set_aside,
+    allow_changed: bool = False,
 ) -> tuple[Checkpoint | None, CheckpointError | None]:
     """Restore the newest checkpoint that verifies and set damaged newer ones aside, so that no good one is dropped for
     their sake: (it, or None for a run without checkpoints; the first damage). Those in `ended`, as `extend` gives them,
     are passed over and then set aside too. CheckpointError, and nothing changed, when none verifies; ConfigError, and
-    no file changed, when it was trained by another config than `config`."""
+    nothing changed, when it was trained by another config than `config`, or with allow_changed by one whose training
+    cannot go on so."""
     damaged: list[tuple[Path, CheckpointError]] = []
     for path in reversed([path for path in checkpoint.paths(run) if path not in ended]):
         try:
             newest = checkpoint.read(path)
+            if config is not None:
+                _require_same(run, newest, config, allow_changed)
             restore(newest)
         except CheckpointError as error:
             damaged.append((path, error))
             continue
-        if config is not None and (told := changes(newest.config, config)):
-            if never := [line for line in told if line.split(" was ")[0] in fixed(config.train)]:
-                told, advice = never, "restore it; another needs a new run"
-            else:
-                advice = "restore it, or accept the change with --allow-changed"
-            since = f"changed since {path.name} was written ({'; '.join(told[:4])})"
-            raise ConfigError(f"{run / 'config.json'}: {since}; {advice}")
         for bad, _ in damaged:
             set_aside(bad, "damaged")
         for path in ended:
@@ -102,9 +102,20 @@ def resume(
     return None, None
 
 
+def _require_same(run: Path, newest: Checkpoint, config: RunConfig, allow_changed: bool) -> None:
+    told = changes(newest.config, config)
+    if never := [line for line in told if line.split(" was ")[0] in fixed(config.train)]:
+        told, advice = never, "restore it; another needs a new run"
+    else:
+        told, advice = told * (not allow_changed), "restore it, or accept the change with --allow-changed"
+    if told:
+        since = f"changed since {newest.path.name} was written ({'; '.join(told[:4])})"
+        raise ConfigError(f"{run / 'config.json'}: {since}; {advice}")
+
+
 def fixed(train: TrainConfig) -> tuple[str, ...]:
     """Settings of a training that stay as they were where it goes on."""
-    return OF_ORDER if is_encoded(train.data) else (*OF_ORDER, *OF_TEXT)
+    return (*OF_STATE, *OF_ORDER) if is_encoded(train.data) else (*OF_STATE, *OF_ORDER, *OF_TEXT)
 
 
 def how_to_go_on(run: Path, config: RunConfig) -> str:

@@ -294,6 +294,9 @@ REFUSED = [
     (["--set", "vocab_size=3"], ["vocab_size", 3]),
     (["--teacher-weight", "0.5", "--steps", "1"], ["teacher_weight", 0.5, "teacher"]),
     (["--teacher-temperature", "2", "--steps", "1"], ["teacher_temperature", 2.0, "teacher"]),
+    (["--cooldown", "0.5", "--steps", "1"], ["cooldown", 0.5, "--schedule"]),
+    (["--ternary-from", "0.1", "--steps", "1", "--preset", "gla-tiny"], ["ternary_from", 0.1, "gla-tiny"]),
+    (["--ternary-until", "0.9", "--steps", "1", "--preset", "gla-tiny"], ["ternary_until", 0.9, "gla-tiny"]),
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import perspectron
 from perspectron import presets
 from perspectron.cli.main import main
-from perspectron.compare.ablations import ablate, ablations_of, rematch
+from perspectron.compare.ablations import ablate, ablations_of, rematch, removed
 from perspectron.data import Tokenizer, encode, open_corpus
 from perspectron.designs.perspective.ablations import GATE_RANK
 from perspectron.designs.perspective.pdr import PDR
@@ -135,6 +135,16 @@ def test_each_step_of_lens_adds_one_part():
     assert detached.stop_gradient and not full.stop_gradient and detached.hidden == full.hidden
     control = parts(left("lens", "output_gate")) - parts(left("lens", "plain"))
     assert control == {"mixer.gate_proj.weight", "mixer.gate_proj.bias"}
+
+
+def test_lens_without_context_has_the_steps_before_it():
+    config = presets.get("lens-tiny", vocab_size=V, context=False)
+    made = removed(config)
+    assert {"gated_mlp", "detached", "route"}.isdisjoint(made)  # "route" is the whole of it
+    assert {"plain", "reciprocity", "discoverability", "gates", "output_gate"} <= made.keys()
+    assert made["plain"].blocks[0].ffn.kind == "mlp"
+    with refused(ConfigError, "context"):
+        ablate(config, "detached")
 
 
 def test_drm():

@@ -15,7 +15,7 @@ import perspectron
 from perspectron import presets
 from perspectron.cli import export as command
 from perspectron.cli.main import main
-from perspectron.data import Tokenizer
+from perspectron.data import Tokenizer, encode, open_corpus
 from perspectron.data.template import Template
 from perspectron.interop.hf import PerspectronConfig, PerspectronForCausalLM, fast_tokenizer
 from perspectron.interop.hf.card import card
@@ -91,6 +91,19 @@ def test_the_card_takes_no_markdown_from_a_runs_files(run):
     code, _, rest = line.removeprefix("- Text: ```").partition("```")
     assert "script" in code and "\\n" in code and "script" not in rest
     assert '`fox"\\n# <b>`' in text and 'from_pretrained("fox\\"\\n# <b>", ' in text
+
+
+def test_the_card_has_the_share_that_the_encoded_text_holds_out(run, tmp_path, tokenizer):
+    """Not that of the training's options, which a folder of `tokenize` does not have; none where it is not at hand."""
+    assert "held out" not in card(open_model(run), "fox")
+    (tmp_path / "text.txt").write_text("the fox counts\n\n" * 400)
+    shards = encode(open_corpus(str(tmp_path / "text.txt"), heldout=0.3), tokenizer, tmp_path / "encoded")
+    sizes = [shards.split(name).text_bytes for name in ("train", "heldout")]
+    config = json.loads((run / "config.json").read_text())
+    config["train"]["data"] = str(tmp_path / "encoded")
+    (run / "config.json").write_text(json.dumps(config))
+    share = f"{sizes[1] / sum(sizes):.0%}"
+    assert share != "5%" and f"`encoded`, {share} of it held out" in card(open_model(run), "fox")
 
 
 def test_what_transformers_saved_in_few_bits_is_read(run, tmp_path):

@@ -8,7 +8,8 @@ import torch
 from torch.autograd import gradcheck
 
 from perspectron.data import Tokenizer
-from perspectron.train import checkpoint
+from perspectron.experts.ternary import SHARE
+from perspectron.train import checkpoint, lora
 from perspectron.train.checkpoint import load_run
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.distill import divergence
@@ -133,6 +134,42 @@ def test_init_gives_the_weights_of_the_best_checkpoint(runs, tmp_path, teacher):
     again = runs.trainer(halves, "transformer-tiny", init=str(source), steps=6)
     again.fit()
     runs.assert_same(runs.outcome(again), whole)
+
+
+FROZEN = {
+    "experts": ("perspective-tiny", {"torus": [3, 2], "ternary": True, "bias_rate": 0.1}),
+    "gate": ("lens-tiny", {"anneal": 0.25}),
+    "metric": ("drm-3m", {"directions": 4, "d_token": 8, "emitter": 16}),
+}
+
+
+@pytest.mark.parametrize("part", [{"lora": "rank=1"}, {"only": ("embedding.weight",)}], ids=["lora", "only"])
+@pytest.mark.parametrize("name", FROZEN)
+def test_what_is_frozen_follows_no_schedule_anew(runs, tmp_path, name, part):
+    """Experts stay ternary, biases of a router and of a gate where they are, and so does a metric's strength."""
+    if "lora" in part:
+        pytest.importorskip("peft")
+    preset, sizes = FROZEN[name]
+    model, source = small(preset, **sizes), tmp_path / "source"
+    runs.trainer(source, model, steps=4, eval_every=0).fit()
+    before = dict(load_run(source)[0].named_buffers())
+    trainer = runs.trainer(tmp_path / "run", model, steps=6, init=str(source), **part)
+    for until in (3, 6):
+        trainer.fit(until=until)
+        found = {lora.plain(key): value for key, value in trainer.model.named_buffers()}
+        kept = [key for key in before if not key.endswith("load_E")]
+        assert kept and all(torch.equal(found[key], before[key]) for key in kept)
+
+
+def test_float_experts_that_are_frozen_become_ternary_by_the_schedule(runs, tmp_path):
+    source, sizes = tmp_path / "source", {"torus": [3, 2]}
+    runs.trainer(source, small(**sizes), steps=1).fit()
+    made = small(**sizes, ternary=True)
+    trainer = runs.trainer(tmp_path / "run", made, steps=4, init=str(source), only=("embedding.weight",))
+    shares = [value for key, value in trainer.model.named_buffers() if key.endswith(SHARE)]
+    for step, share in ((1, 0.5), (2, 1.0)):
+        trainer.fit(until=step)
+        assert shares and all(value == share for value in shares)
 
 
 def test_init_from_another_model_or_tokenizer_is_refused(runs, tmp_path, teacher):

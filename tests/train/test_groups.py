@@ -11,6 +11,7 @@ from perspectron.compare.plan import optimizer_in
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.mixer import mixers
 from perspectron.model.model import LanguageModel, build
+from perspectron.train import loop
 from perspectron.train.moments import training_state
 from perspectron.train.optim import OptimConfig, learning_rate, optimizer_of
 from perspectron.util.config import load
@@ -176,3 +177,13 @@ def test_outputs_that_start_at_zero_add_nothing():
     bare = replace(model.config, blocks=model.config.blocks[:1])
     other = build(bare, 0)
     assert torch.equal(model(ids).logits, other(ids).logits)
+
+
+def test_muon_is_refused_in_a_new_run_where_it_would_turn_nothing(runs, tmp_path, monkeypatch):
+    part = {"steps": 4, "only": ("embedding.weight",), "optim": replace(OWN, optimizer="muon")}
+    with refused(ConfigError, "optimizer", "muon"):
+        runs.trainer(tmp_path / "new", **part)
+    with monkeypatch.context() as before:  # it was taken
+        before.setattr(loop, "require", lambda *_: None)
+        runs.trainer(tmp_path / "old", **part).fit(until=2)
+    assert runs.trainer(tmp_path / "old", **part).progress.step == 2

@@ -1,5 +1,8 @@
 """The precision of a training, chosen by measurement."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,6 +11,9 @@ from perspectron import presets
 from perspectron.data.loader import Batch
 from perspectron.train import estimate as precision
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.optim import freeze
+from perspectron.util.errors import ConfigError
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -75,3 +81,29 @@ def test_the_time_of_a_training_has_that_of_all_it_measures(asked, read):
     whole = precision.Estimate(3.0, 0).whole(config, 12_800)
     assert whole == pytest.approx(3.0 * 50 + 6 * read / 640)
     assert precision.Estimate(3.0, 0).whole(config, 12_800, 45) == pytest.approx(3.0 * 5 + read / 640)
+
+
+@pytest.mark.parametrize(
+    ("part", "each"),
+    [({}, 16), ({"only": ("norm.*",)}, 4), ({"lora": "rank=1,targets=o_proj", "init": "x"}, 4)],
+    ids=["all", "only", "lora"],
+)
+def test_memory_is_asked_for_what_learns_and_what_is_frozen(monkeypatch, part, each):
+    config = presets.get("transformer-tiny", vocab_size=300, d_model=64, layers=2)
+    run = RunConfig(config, TrainConfig(batch_size=1, seq_len=1, **part))
+    size = precision.parameters(config)
+    for share, fits in ((1.3, True), (0.9, False)):
+        monkeypatch.setattr(precision, "room", lambda _, share=share: share * each * size)
+        with nullcontext() if fits else refused(ConfigError, config.name):
+            precision.require_room(run, torch.device("cpu"))
+
+
+def test_the_moments_of_what_learns_alone_are_counted(monkeypatch):
+    monkeypatch.setattr(precision, "Peak", lambda: nullcontext(SimpleNamespace(bytes=0)))
+    monkeypatch.setattr(precision, "resident", lambda: 0)
+    model = perspectron.build(presets.get("gla", vocab_size=40, d_model=16, layers=1, heads=2, hidden=16))
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    config = RunConfig(model.config, TrainConfig(dtype="float32"))
+    freeze(model, ("norm.weight",))
+    found = precision.estimate(model, Batch(ids, ids, None, 4), config, torch.device("cpu"))
+    assert found.bytes == 8 * 16

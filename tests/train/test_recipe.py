@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +21,10 @@ from perspectron.designs.perspective.recipe import clone, plan, routed_in, seed_
 from perspectron.designs.perspective.stats import delta, loads, numbers, use
 from perspectron.experts.stats import experts_of, matrices
 from perspectron.experts.ternary import trits
+from perspectron.interop.hf.card import card
 from perspectron.model.ffn import SwiGLUConfig, TiedConfig
 from perspectron.model.model import build
+from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
 from perspectron.train.metrics import read_metrics
@@ -123,6 +126,24 @@ def test_the_run_holds_the_last_stage(runs, whole):
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*.safetensors")}
     assert begin(runs, whole, recipe_of(runs)) is None  # nothing is left to do
     assert before == {path: path.stat().st_mtime_ns for path in whole.rglob("*.safetensors")}
+
+
+def test_the_run_has_the_tokens_and_the_time_of_all_stages_and_the_card_tells_them(whole, tmp_path):
+    stages = [checkpoint.found_in(stage)[-1].progress for stage in sorted(whole.glob("stages/*"))]
+    opened = open_model(whole)
+    last = opened.checkpoint.progress
+    assert last.tokens == sum(each.tokens for each in stages) == 20 * 4 * 16
+    assert last.seconds == sum(each.seconds for each in stages) > 0
+    text = card(opened, "it")
+    assert names(text, 20, f"{last.seconds / 60:.1f}", f"{last.heldout:.4f}", f"{last.tokens / 1e6:.3g}")
+
+
+def test_the_run_has_the_precision_that_was_settled(runs, whole, tmp_path):
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints")
+    config = recipe_of(runs)
+    assert begin(runs, run, replace(config, train=replace(config.train, dtype="auto"))) is None
+    assert open_model(run).folder.run.train.dtype == "float32"
 
 
 def test_stopped_in_every_stage_and_after_it(runs, tmp_path, whole):
@@ -366,6 +387,8 @@ def test_the_command_trains_all_stages_and_goes_on(runs, tmp_path, capsys):
     assert all(names(said.err, name) for name in NAMES)
     assert checkpoint.load_config(out).recipe == StagedConfig(dense_share=0.3)
     assert all(ffn.ternary for ffn in routed_in(checkpoint.load_config(out).model))
+    optims = [checkpoint.load_config(stage).train.optim for stage in out.glob("stages/*")]
+    assert {optim.groups for optim in optims} == {"own"}, "positions of experts do not decay"
     assert main(["train", "--resume", str(out)]) == 0
     assert main(["generate", str(out), "the", "--max-tokens", "3"]) == 0
     assert main(["eval", str(out), "--json"]) == 0

@@ -287,6 +287,17 @@ def test_more_steps_change_nothing_before_an_older_checkpoint_is_read(runs, tmp_
     assert names == {"step-00000004", "damaged-step-00000008", "ended-step-00000010"}
 
 
+@pytest.mark.parametrize("allow_changed", [False, True])
+@pytest.mark.parametrize(("before", "after"), [("adamw", "muon"), ("muon", "adamw")])
+def test_another_optimizer_is_named_before_its_moments_are_missed(
+    runs, tmp_path, before, after, allow_changed
+):
+    optims = [OptimConfig(lr=3e-3, warmup=3, optimizer=name) for name in (before, after)]
+    runs.trainer(tmp_path, steps=2, optim=optims[0]).fit(until=1)
+    with refused(ConfigError, "config.json", "optim.optimizer", before, after):
+        runs.start(tmp_path, runs.config(steps=2, optim=optims[1]), allow_changed=allow_changed)
+
+
 def test_experts_become_ternary_at_the_same_updates_with_more_steps(runs, tmp_path):
     """7/10 of 10 steps are 7, but 7/30 of 30 are a little less."""
     shares = {"ternary_from": 0.3, "ternary_until": 0.7}

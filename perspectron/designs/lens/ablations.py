@@ -6,6 +6,7 @@ from perspectron.compare.ablations import Ablation, Change, with_mixers
 from perspectron.designs.lens.mixer import LensConfig
 from perspectron.model.config import BlockConfig, ModelConfig, SequentialConfig
 from perspectron.model.ffn import ContextMLPConfig, MLPConfig
+from perspectron.util.config import require
 
 
 def _lens(*parts: str, mlp: str = "plain", output_gate: bool = False) -> Change:
@@ -19,8 +20,10 @@ def _lens(*parts: str, mlp: str = "plain", output_gate: bool = False) -> Change:
 
     def network(block: BlockConfig) -> BlockConfig:
         ffn = block.ffn
-        assert isinstance(ffn, ContextMLPConfig)
         block = block if "route" in parts else replace(block, residual=SequentialConfig())
+        if not isinstance(ffn, ContextMLPConfig):
+            require(mlp == "plain", "context", False, "true: networks with gates on their channels")
+            return block
         if mlp == "plain":
             return replace(block, ffn=MLPConfig(ffn.hidden, ffn.activation))
         context = mlp == "detached"

@@ -161,11 +161,15 @@ def staged(
 
 
 def _finish(run: Path, config: RunConfig, tokenizer: Tokenizer, stages: list[Stage], bits: float) -> None:
-    """Hold the last stage's result in the run itself, and show the stages' losses one after another."""
-    progress = checkpoint.Progress(step=config.train.steps, heldout=bits)
-    if not checkpoint.path_of(run, progress.step).exists():
-        model, _ = checkpoint.load_run(stages[-1].folder(run))
-        checkpoint.export(run, config, tokenizer, model, progress)
+    """Hold the last stage's result in the run itself, with the tokens and the time of all and the precision that the
+    last settled on, and show the stages' losses one after another."""
+    if not checkpoint.path_of(run, config.train.steps).exists():
+        done = [checkpoint.found_in(stage.folder(run))[-1].progress for stage in stages]
+        tokens, seconds = sum(each.tokens for each in done), sum(each.seconds for each in done)
+        progress = checkpoint.Progress(config.train.steps, tokens, seconds, heldout=bits)
+        last = checkpoint.open_run(stages[-1].folder(run))
+        config = replace(config, train=replace(config.train, dtype=last.config.train.dtype))
+        checkpoint.export(run, config, tokenizer, last.model, progress)
     course, counts = History(), ("step", "tokens", "seconds")
     for stage in stages:
         before = {name: course.last.get(name, 0) for name in counts}

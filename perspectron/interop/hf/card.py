@@ -1,17 +1,19 @@
 """A model card from a run's own numbers."""
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from perspectron import presets
+from perspectron.data import is_encoded, open_shards
 from perspectron.eval.perplexity import said
 from perspectron.opening import Opened
 from perspectron.train.convert import run as conversions
 from perspectron.train.convert.config import TEXT
 from perspectron.train.metrics import HELDOUT, measured, read_metrics
-from perspectron.util.errors import CheckpointError, escaped
+from perspectron.util.errors import CheckpointError, DataError, escaped
 from perspectron.util.files import read_json
 
 
@@ -43,9 +45,11 @@ def _lines(opened: Opened, name: str, remote: bool) -> Iterator[str]:
         last = opened.checkpoint.progress
         yield f"- {last.step:,} updates, {last.tokens / 1e6:.3g} M tokens in windows of {train.seq_len}, {train.dtype},"
         yield f"  {last.seconds / 60:.1f} minutes; {train.optim.title} at {train.optim.lr:g}, seed {train.seed}."
-        yield f"- Text: {_as_written(_text_name(train.data))}, {train.heldout:.0%} of it held out."
+        yield f"- Text: {_as_written(_text_name(train.data))}{_held_out(opened.folder.path, train.data)}."
         metrics = [line for line in read_metrics(opened.folder.path) if "loss" not in line]
         found = [measured(line) for line in metrics if line["step"] == last.step][-1:]
+        if config.recipe is not None and last.heldout is not None:  # metrics are in the stages' folders
+            found = [("held-out", last.heldout)]
         if whole := _whole(opened.folder.path, last.step):
             yield f"- Held-out text: {whole}."
         for text, bits in found if not whole else []:
@@ -98,6 +102,16 @@ def _converted(run: Path, tokens: int) -> Iterator[str]:
             yield f"- On the way of a conversion from {teacher}."
     except (AttributeError, KeyError, TypeError, ValueError):
         raise CheckpointError(f"{run / conversions.FILE}: not what a conversion wrote; delete it") from None
+
+
+def _held_out(run: Path, data: str) -> str:
+    """The share of a text's bytes that was held out, as the encoded text has it; "" where that is not at hand."""
+    for folder in filter(is_encoded, filter(None, (str(run / "data"), data))):
+        with contextlib.suppress(DataError):
+            shards = open_shards(Path(folder), verify=False)
+            sizes = {name: shards.split(name).text_bytes for name in shards.splits}
+            return f", {sizes['heldout'] / max(1, sum(sizes.values())):.0%} of it held out"
+    return ""
 
 
 def _text_name(data: str) -> str:

@@ -16,8 +16,8 @@ from perspectron.designs.perspective.suites.scans import scan_error
 from perspectron.experts.stats import experts_of
 from perspectron.opening import Opened, open_model
 from perspectron.presets import TOLERANCE, design_of
+from perspectron.train import checkpoint
 from perspectron.train.heldout import heldout
-from perspectron.train.metrics import measured, read_metrics
 from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError, ConfigError
 from perspectron.util.files import read_json
@@ -30,7 +30,8 @@ TOKENS = 4096
 
 @dataclass(frozen=True)
 class Run:
-    """A run's own numbers."""
+    """A run's own numbers. bits_per_byte: of its best checkpoint, on `measured` tokens of the split `measured_on`, in
+    windows of seq_len. text: a digest of it, as encoded."""
 
     path: Path
     design: str
@@ -38,6 +39,9 @@ class Run:
     tokens: int
     bits_per_byte: float
     text: str
+    measured_on: str
+    measured: int
+    seq_len: int
 
 
 @dataclass(frozen=True)
@@ -90,24 +94,27 @@ def verdict(conditions: Sequence[Condition]) -> str:
 
 
 def read(opened: Opened) -> Run:
-    """The numbers of a run. ConfigError: it is not a run of a training, or has not been measured."""
+    """The numbers of a run. ConfigError: it is not a run of a training, or not at its end, or has not been measured."""
     path, config = opened.folder.path, opened.folder.run
     require(config is not None, "runs", str(path), "the folder of a run, not an artifact")
     assert config is not None
-    lines = read_metrics(path)
-    bits = [value for line in lines if (value := measured(line)[1]) is not None]
-    if (path / ROWS).is_file():
-        bits = [row["heldout_bits_per_byte"] for row in read_json(path / ROWS, CheckpointError)][-1:]
-    if not bits:
-        raise ConfigError(f"{path}: no held-out loss; finish it with: perspectron train --resume {path}")
-    train = config.train
+    assert opened.checkpoint is not None
+    train, bits = config.train, opened.checkpoint.progress.heldout
+    if bits is None or checkpoint.found_in(path)[-1].progress.step < train.steps:
+        raise ConfigError(f"{path}: no loss at its end; finish it with: perspectron train --resume {path}")
+    shards = opened.shards(path)
+    on = "heldout" if config.recipe else train.measured_on
+    there = shards.split(on).tokens
     return Run(
         path,
         _design(opened),
         sum(parameter.numel() for parameter in opened.model.parameters()),
         train.steps * train.batch_size * train.seq_len * train.accumulate,
-        bits[-1],
-        opened.shards(path).tokenizer_fingerprint,
+        bits,
+        shards.digest,
+        on,
+        min(train.eval_tokens or there, there),
+        train.seq_len,
     )
 
 
@@ -119,8 +126,8 @@ def _design(opened: Opened) -> str:
 
 
 def perplexity(runs: Sequence[Run]) -> Condition:
-    """PDR's loss is no higher than GLA's. ConfigError for runs that cannot be compared: of other sizes, tokens or
-    text."""
+    """PDR's loss is no higher than GLA's. ConfigError for runs that cannot be compared: of other sizes, tokens or text,
+    or measured on other text."""
     name, bound = "PDR's loss is no higher than GLA's", "≤ GLA"
     ours, theirs = ([run for run in runs if run.design in designs] for designs in (PDR, (RIVAL,)))
     if not ours or not theirs:
@@ -131,14 +138,9 @@ def perplexity(runs: Sequence[Run]) -> Condition:
         apart = abs(run.parameters / first.parameters - 1)
         near = f"within {TOLERANCE:.0%} of {first.parameters:,}, those of {first.path}"
         require(apart <= TOLERANCE, f"parameters of {run.path}", run.parameters, near)
-        require(
-            run.tokens == first.tokens,
-            f"tokens of {run.path}",
-            run.tokens,
-            f"{first.tokens}, as {first.path}",
-        )
-        same = run.text == first.text
-        require(same, f"tokenizer of {run.path}", run.text[:12], f"{first.text[:12]}, as {first.path}")
+        for name in ("tokens", "text", "measured_on", "measured", "seq_len"):
+            its, own = getattr(first, name), getattr(run, name)
+            require(own == its, f"{name} of {run.path}", own, f"{its}, as {first.path}")
     pdr, gla = (statistics.fmean(run.bits_per_byte for run in group) for group in (ours, theirs))
     counts = f"{len(ours)} and {len(theirs)} runs, {first.tokens / 1e6:.3g} M tokens"
     return Condition(name, bound, f"{pdr:.3f} against {gla:.3f} bits per byte ({counts})", pdr <= gla)

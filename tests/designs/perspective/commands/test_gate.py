@@ -10,13 +10,22 @@ import torch
 import perspectron
 from perspectron import presets
 from perspectron.cli.main import main
-from perspectron.designs.perspective.commands.gate import Condition, Run, conversion, perplexity, verdict
+from perspectron.designs.perspective.commands.gate import (
+    Condition,
+    Run,
+    conversion,
+    perplexity,
+    read,
+    verdict,
+)
 from perspectron.designs.perspective.suites.scans import scan_error
+from perspectron.opening import open_model
+from perspectron.train import checkpoint
 from perspectron.util.errors import ConfigError
 from tests.cli.small import SIZES
 from tests.refusals import in_a_line, refused
 
-ONE = Run(Path("one"), "perspective", 1000, 500, 2.0, "abc")
+ONE = Run(Path("one"), "perspective", 1000, 500, 2.0, "abc", "heldout", 90, 16)
 GLA = replace(ONE, path=Path("two"), design="gla", bits_per_byte=1.9)
 
 
@@ -27,7 +36,10 @@ def test_the_loss_is_compared_at_equal_size_and_tokens():
     for change, named in (
         ({"parameters": 900}, ["parameters", "two", 900, 1000]),
         ({"tokens": 400}, ["tokens", "two", 400, 500]),
-        ({"text": "xyz"}, ["tokenizer", "two", "xyz", "abc"]),
+        ({"text": "xyz"}, ["text", "two", "xyz", "abc"]),
+        ({"measured_on": "dev"}, ["measured_on", "two", "dev", "heldout"]),
+        ({"measured": 80}, ["measured", "two", 80, 90]),
+        ({"seq_len": 8}, ["seq_len", "two", 8, 16]),
     ):
         with refused(ConfigError, *named):
             perplexity([ONE, replace(GLA, **change)])
@@ -68,6 +80,30 @@ def test_a_scan_that_is_another_is_seen(monkeypatch):
     assert scan_error(model, ids) > 1e-4
     plain = perspectron.build(presets.get("gla", vocab_size=40, d_model=16, layers=1, heads=2, hidden=16))
     assert scan_error(plain, ids) is None
+
+
+def test_the_loss_is_of_the_best_checkpoint_and_the_text_is_told_by_its_tokens(tmp_path):
+    found = []
+    for name, text in (("cats", "The cat sat on the mat.\n"), ("dogs", "The dog sat on the log.\n")):
+        (tmp_path / f"{name}.txt").write_text(text * 200)
+        command = ["train", "--data", str(tmp_path / f"{name}.txt"), "--out", str(tmp_path / name)]
+        command += ["--tokenizer", "bytes", "--preset", "gla", "--set", "d_model=16", "layers=1", "heads=2"]
+        command += ["--steps", "2", "--batch-size", "2", "--seq-len", "16", "--dtype", "float32"]
+        assert main([*command, "--eval-tokens", "64"]) == 0
+        best = checkpoint.open_run(tmp_path / name).checkpoint.progress.heldout
+        with (tmp_path / name / "metrics.jsonl").open("a") as metrics:
+            metrics.write('{"step": 2, "heldout_bits_per_byte": 99.0}\n')
+        found.append(read(open_model(tmp_path / name)))
+        assert found[-1].bits_per_byte == best and (found[-1].measured_on, found[-1].measured) == (
+            "heldout",
+            64,
+        )
+    with refused(ConfigError, "text"):
+        perplexity([replace(found[0], design="perspective"), found[1]])
+    config = tmp_path / "dogs" / "config.json"
+    config.write_text(config.read_text().replace('"steps": 2', '"steps": 3'))
+    with refused(ConfigError, tmp_path / "dogs", "--resume"):
+        read(open_model(tmp_path / "dogs"))
 
 
 def test_a_run_with_experts_has_conditions_that_hold_or_not(tmp_path, capsys):
