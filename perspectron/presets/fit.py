@@ -77,11 +77,12 @@ def small(
     design: str, *, vocab_size: int, d_model: int = 64, layers: int = 2, seq_len: int = 256
 ) -> ModelConfig:
     """Size a design to be as large as a small transformer with a SwiGLU of 8/3 of its width, as near as its sizes
-    allow. ConfigError for an unknown design.
+    allow. ConfigError for an unknown design, or a width of less than a head.
 
         >>> perspectron.presets.small("perspective2", vocab_size=280, d_model=32).vocab_size
         280
     """
+    require(d_model >= HEAD_WIDTH, "d_model", d_model, f"≥ {HEAD_WIDTH}")
     shape = Shape(vocab_size, seq_len, d_model, layers)
     wide = {"hidden": 8 * d_model // 3 // 8 * 8}
     transformer = DESIGNS["transformer"]

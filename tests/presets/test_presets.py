@@ -233,3 +233,10 @@ def test_brackets_are_closed_once(name):
 def test_a_state_that_cannot_be_is_refused_with_what_can(name, state, named):
     with refused(ConfigError, *named):
         presets.solve(name, 2_000_000, vocab_size=2048, seq_len=256, state=state)
+
+
+@pytest.mark.parametrize("design", ["transformer", "drm"])
+def test_a_width_of_less_than_a_head_is_refused(design):
+    assert presets.small(design, vocab_size=300, d_model=32).vocab_size == 300
+    with refused(ConfigError, "d_model", 16, 32):
+        presets.small(design, vocab_size=300, d_model=16)
