@@ -563,9 +563,16 @@ def test_a_server_begins_without_what_killed_ones_left(tmp_path) -> None:
 
 
 def test_only_this_machine_is_local(client) -> None:
-    for host in ("testserver", "example.org", "localhost.example.org"):
+    for host in (
+        "testserver",
+        "example.org",
+        "localhost.example.org",
+        "127.0.0.1.example.org",
+        "10.0.0.1:80",
+    ):
         assert client.get("/v1/models", headers={"host": host}).status_code == 403
-    assert client.get("/v1/models", headers={"host": "LOCALHOST:8080"}).status_code == 200
+    for host in ("LOCALHOST:8080", "127.0.0.2:8000", "[::1]:8000", "[::1]"):
+        assert client.get("/v1/models", headers={"host": host}).status_code == 200
 
 
 @pytest.mark.parametrize("wrong", ["disk", "header"])
