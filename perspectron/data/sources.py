@@ -41,9 +41,10 @@ def open_corpus(
     `#encoding=NAME` or `#FIELD&encoding=NAME`. Files and records go to a split by a hash of their relative path, or of
     a record's text; of a single text file the last `heldout` of its bytes is held out, and so it is of a file of a
     folder where whole files would not come near a kind's share. `dev` is taken from what would be trained on: the
-    held-out text is the same without it. With a template every record has a prompt and a completion. rule: `RULE`, or
-    that by which a text was split once, one of `RULES`. Of a folder or a pattern, folders that this program wrote
-    (`Written`) are left out, and so is `out`, that of the output.
+    held-out text is the same without it, unless a folder has only some hundred characters of text. With a template
+    every record has a prompt and a completion. rule: `RULE`, or that by which a text was split once, one of `RULES`. Of
+    a folder or a pattern, folders that this program wrote (`Written`) are left out, and so is `out`, that of the
+    output.
 
     DataError if nothing is there, it holds no text, it is too small to split, or a share is out of bounds.
     """
