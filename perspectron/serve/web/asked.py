@@ -43,10 +43,15 @@ def prompt_of(body: schema.Chat, template: Template, tokenizer: Tokenizer) -> st
 
 
 def given_to(body: schema.Chat) -> dict[str, Any]:
-    """The values besides its messages that a chat gives to the template."""
+    """The values besides its messages that a chat gives to the template. ConfigError: one that is given twice, with
+    another value each."""
     tools = body.tools if body.tool_choice == "auto" else None
     named = {"tools": tools or None, "reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
-    return {name: value for name, value in named.items() if value is not None} | body.chat_template_kwargs
+    given = {name: value for name, value in named.items() if value is not None}
+    for name, value in body.chat_template_kwargs.items():
+        both = f"as in chat_template_kwargs, {schema.short(value)}, or left out"
+        require(given.setdefault(name, value) == value, name, schema.short(given[name]), both)
+    return given
 
 
 def tokens_of(body: schema.Chat) -> int | None:
