@@ -200,7 +200,8 @@ class App:
             return (yield from rebasing(session, begun, replayed))
 
         found = await _result(request, reader.engine.run(_later(steps())))
-        about = await saved(reader.states, body.id, found.session, id)
+        parent = id if reader is served else ""  # it is a state of another model
+        about = await saved(reader.states, body.id, found.session, parent)
         told = {"replayed": found.tokens, "after": found.prefix, "encoded": found.encoded}
         return JSONResponse(asdict(about) | told, 201)
 
