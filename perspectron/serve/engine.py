@@ -128,10 +128,10 @@ class Engine:
         """Number of texts that wait for a row."""
         return len(self._waiting)
 
-    def session(self, *, shares: bool = True) -> Session:
-        """A new session of this model, without text. shares: it reads with the store, if there is one."""
+    def session(self) -> Session:
+        """A new session of this model, without text."""
         chunk = self._rows.chunk
-        return Session(self.model, self.tokenizer, chunk=chunk, store=self.store if shares else None)
+        return Session(self.model, self.tokenizer, chunk=chunk, store=self.store)
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue texts, all or none. Full: the queue has no room for them. Closed: the engine is draining."""

@@ -72,13 +72,23 @@ def test_a_prompt_is_read_from_its_first_token_without_its_cache(client, tiny) -
     """Nothing that was read before is used, of the store or of a slot, and nothing is stored."""
     answers = [complete(client, cache_prompt=False, id_slot=1, logprobs=3) for _ in range(2)]
     assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers] == [0, 0]
-    complete(client, prompt="The cat sat. " * 40, cache_prompt=False, echo=True, logprobs=0)
-    assert len(tiny.engine.store) == 0
     first = complete(client, logprobs=3)
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     cached = complete(client, logprobs=3)
     assert cached["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert all(answer["choices"] == cached["choices"] for answer in (*answers, first))
+
+
+@pytest.mark.parametrize("design", ["perspective-tiny", "transformer-tiny"])
+def test_what_is_echoed_without_its_cache_is_not_stored(tmp_path, tokenizer, design) -> None:
+    """Nor after a state."""
+    one = served(tmp_path, tokenizer, design=design)
+    with TestClient(create([one]), base_url="http://localhost") as client:
+        client.post("/v1/states", json={"id": "short", "prompt": "Row 3"})
+        there = len(one.engine.store)
+        for state in (None, "short"):
+            complete(client, prompt="The cat. " * 99, state=state, cache_prompt=False, echo=True, logprobs=0)
+        assert len(one.engine.store) == there
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -245,8 +245,8 @@ class Answers:
         require(entries <= ENTRIES, "logprobs", count, bound)
         found = list[list[Mark]]()
         for ids in read:
-            session = self.served.engine.session(shares=body.cache_prompt) if begun is None else begun
-            task = self.served.engine.run(session.likely(ids, count))
+            session = self.served.engine.session() if begun is None else begun
+            task = self.served.engine.run(session.likely(ids, count, shares=body.cache_prompt))
             pairs = await heard(request, asyncio.wrap_future(task))
             prefix = len(ids) - len(self.served.tokenizer.specials.bare(ids))
             unsaid = max(len(ids) - len(pairs), 0 if begun is not None else max(1, prefix))
