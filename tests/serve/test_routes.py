@@ -7,7 +7,9 @@ import os
 import random
 import re
 import subprocess
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis
 import msgspec
@@ -264,6 +266,36 @@ def test_slots_as_llama_cpp_has_them(client, tiny, tmp_path, tokenizer) -> None:
         assert fresh.post("/slots/2?action=erase", json={}).json()["n_erased"] > 0
     for slot, action, status in ((1, "burn", 400), (99, "save", 400), (0, "save", 404)):
         assert client.post(f"/slots/{slot}?action={action}", json={"filename": "a"}).status_code == status
+
+
+@pytest.mark.parametrize("action", ["save", "restore"])
+@pytest.mark.parametrize("meanwhile", ["completion", "erase"])
+def test_what_happens_to_a_slot_while_its_file_is_moved_stays(
+    client, tiny, monkeypatch, action, meanwhile
+) -> None:
+    complete(client, id_slot=1)
+    assert client.post("/slots/1?action=save", json={"filename": "talk"}).status_code == 200
+    begun, goes_on = threading.Event(), threading.Event()
+    moved = {"save": "save", "restore": "load"}[action]
+    real = getattr(tiny.slot_files, moved)
+
+    def slow(*args):
+        begun.set()
+        assert goes_on.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(tiny.slot_files, moved, slow)
+    with ThreadPoolExecutor() as pool:
+        moving = pool.submit(client.post, f"/slots/1?action={action}", json={"filename": "talk"})
+        assert begun.wait(60)
+        if meanwhile == "erase":
+            client.post("/slots/1?action=erase", json={})
+        else:
+            complete(client, id_slot=1, prompt="Row 3 of 9")
+        there = dict(tiny.slots)
+        goes_on.set()
+        assert moving.result().status_code == (200 if action == "save" else 409)
+    assert tiny.slots == there
 
 
 def test_models_tokens_health_metrics_and_the_page(client, tiny) -> None:

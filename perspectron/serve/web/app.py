@@ -259,15 +259,19 @@ class App:
             gone = served.slots.pop(id, None)
             return {"id_slot": id, "n_erased": 0 if gone is None else len(gone.tokens)}
         served.slot_files.path(body.filename, "filename")
+        held = served.slots.get(id)
         if action == "save":
-            if id not in served.slots:
+            if held is None:
                 raise Missing(f"slot {id} holds nothing; send a completion with id_slot = {id} first")
-            session = await _result(request, served.engine.run(served.slots[id].rereading()))
+            session = await _result(request, served.engine.run(held.rereading()))
             about = await asyncio.to_thread(served.slot_files.save, body.filename, session)
         else:
             session = await asyncio.to_thread(served.slot_files.load, body.filename, served.engine.session())
             about = await asyncio.to_thread(served.slot_files.about, body.filename)
-        served.slots[id] = session
+        if served.slots.get(id) is held:
+            served.slots[id] = session
+        elif action == "restore":
+            raise Busy(f"slot {id}: another request used it meanwhile; ask again when that is done")
         done, moved = ("saved", "written") if action == "save" else ("restored", "read")
         timings = {f"{action}_ms": 1e3 * (time.perf_counter() - start)}
         counts = {f"n_{done}": len(session.tokens), f"n_{moved}": about.bytes, "timings": timings}
