@@ -73,18 +73,20 @@ class DistantStates(States):
         finally:
             remove(path)
 
-    def take(self, name: str, upload: Path, fresh: Session) -> About:
+    def take(self, name: str, upload: Path, fresh: Session, lease: Lease | None = None) -> About:
         """As `States.take`."""
         with self._told(upload, name):
             session = fresh.loaded(upload)
-        return self._keep(name, upload, len(session.tokens), str(session.extra.get("parent", "")), None)[0]
+        return self._keep(name, upload, len(session.tokens), str(session.extra.get("parent", "")), lease)[0]
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, lease: Lease | None = None) -> None:
         """As `States.delete`."""
         at = self._at(self.path(name))
         versions = self._objects.listed(at)
         if not versions:
             super().found(name)
+        if lease is not None:
+            lease.check()
         for version in sorted(versions):
             self._objects.delete(f"{at}/{version}")
             self._forget(self._local(at, version))

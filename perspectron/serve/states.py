@@ -163,12 +163,14 @@ class States:
                 if hold is not None:
                     hold.let_go()
 
-    def take(self, name: str, upload: Path, fresh: Session) -> About:
+    def take(self, name: str, upload: Path, fresh: Session, lease: Lease | None = None) -> About:
         """Check an uploaded file and move it to its name among the states. StateError: it is not a state of this
-        model."""
+        model. Busy as `save`."""
         path = self.path(name)
         with self._told(upload, name):
             fresh.loaded(upload)
+        if lease is not None:
+            lease.check()
         os.replace(upload, path)
         return self.about(name)
 
@@ -178,9 +180,12 @@ class States:
         path = temporary_beside(self.folder / "upload")
         return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
 
-    def delete(self, name: str) -> None:
-        """Delete a state. Missing: it is not there."""
-        self._forget(self.found(name))
+    def delete(self, name: str, lease: Lease | None = None) -> None:
+        """Delete a state. Missing: it is not there. Busy as `save`."""
+        path = self.found(name)
+        if lease is not None:
+            lease.check()
+        self._forget(path)
 
     def _forget(self, path: Path) -> None:
         """Remove a file and what is in memory of it."""

@@ -52,6 +52,8 @@ class App:
     def __init__(self, models: Sequence[Served]) -> None:
         self.models = {served.name: served for served in models}
         self.metrics = Metrics(models)
+        self.loading = asyncio.Lock()
+        """Held while an upload is in memory: one may take half of that."""
 
     def served(self, name: str) -> Served:
         """The model of a name, or the first one without a name. Unknown, which lists the names: there is none."""
@@ -128,8 +130,9 @@ class App:
                             413, f"a state of over {largest:,} bytes, half the memory of this machine"
                         )
                     await asyncio.to_thread(file.write, part)
-            async with writing(served.states, id):
-                about = await asyncio.to_thread(served.states.take, id, path, served.engine.session())
+            async with writing(served.states, id) as lease, turn(request, self.loading):
+                fresh = served.engine.session()
+                about = await asyncio.to_thread(served.states.take, id, path, fresh, lease)
         except ClientDisconnect:
             raise Gone from None
         except OSError as error:
@@ -238,8 +241,8 @@ class App:
         """Delete a state."""
         states = self.served(model).states
         states.path(id)
-        async with writing(states, id):
-            await asyncio.to_thread(states.delete, id)
+        async with writing(states, id) as lease:
+            await asyncio.to_thread(states.delete, id, lease)
         return {"id": id, "object": "state", "deleted": True}
 
     async def slots(self) -> list[dict[str, Any]]:
