@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from perspectron.decode.session import Session
@@ -51,6 +52,9 @@ class DistantStates(States):
             latest[name] = version, size
         found = [about for name, pair in latest.items() if (about := _about(name, *pair)) is not None]
         return sorted(found, key=lambda about: (about.created, about.id))
+
+    def _names(self) -> Sequence[str]:
+        return [about.id for about in self.list()]
 
     def about(self, name: str) -> About:
         """As `States.about`."""

@@ -27,6 +27,7 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.designs.perspective.views import PerspectivesConfig
 from perspectron.model.tuned import parts
+from perspectron.serve import states as states_module
 from perspectron.serve.states import States
 from perspectron.serve.web.app import PAGE, create
 from perspectron.serve.web.likely import shown
@@ -555,6 +556,29 @@ def test_foreign_states_are_refused_and_leave_nothing(client, tiny, tmp_path, to
     assert [path.name for path in tiny.states.folder.iterdir()] == ["mine.state"]
     (tiny.states.folder / "mine.state").write_bytes(b"damaged")
     assert client.post("/v1/completions", json=PROMPT | {"state": "mine"}).status_code == 400
+
+
+def test_the_header_of_a_state_is_parsed_once_for_lists(client, tiny, monkeypatch) -> None:
+    for name in "ab":
+        client.post("/v1/states", json={"id": name, "prompt": "The cat"})
+    parsed, real = list[str](), states_module.read_metadata
+
+    def read_metadata(path):
+        parsed.append(path.name)
+        return real(path)
+
+    before = client.get("/v1/states").json()
+    monkeypatch.setattr(states_module, "read_metadata", read_metadata)
+    assert client.get("/v1/states").json() == before and not parsed
+    answer = client.post("/v1/completions", json=PROMPT | {"state": "nosuch"})
+    assert answer.status_code == 404 and "there are: a, b" in answer.json()["error"]["message"] and not parsed
+    complete(client, state="a", save="b")
+    parsed.clear()
+    after = {about["id"]: about for about in client.get("/v1/states").json()["data"]}
+    assert (after["b"]["parent"], after["a"]) == ("a", before["data"][0]) and "a.state" not in parsed
+    assert client.delete("/v1/states/b").status_code == 200
+    assert [about["id"] for about in client.get("/v1/states").json()["data"]] == ["a"]
+    assert len(tiny.states._entries) == 1
 
 
 def test_a_full_disk_is_said_and_the_server_goes_on(client, monkeypatch) -> None:
