@@ -125,6 +125,11 @@ class Session:
         return self._before
 
     @property
+    def done(self) -> int:
+        """Number of tokens that were read, of those before the text and of the text; the others wait."""
+        return self._read
+
+    @property
     def left(self) -> int | None:
         """How many more tokens the document may have, with a last one that is drawn but not read; None: no limit."""
         most = self._rows.model.config.room

@@ -250,7 +250,7 @@ def test_states_share_their_memory_with_each_other_and_with_stored_prefixes(
 
 
 def test_slots_as_llama_cpp_has_them(client, tiny, tmp_path, tokenizer) -> None:
-    text = "The cat sat on the mat. " * 12
+    text = "The cat sat on the mat. " * 32
     first = complete(client, prompt=text, id_slot=1)
     saved = client.post("/slots/1?action=save", json={"filename": "talk"}).json()
     assert saved["n_saved"] == first["usage"]["total_tokens"] and saved["n_written"] > 0
@@ -263,6 +263,7 @@ def test_slots_as_llama_cpp_has_them(client, tiny, tmp_path, tokenizer) -> None:
         on = text + first["choices"][0]["text"] + " And"
         answer = complete(fresh, prompt=on, id_slot=2)
         assert answer["choices"] == complete(client, prompt=on)["choices"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 2 * 128 - 1
         assert other.engine.store.counters.tokens_saved == 0
         assert fresh.post("/slots/2?action=erase", json={}).json()["n_erased"] > 0
     for slot, action, status in ((1, "burn", 400), (99, "save", 400), (0, "save", 404)):
@@ -408,6 +409,15 @@ def test_a_prompt_of_several_choices_counts_once_also_where_it_was_cached(client
     for _ in range(2):
         usage = complete(client, prompt=prompts, n=2)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] > 128
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_tokens_of_a_state_that_are_not_read_again_count_as_cached(client, n) -> None:
+    first = complete(client, save="a")["usage"]
+    usage = complete(client, prompt=" and", state="a", n=n)["usage"]
+    assert usage["prompt_tokens"] > first["total_tokens"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached == first["total_tokens"] - 1, "the last one was drawn and not read"
 
 
 @pytest.mark.parametrize(

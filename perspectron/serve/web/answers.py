@@ -77,8 +77,8 @@ class _Run:
     """The state as which the text is saved."""
 
     def usage(self) -> dict[str, Any]:
-        """Tokens as OpenAI counts them, a prompt once however many choices it has. Those that the store spared all
-        choices count as cached, except what stands before a text."""
+        """Tokens as OpenAI counts them, a prompt once however many choices it has. Those that a state, a slot or the
+        store spared all choices count as cached, except what stands before a text."""
         drawn = sum(len(job.ids) for job in self.jobs)
         starts = range(0, len(self.jobs), self.n)
         spared = (
