@@ -49,8 +49,9 @@ def given_to(body: schema.Chat) -> dict[str, Any]:
     named = {"tools": tools or None, "reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
     given = {name: value for name, value in named.items() if value is not None}
     for name, value in body.chat_template_kwargs.items():
-        both = f"as in chat_template_kwargs, {schema.short(value)}, or left out"
-        require(given.setdefault(name, value) == value, name, schema.short(given[name]), both)
+        said = schema.short(given.setdefault(name, value))
+        same = f"left out, or {schema.short(value)} as in chat_template_kwargs"
+        require(given[name] == value, name, said, same)
     return given
 
 
