@@ -38,7 +38,8 @@ def plan_training(
     )
     require(gpus % C == 0, "context_parallel", C, f"a divisor of gpus = {gpus}")
     require(gpus % E == 0, "expert_parallel", E, f"a divisor of gpus = {gpus}")
-    require(seq_len >= C and seq_len % C == 0, "seq_len", seq_len, f"a multiple of context_parallel = {C}")
+    require(seq_len >= 1, "seq_len", seq_len, "≥ 1")
+    require(seq_len % C == 0, "seq_len", seq_len, f"a multiple of context_parallel = {C}")
     shape = shape_of(config)
     counts = [block.ffn.count for block in config.blocks if isinstance(block.ffn, RoutedConfig)]
     require(E == 1 or bool(counts), "expert_parallel", E, f"1: {config.name} has no experts")

@@ -67,7 +67,7 @@ class Quickstart:
         start, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
         console.print(f"[bold]1  Text[/]  {escape(str(self.data))}")
         vocab_size = presets.get(MODELS["perspective"]).vocab_size
-        Tokenize(self.data, self.out / "corpus", vocab_size, encoding=self.encoding)()
+        Tokenize(self.data, self.out / "corpus", vocab_size, encoding=self.encoding).within(self.out)
         console.print(
             "\n[bold]2  Training[/]  perspective2-tiny, then its twin, on the same tokens in the same order"
         )

@@ -1,6 +1,5 @@
 """`perspectron serve`."""
 
-import ipaddress
 import os
 import signal
 import socket
@@ -140,6 +139,8 @@ class Serve:
         """ConfigError for what cannot be served, before anything is loaded."""
         for name in NEEDED:
             needs(name, "serve")
+        from perspectron.serve.web.guard import is_local
+
         require(len(self.runs) >= 1, "runs", "none", "at least one folder")
         names = [run.resolve().name for run in self.runs]
         require(len(set(names)) == len(names), "runs", ", ".join(names), "folders of different names")
@@ -162,7 +163,7 @@ class Serve:
         key = self._key()
         require(key is None or len(key) >= 8, "api_key", "of less than 8 characters", "8 characters or more")
         bound = "127.0.0.1 or localhost without --api-key"
-        require(key is not None or _loopback(self.host), "host", self.host, bound)
+        require(key is not None or is_local(self.host), "host", self.host, bound)
 
     def _key(self) -> str | None:
         return self.api_key if self.api_key is not None else os.environ.get(KEY) or None
@@ -214,10 +215,3 @@ class Serve:
             name, engine, opened.tokenizer, kept, slots, self.max_tokens, longest=self.max_prompt,
             template=opened.template(self.template), sampling=sampling,
         )  # fmt: skip
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -38,8 +38,12 @@ class Tokenize:
     json: Json = False
 
     def __call__(self) -> int:
+        return self.within(self.out)
+
+    def within(self, folder: Path) -> int:
+        """The command as a part of what is written to `folder`."""
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
-        corpus = open_corpus(with_encoding(self.data, self.encoding), self.heldout, dev=self.dev)
+        corpus = open_corpus(with_encoding(self.data, self.encoding), self.heldout, dev=self.dev, out=folder)
         if self.out.exists() and not self.out.is_dir():
             raise StorageError(f"{self.out}: not a folder")
         with locked(self.out):

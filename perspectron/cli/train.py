@@ -274,7 +274,7 @@ class Train:
             unique: float = open_shards(Path(train.data)).split("train").tokens
         else:
             with Work("reading the text"):
-                corpus = open_corpus(train.data, train.heldout, template=asked_template(train))
+                corpus = open_corpus(train.data, train.heldout, template=asked_template(train), out=self.out)
                 each = BYTES_PER_TOKEN
                 if train.teacher or train.tokenizer != "bpe":
                     if train.teacher:

@@ -8,6 +8,8 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 
+from perspectron.util.errors import DataError
+
 FENCE = '"""'
 AFTER = 0.02  # seconds to wait for the rest of what is pasted
 END = "\x04"
@@ -16,10 +18,12 @@ END = "\x04"
 class Messages:
     """The messages on standard input, until its end: lines, or what stands between two fences. If several lines are
     pasted into a terminal at once, each that is not blank is a message, until one fails or is interrupted (`drop`). An
-    interrupt while a message is typed drops it."""
+    interrupt while a message is typed drops it, and so does what is not UTF-8; over a pipe that is a DataError."""
 
     def __init__(self, terminal: bool) -> None:
         self.terminal, self.pasted, self.rest, self.ended = terminal, deque[str](), "", False
+        self.read = 0
+        """Bytes read of a pipe."""
         self.edits = None
         if terminal:
             with contextlib.suppress(ImportError):
@@ -31,10 +35,11 @@ class Messages:
         while True:
             try:
                 text = self._message()
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, UnicodeError) as error:
                 if not self.terminal:
                     raise
-                print(file=sys.stderr)
+                typed = isinstance(error, UnicodeError)
+                print("perspectron: error: what was typed is not UTF-8" if typed else "", file=sys.stderr)
                 self.drop()
                 continue
             if text is None:
@@ -65,9 +70,10 @@ class Messages:
         if self.ended:
             return None
         if not self.terminal:
-            return read.rstrip("\r\n") if (read := sys.stdin.readline()) else None
+            return self._piped()
         try:
             text = self._typed(prompt)
+            text.encode()  # Python may let pass what is not UTF-8 as halves of surrogate pairs
         except EOFError:
             return None
         more, end, _ = _waiting().partition(END)
@@ -75,6 +81,15 @@ class Messages:
         self.pasted.extend(lines)
         self.ended = bool(end)
         return text
+
+    def _piped(self) -> str | None:
+        """The next line of a pipe."""
+        line, begin = sys.stdin.buffer.readline(), self.read
+        self.read += len(line)
+        try:
+            return line.decode().rstrip("\r\n") if line else None
+        except UnicodeDecodeError as error:
+            raise DataError(f"standard input: byte {begin + error.start} is not UTF-8") from None
 
     def _typed(self, prompt: str) -> str:
         """A line that is typed after the beginning that was pasted, if any."""

@@ -148,7 +148,7 @@ def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
         require(settings.heldout == Settings.heldout, "heldout", settings.heldout, bound)
         require(settings.dev in (0, Settings.dev), "dev", settings.dev, bound)
     if not (folder / "manifest.json").is_file():
-        corpus = open_corpus(settings.data, settings.heldout, dev=settings.dev)
+        corpus = open_corpus(settings.data, settings.heldout, dev=settings.dev, out=out)
         size = settings.vocab_size or presets.vocabulary(settings.params)
         encode(corpus, made_in(folder, settings.tokenizer, corpus, size), folder)
         for line in corpus.notes():

@@ -87,6 +87,8 @@ class Corpus(abc.ABC):
         self.fingerprint = fingerprint
         self.shares = shares
         self.splits = shares.splits
+        self.apart = list[str]()
+        """Lines that say which folders were left out as a whole."""
         self._tallies = {split: Tally() for split in SPLITS}
 
     @property
@@ -117,7 +119,7 @@ class Corpus(abc.ABC):
         if left_out:
             found = [f"{kind}: {count:,} ({why})" for (kind, why), count in left_out.most_common()]
             lines.append("left out " + _listed(found))
-        return lines
+        return lines + self.apart
 
     def documents(self, split: SplitName) -> Iterator[Document]:
         """Stream one split, always in the same order. DataError if a source can no longer be read."""

@@ -2,6 +2,8 @@
 
 import codecs
 import glob
+import itertools
+from functools import cache
 from pathlib import Path
 
 from perspectron.data.corpus import RULE, RULES, Corpus, Joined, Shares, facts, fingerprint
@@ -12,6 +14,7 @@ from perspectron.data.records import Fields, Records, Table
 from perspectron.data.tables import is_table, open_table, table_of
 from perspectron.data.template import Template
 from perspectron.data.texts import HIDDEN, Files, NoText, divide, open_file, walk
+from perspectron.data.written import Written
 from perspectron.util.config import meant_beside
 from perspectron.util.errors import DataError
 
@@ -26,6 +29,7 @@ def open_corpus(
     dev: float = 0.0,
     template: Template | None = None,
     rule: int = RULE,
+    out: Path | None = None,
 ) -> Corpus:
     """Open `source` and split off its held-out share (a fraction between 0 and 1) and its dev share.
 
@@ -37,8 +41,10 @@ def open_corpus(
     `#encoding=NAME` or `#FIELD&encoding=NAME`. Files and records go to a split by a hash of their relative path, or of
     a record's text; of a single text file the last `heldout` of its bytes is held out, and so it is of a file of a
     folder where whole files would not come near a kind's share. `dev` is taken from what would be trained on: the
-    held-out text is the same without it. With a template every record has a prompt and a completion. rule: `RULE`, or
-    that by which a text was split once, one of `RULES`.
+    held-out text is the same without it, unless a folder has only some hundred characters of text. With a template
+    every record has a prompt and a completion. rule: `RULE`, or that by which a text was split once, one of `RULES`. Of
+    a folder or a pattern, folders that this program wrote (`Written`) are left out, and so is `out`, that of the
+    output.
 
     DataError if nothing is there, it holds no text, it is too small to split, or a share is out of bounds.
     """
@@ -50,13 +56,15 @@ def open_corpus(
         raise DataError(
             f"rule: {rule} is that of another version, which split this otherwise; must be {RULE}, so train again"
         )
-    shares = Shares(heldout, dev)
+    shares, written = Shares(heldout, dev), Written(out)
     try:
         if parts := parts_of(source):
-            return Mixture(
-                source, [(part, _named(part.name, part.source, shares, template)) for part in parts]
-            )
-        return _open(source, shares, template)
+            named = [(part, _named(part.name, part.source, shares, template, written)) for part in parts]
+            corpus: Corpus = Mixture(source, named)
+        else:
+            corpus = _open(source, shares, template, written)
+        corpus.apart = written.notes()
+        return corpus
     except OSError as error:  # of a name that is too long, say
         raise DataError(f"{source[:200]}: cannot be opened ({error.strerror})") from None
 
@@ -69,15 +77,15 @@ def is_encoded(source: str) -> bool:
         return False
 
 
-def _named(name: str, source: str, shares: Shares, template: Template | None) -> Corpus:
+def _named(name: str, source: str, shares: Shares, template: Template | None, written: Written) -> Corpus:
     """Open one of several sources; errors begin with its name."""
     try:
-        return _open(source, shares, template)
+        return _open(source, shares, template, written)
     except DataError as error:
         raise DataError(f"source {name}: {error}") from None
 
 
-def _open(source: str, shares: Shares, template: Template | None) -> Corpus:
+def _open(source: str, shares: Shares, template: Template | None, written: Written) -> Corpus:
     if "://" in source:
         name = source.rstrip("/").rpartition("/")[2] or "FILE"
         raise DataError(f"{source}: a URL; download it first (curl -LO {source}) and give the file, {name}")
@@ -97,10 +105,20 @@ def _open(source: str, shares: Shares, template: Template | None) -> Corpus:
     path = Path(place)
     if path.is_dir():
         kind, root = "folder", str(path.resolve())
-        return _open_files(source, kind, root, walk(path, HIDDEN), shares, fields)
+        if path.resolve() == written.out:
+            raise DataError(
+                f"out = {place}, must be another folder than that of the text, in it or elsewhere"
+            )
+        return _open_files(source, kind, root, walk(path, HIDDEN, written), shares, fields)
     if not path.exists() and _PATTERN & set(place):
+        begin, apart = (
+            Path(*itertools.takewhile(lambda part: not _PATTERN & set(part), path.parts)),
+            cache(written),
+        )
         files = [
-            (name, Path(name)) for name in sorted(glob.glob(place, recursive=True)) if Path(name).is_file()
+            (name, Path(name))
+            for name in sorted(glob.glob(place, recursive=True))
+            if Path(name).is_file() and not any(apart(folder) for folder in _below(begin, Path(name)))
         ]
         if not files:
             raise DataError(f"{place}: no file fits this pattern")
@@ -113,6 +131,11 @@ def _open(source: str, shares: Shares, template: Template | None) -> Corpus:
     _require_records(source, template)
     _require_no_field(place, field)
     return open_file(path, shares, encoding)
+
+
+def _below(begin: Path, file: Path) -> list[Path]:
+    """The folders of a file below `begin`."""
+    return [folder for folder in file.parents if folder != begin and folder.is_relative_to(begin)]
 
 
 def _open_files(

@@ -4,7 +4,7 @@ import fnmatch
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,8 +33,13 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Bytes on disk, or of the text: for progress."""
-        return self.path.stat().st_size if self.end is None else self.end - self.begin
+        """Bytes on disk, or of the text: for progress. DataError: the file is no longer there."""
+        if self.end is not None:
+            return self.end - self.begin
+        try:
+            return self.path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read ({error.strerror})") from error
 
     @property
     def share(self) -> float:
@@ -104,10 +109,13 @@ def open_file(path: Path, shares: Shares, encoding: str = "") -> Corpus:
     return Files(str(path), fingerprint("file", lines), shares, _cut(part, shares))
 
 
-def walk(root: Path, left_out: tuple[str, ...]) -> list[tuple[str, Path]]:
+def walk(
+    root: Path, left_out: tuple[str, ...], apart: Callable[[Path], bool] = lambda _: False
+) -> list[tuple[str, Path]]:
     """Non-empty regular files under `root` as (relative POSIX path, path), sorted.
 
-    Folders and files whose name matches one of the `left_out` patterns are not listed.
+    Folders and files whose name matches one of the `left_out` patterns are not listed, nor folders in `root` of which
+    `apart` is true.
     """
     files: list[tuple[str, Path]] = []
 
@@ -118,7 +126,7 @@ def walk(root: Path, left_out: tuple[str, ...]) -> list[tuple[str, Path]]:
         return [name for name in names if not any(fnmatch.fnmatchcase(name, p) for p in left_out)]
 
     for folder, folders, names in os.walk(root, onerror=refuse):
-        folders[:] = wanted(folders)
+        folders[:] = [name for name in sorted(wanted(folders)) if not apart(Path(folder, name))]
         for path in (Path(folder, name) for name in wanted(names)):
             if path.is_file() and path.stat().st_size:
                 files.append((path.relative_to(root).as_posix(), path))

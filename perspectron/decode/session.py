@@ -125,6 +125,11 @@ class Session:
         return self._before
 
     @property
+    def done(self) -> int:
+        """Number of tokens that were read, of those before the text and of the text; the others wait."""
+        return self._read
+
+    @property
     def left(self) -> int | None:
         """How many more tokens the document may have, with a last one that is drawn but not read; None: no limit."""
         most = self._rows.model.config.room
@@ -175,12 +180,15 @@ class Session:
             self._call((stop if stop is not None and self._read < stop < until else until) - self._read)
 
     @torch.inference_mode()
-    def likely(self, ids: Sequence[int], count: int) -> Generator[int, None, list[Likely]]:
+    def likely(
+        self, ids: Sequence[int], count: int, *, shares: bool = True
+    ) -> Generator[int, None, list[Likely]]:
         """Log-probabilities of ids if they came next, each given all tokens before it, and of the `count` most likely
         tokens in its place; pauses as `reading` does. A first token with nothing before it has none. The session stays
-        as it is. Errors as `append`. NonFiniteError: the logits are not finite."""
+        as it is. shares: what is read is stored. Errors as `append`. NonFiniteError: the logits are not finite."""
         require_whole("count", count, 0)
         own, first, found = self.fork(), len(self._ids), list[Likely]()
+        own._foreign |= not shares
         own.append(ids)
         V = own._rows.tokenizer.vocab_size
         while own._read < len(own._ids):

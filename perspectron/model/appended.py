@@ -351,9 +351,16 @@ class PageError(StateError):
         self.path = path
 
 
-def read(path: Path, before: Sequence[Path] = ()) -> tuple[dict[str, str], dict[str, Tensor]]:
+Check = Callable[[dict[str, str], dict[str, Place]], None]
+"""Called with the metadata of a state and the places of its tensors."""
+
+
+def read(
+    path: Path, before: Sequence[Path] = (), check: Check = lambda _, __: None
+) -> tuple[dict[str, str], dict[str, Tensor]]:
     """(metadata without the fields of the file, tensors). before: files of earlier parts, each named by `page_names`.
-    StateError, which names the file: it is missing, damaged, larger than half the memory, or no saved state."""
+    check: called before the tensors are read. StateError, which names the file: it is missing, damaged, larger than
+    half the memory, or no saved state."""
     earlier, name = list[_Part](), ""
     for page in before:
         try:
@@ -368,12 +375,13 @@ def read(path: Path, before: Sequence[Path] = ()) -> tuple[dict[str, str], dict[
         last = parts[-1]
         if last.metadata.get("page", name) != name:
             raise ValueError(f"it goes on from page {last.metadata['page'][:40]}, not from {name or 'none'}")
+        header = {name: text for name, text in last.metadata.items() if name not in FIELDS}
+        check(header, last.places)
         tensors = dict[str, Tensor]()
         for name, place in last.places.items():
             if name not in last.kinds:
                 file.seek(last.data + place.start)
                 tensors[name] = read_tensor(file, place)
-        header = {name: text for name, text in last.metadata.items() if name not in FIELDS}
         if "whole" in last.metadata:
             fits = _whole(tensors) == last.metadata["whole"]
         else:  # of the previous format

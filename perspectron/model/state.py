@@ -19,7 +19,7 @@ from perspectron.model.config import ModelConfig
 from perspectron.util.config import dump
 from perspectron.util.errors import ConfigError, StateError
 from perspectron.util.files import atomic, parse_json
-from perspectron.util.tensors import JSON_ROOM
+from perspectron.util.tensors import JSON_ROOM, Place
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -382,25 +382,19 @@ def read_state(
     be possible.
     """
     path = Path(path)
-    header, tensors = _read(path, before)
-    if header["model"] != model.fingerprint():
-        raise StateError(
-            f"{path}: state of model {header['model'][:12]}, this model is {model.fingerprint()[:12]}; "
-            "load it with the config and the weights that it was saved with"
-        )
+    start, wanted = LMState(()), dict[str, tuple[Any, Any, Any]]()
+
+    def check(header: dict[str, str], places: dict[str, Place]) -> None:
+        """Refuse what cannot be a state of the model before it takes memory."""
+        nonlocal start, wanted
+        _check_format(path, header)
+        start, wanted = _wanted(path, header, model)
+        for name, place in places.items():
+            if name in wanted and narrow.STORED not in header:
+                _check_leaf(f"{path}: {name}", place, *wanted[name])
+
+    header, tensors = appended.read(path, before, check)
     numbers = _json(path, header, "numbers")
-    kinds = tuple(header[TUNED].split(",")) if TUNED in header else ()
-    if set(kinds) - set(tuned.KINDS) or len(set(kinds)) < len(kinds):
-        raise StateError(f"{path}: {TUNED} is {header[TUNED][:40]!r}, must be of {', '.join(tuned.KINDS)}")
-    try:
-        start = model.init_state(1, device="meta", tuned=kinds)
-    except ConfigError as error:
-        raise StateError(f"{path}: {error}") from None
-    rooms = (
-        pytree.tree_leaves(model.init_state(1, capacity=room, device="meta", tuned=kinds)) for room in (2, 3)
-    )
-    known = zip(pytree.tree_leaves_with_path(start), *rooms, strict=True)
-    wanted = {_name(where): (leaf, *others) for (where, leaf), *others in known}
     if narrow.STORED in header:
         narrow.widened(
             path, tensors, header, {name: getattr(leaf, "dtype", None) for name, (leaf, *_) in wanted.items()}
@@ -434,6 +428,30 @@ def read_state(
     return dataclasses.replace(loaded, model=start.model), _json(path, header, "extra")
 
 
+def _wanted(
+    path: Path, header: dict[str, str], model: Stateful
+) -> tuple[LMState, dict[str, tuple[Any, Any, Any]]]:
+    """(an empty state of the model with the trained parts that the header names, by name its leaves and those of states
+    with room for 2 and for 3 tokens), on the meta device. StateError: another model's, or no such parts."""
+    if header["model"] != model.fingerprint():
+        raise StateError(
+            f"{path}: state of model {header['model'][:12]}, this model is {model.fingerprint()[:12]}; "
+            "load it with the config and the weights that it was saved with"
+        )
+    kinds = tuple(header[TUNED].split(",")) if TUNED in header else ()
+    if set(kinds) - set(tuned.KINDS) or len(set(kinds)) < len(kinds):
+        raise StateError(f"{path}: {TUNED} is {header[TUNED][:40]!r}, must be of {', '.join(tuned.KINDS)}")
+    try:
+        start = model.init_state(1, device="meta", tuned=kinds)
+    except ConfigError as error:
+        raise StateError(f"{path}: {error}") from None
+    rooms = (
+        pytree.tree_leaves(model.init_state(1, capacity=room, device="meta", tuned=kinds)) for room in (2, 3)
+    )
+    known = zip(pytree.tree_leaves_with_path(start), *rooms, strict=True)
+    return start, {_name(where): (leaf, *others) for (where, leaf), *others in known}
+
+
 def _check_leaf(name: str, value: Any, empty: Any, roomy: Any, roomier: Any) -> None:
     """StateError unless a leaf fits those of the model's states: an empty one, and ones with room for 2 and for 3
     tokens. A dimension in which the last two differ may have any size; another must have a size of theirs."""
@@ -441,7 +459,8 @@ def _check_leaf(name: str, value: Any, empty: Any, roomy: Any, roomier: Any) -> 
         if type(value) is not int or not 0 <= value < MOST_TOKENS:
             raise StateError(f"{name} = {str(value)[:40]}, must be a whole number from 0 to 2⁶²")
         return
-    if not isinstance(value, Tensor) or value.dtype != empty.dtype or value.ndim != empty.ndim:
+    same = isinstance(value, Tensor | Place) and len(value.shape) == empty.ndim
+    if not same or value.dtype != empty.dtype:
         raise StateError(f"{name} is {_kind(value)}, must be {_kind(empty)}")
     for size, *sizes in zip(*(x.shape[1:] for x in (value, empty, roomy, roomier)), strict=True):
         if size not in sizes and sizes[1] == sizes[2]:
@@ -449,7 +468,7 @@ def _check_leaf(name: str, value: Any, empty: Any, roomy: Any, roomier: Any) -> 
 
 
 def _kind(value: Any) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:40]
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor | Place) else repr(value)[:40]
 
 
 def _check_counts(state: LMState, positions: int) -> None:
@@ -483,7 +502,9 @@ def load_extra(path: Path | str) -> dict[str, Any]:
     >>> perspectron.load_extra("extra.state")
     {'speaker': 'KING'}
     """
-    return _json(Path(path), _read(Path(path))[0], "extra")
+    header, _ = appended.read(Path(path))
+    _check_format(path, header)
+    return _json(Path(path), header, "extra")
 
 
 def _json(path: Path, header: dict[str, str], field: str) -> dict[str, Any]:
@@ -497,11 +518,9 @@ def _json(path: Path, header: dict[str, str], field: str) -> dict[str, Any]:
     return value
 
 
-def _read(path: Path, before: Sequence[Path] = ()) -> tuple[dict[str, str], dict[str, Tensor]]:
-    header, tensors = appended.read(path, before)
+def _check_format(path: Path | str, header: dict[str, str]) -> None:
     if header.get("format") not in FORMATS or "model" not in header:
         raise StateError(f"{path}: format {str(header.get('format'))[:40]!r}, must be {FORMAT!r}")
-    return header, tensors
 
 
 def fingerprint(config: ModelConfig, weights: dict[str, Tensor]) -> str:

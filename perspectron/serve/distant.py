@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from perspectron.decode.session import Session
@@ -52,6 +53,9 @@ class DistantStates(States):
         found = [about for name, pair in latest.items() if (about := _about(name, *pair)) is not None]
         return sorted(found, key=lambda about: (about.created, about.id))
 
+    def _names(self) -> Sequence[str]:
+        return [about.id for about in self.list()]
+
     def about(self, name: str) -> About:
         """As `States.about`."""
         at = self._at(self.path(name))
@@ -73,18 +77,20 @@ class DistantStates(States):
         finally:
             remove(path)
 
-    def take(self, name: str, upload: Path, fresh: Session) -> About:
+    def take(self, name: str, upload: Path, fresh: Session, lease: Lease | None = None) -> About:
         """As `States.take`."""
         with self._told(upload, name):
             session = fresh.loaded(upload)
-        return self._keep(name, upload, len(session.tokens), str(session.extra.get("parent", "")), None)[0]
+        return self._keep(name, upload, len(session.tokens), str(session.extra.get("parent", "")), lease)[0]
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, lease: Lease | None = None) -> None:
         """As `States.delete`."""
         at = self._at(self.path(name))
         versions = self._objects.listed(at)
         if not versions:
             super().found(name)
+        if lease is not None:
+            lease.check()
         for version in sorted(versions):
             self._objects.delete(f"{at}/{version}")
             self._forget(self._local(at, version))

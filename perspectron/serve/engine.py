@@ -47,8 +47,8 @@ class Closed(Exception):
 class Job:
     """One text to generate. session: the text so far, which belongs to the engine until the last event. emit: called on
     the engine's thread with every piece, or once with an error; must return at once. stream, logprobs, hooks,
-    min_tokens, stop_ids, shares: as in `Rows.add`. ids: tokens drawn. spared: tokens of the prompt that the store had.
-    turn: the turn in which a piece of it was last read."""
+    min_tokens, stop_ids, shares: as in `Rows.add`. ids: tokens drawn. spared: tokens of the prompt that the
+    session had read before, or the store had. turn: the turn in which a piece of it was last read."""
 
     session: Session
     max_tokens: int
@@ -285,7 +285,7 @@ class Engine:
         if piece.id is not None:
             job.ids.append(piece.id)
         if len(job.ids) == 1:
-            job.spared = self._rows.spared(piece.row)
+            job.spared = job.session.done + self._rows.spared(piece.row)
         if piece.finished is not None:
             try:
                 if piece.error is None:

@@ -5,7 +5,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -63,6 +63,8 @@ class States:
         """Prefix of its states' names in `leases`."""
         self._held, self._account = OrderedDict[Path, _Held](), Account(3)
         self._lock = threading.Lock()
+        self._entries = dict[Path, tuple[tuple[int, ...], About | None]]()
+        """List entries that were read, each with the sign of its file (`sign_of`)."""
         sweep(folder)  # uploads and saves that a kill cut short
 
     @contextlib.contextmanager
@@ -89,18 +91,35 @@ class States:
         """File of a saved state. Missing: there is none of this name."""
         path = self.path(name)
         if not path.is_file():
-            known = ", ".join(about.id for about in self.list()[:8]) or "none are saved"
+            known = ", ".join(self._names()[:8]) or "none are saved"
             raise Missing(f"state {name!r} is not there; there are: {known}")
         return path
 
     def list(self) -> list[About]:
         """All states, the oldest first; files that are not states are left out."""
-        found = [about for path in self.folder.glob(f"*{ENDING}") if (about := _about(path)) is not None]
+        paths = set(self.folder.glob(f"*{ENDING}"))
+        found = [about for path in paths if (about := self._about(path)) is not None]
+        for path in list(self._entries):  # a copy, as other threads add some
+            if path not in paths:
+                self._entries.pop(path, None)
         return sorted(found, key=lambda about: (about.created, about.id))
+
+    def _names(self) -> Sequence[str]:
+        """Names of states, from those of their files alone."""
+        names = (path.name.removesuffix(ENDING) for path in self.folder.glob(f"*{ENDING}"))
+        return sorted(name for name in names if NAME.fullmatch(name))
+
+    def _about(self, path: Path) -> About | None:
+        """As the function `_about`, which parses each file once."""
+        sign = sign_of(path)
+        known = self._entries.get(path)
+        if known is None or known[0] != sign:
+            known = self._entries[path] = sign, _about(path)
+        return known[1]
 
     def about(self, name: str) -> About:
         """The list entry of one state. Missing: there is no file of this name, or it is not a state."""
-        about = _about(self.found(name))
+        about = self._about(self.found(name))
         if about is None:
             raise Missing(f"state {name!r}: its file is not one of a state")
         return about
@@ -163,12 +182,14 @@ class States:
                 if hold is not None:
                     hold.let_go()
 
-    def take(self, name: str, upload: Path, fresh: Session) -> About:
+    def take(self, name: str, upload: Path, fresh: Session, lease: Lease | None = None) -> About:
         """Check an uploaded file and move it to its name among the states. StateError: it is not a state of this
-        model."""
+        model. Busy as `save`."""
         path = self.path(name)
         with self._told(upload, name):
             fresh.loaded(upload)
+        if lease is not None:
+            lease.check()
         os.replace(upload, path)
         return self.about(name)
 
@@ -178,9 +199,12 @@ class States:
         path = temporary_beside(self.folder / "upload")
         return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
 
-    def delete(self, name: str) -> None:
-        """Delete a state. Missing: it is not there."""
-        self._forget(self.found(name))
+    def delete(self, name: str, lease: Lease | None = None) -> None:
+        """Delete a state. Missing: it is not there. Busy as `save`."""
+        path = self.found(name)
+        if lease is not None:
+            lease.check()
+        self._forget(path)
 
     def _forget(self, path: Path) -> None:
         """Remove a file and what is in memory of it."""

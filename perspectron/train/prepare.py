@@ -48,7 +48,7 @@ def prepare(
         if not source:
             raise DataError(f"{run}: it is not known what text it was trained on; name a text with --data")
         template = template_of(run, config)
-        corpus = open_corpus(source, config.train.heldout, template=template, rule=config.rule)
+        corpus = open_corpus(source, config.train.heldout, template=template, rule=config.rule, out=run)
         bound = f"heldout, or data a folder that tokenize --dev made of {source}"
         require(config.train.measured_on == "heldout", "measured_on", config.train.measured_on, bound)
         if not resumes:

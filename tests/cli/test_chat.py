@@ -136,6 +136,16 @@ def test_a_mistake_ends_a_script_in_one_line(line, words, talk, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_a_pipe_that_is_not_utf_8_ends_in_a_line_after_the_answers_before(talk, run, capsys, monkeypatch):
+    _, answers, _ = talk("the cat", "a d\u00f6g")
+    text = "the cat\na d\u00f6g\n".encode() + b"sat\xe9 on\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
+    assert main(["chat", str(run), "--max-tokens", "6"]) == 2
+    out, said = capsys.readouterr()
+    in_a_line(said, text.index(b"\xe9"))
+    assert out == answers
+
+
 def test_a_folder_is_no_file_of_a_talk(talk, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for code, _, beside in (talk("the cat", "/save ."), talk("the cat", options=("--keep", "."))):
@@ -379,6 +389,8 @@ def test_pasted_lines_are_messages_one_after_the_other(edited):
     tell('one\n\nt\u2028wo\n"""\nthree\n\nfour\n"""\n\u00e9\nfi', "AFTER '\\xe9'")
     tell("ve\n", "AFTER 'five'")
     tell("drop\nsix\nseven\n", "AFTER 'drop'")
+    os.write(terminal, b"\xff\n")
+    until(lambda: b"UTF-8" in shown or shown.extend(os.read(terminal, 4096)))
     tell("wait\n", "WAITING")
     tell("zzz\n", "AFTER 'wait'")
     until(lambda: b"> " in shown.rpartition(b"AFTER")[2] or shown.extend(os.read(terminal, 4096)))

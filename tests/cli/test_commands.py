@@ -180,9 +180,10 @@ def test_tokenize_then_train_on_it(tmp_path, text, capsys):
 
 @pytest.fixture(scope="module")
 def tour(tmp_path_factory, text) -> tuple[list[str], str]:
-    """The command of a quickstart, and what it prints."""
-    folder = tmp_path_factory.mktemp("tour") / "tour"
-    command = ["quickstart", "--out", str(folder), "--data", str(text), "--steps", "2"]
+    """The command of a quickstart in the folder of its text, and what it prints."""
+    data = shutil.copytree(text, tmp_path_factory.mktemp("tour") / "text")
+    folder = data / "tour"
+    command = ["quickstart", "--out", str(folder), "--data", str(data), "--steps", "2"]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(command) == 0
     return command, out.getvalue()

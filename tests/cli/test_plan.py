@@ -392,6 +392,8 @@ def test_kept_activations_are_those_that_autograd_holds(capsys):
         (["--gpus", "12"], ["local", 8]),
         (["--gpus", "4", "--context-parallel", "3"], ["context_parallel", 3]),
         (["--gpus", "4", "--expert-parallel", "3"], ["expert_parallel", 3]),
+        (["--gpus", "8", "--seq-len", "0"], ["seq_len", 0, "≥"]),
+        (["--gpus", "8", "--seq-len", "-5"], ["seq_len", -5, "≥"]),
         (["--ram", "4G"], ["ram", "4G"]),
     ],
 )

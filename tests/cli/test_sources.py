@@ -68,6 +68,24 @@ def test_a_text_is_tokenized_once_and_by_any_tokenizer(
     assert main(["train", "--data", str(out), *TINY, "--out", str(tmp_path / "run")]) == 0
 
 
+def test_an_output_in_the_folder_of_the_text_is_no_part_of_it(
+    texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, digests = tmp_path / "deep" / "corpus", set[str]()
+    command = ["tokenize", str(tmp_path), "--out", str(out), "--tokenizer", "bytes", "--json"]
+    for time in range(3):
+        assert main(command) == 0
+        said = json.loads(capsys.readouterr().out)
+        digests.add(said["digest"])
+        assert [names(line, out) for line in said["notes"]].count(True) == (time > 0)
+    assert len(digests) == 1
+    run = ["train", "--data", str(tmp_path), *TINY, "--out"]
+    assert main([*run, str(tmp_path / "one")]) == 0 == main([*run, str(tmp_path / "two")])
+    one, other = (open_shards(tmp_path / name / "data") for name in ("one", "two"))
+    assert one.corpus_fingerprint == other.corpus_fingerprint
+    assert names(capsys.readouterr().err, out, tmp_path / "one")
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

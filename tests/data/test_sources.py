@@ -13,12 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 from backports import zstd
 
-from perspectron.data import Corpus, SplitName, absolute, label, open_corpus, with_encoding
+from perspectron import presets
+from perspectron.data import Corpus, SplitName, absolute, encode, label, open_corpus, with_encoding
 from perspectron.data import reading as reading_module
 from perspectron.data.mixture import parts_of
 from perspectron.data.template import Template
+from perspectron.train.checkpoint import save_config
+from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.util.errors import DataError
-from tests.refusals import refused
+from tests.refusals import names, refused
 
 TEXTS = [f"Row {i} says {'well, ' * (i % 4)}ünïcode {i * 7919}.\n" for i in range(300)]
 
@@ -526,3 +529,41 @@ def test_a_column_with_spaces_around_its_name_is_shown_as_it_is(tmp_path):
     with pytest.raises(DataError) as caught:
         open_corpus(f"{tmp_path}/a.csv")
     assert "id, ' text'" in str(caught.value) and f"{tmp_path}/a.csv# text" in str(caught.value)
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*"])
+def test_what_the_program_wrote_is_no_text(tmp_path, tokenizer, pattern):
+    for i in range(5):
+        (tmp_path / f"{i}.txt").write_text(f"{i}: a line of the text\n" * 50)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "manifest.json").write_text('{"format": "of somebody else"}\n' * 9)
+    source = str(tmp_path / pattern)
+    before = open_corpus(source)
+    assert any("other/manifest.json" in d.name for split in before.splits for d in before.documents(split))
+    out = tmp_path / "deep" / "out"
+    (out / "figures").mkdir(parents=True)
+    (out / "figures" / "notes.txt").write_text("what a command wrote\n" * 99)
+    assert open_corpus(source).fingerprint != before.fingerprint
+    again = open_corpus(source, out=out)
+    assert again.fingerprint == before.fingerprint and not before.apart
+    assert names(again.notes()[-1], out)
+    tokenizer.save(out / "tokenizer.json")
+    encode(before, tokenizer, out)
+    (run := tmp_path / "run").mkdir()
+    save_config(run, RunConfig(presets.get("transformer-tiny"), TrainConfig()))
+    lines(run / "metrics.jsonl")
+    again = open_corpus(f"a=1:{source}")
+    assert again.parts[0].fingerprint == before.fingerprint and names(again.notes()[-1], out, run)
+    assert open_corpus(f"{run}/*.jsonl").fingerprint  # what is named is read
+    with refused(DataError, "out", tmp_path):
+        open_corpus(str(tmp_path), out=tmp_path)
+
+
+def test_a_file_that_is_deleted_before_it_is_read_is_named(tmp_path):
+    for i in range(9):
+        (tmp_path / f"{i}.txt").write_text(f"{i}: a line of the text\n" * 200)
+    corpus = open_corpus(str(tmp_path))
+    gone = next(d.name for d in corpus.documents("train") if "@" not in d.name)
+    (tmp_path / gone).unlink()
+    with refused(DataError, tmp_path / gone):
+        list(corpus.documents("train"))

@@ -22,7 +22,7 @@ import perspectron
 import perspectron.model.state as state_module
 from perspectron import presets
 from perspectron.designs.transformer.attention import AttentionConfig
-from perspectron.model import narrow
+from perspectron.model import appended, narrow
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.mixer import mixers
@@ -537,6 +537,19 @@ def test_a_state_that_was_forged_is_refused(model, path, change, named):
     """Whoever passes a state on can write any digest: it has to be what the model's own states are."""
     with refused(StateError, path, *named):
         perspectron.load_state(forged(path, change), model)
+
+
+@pytest.mark.parametrize("of", ["model", "shape"])
+def test_a_state_of_another_model_is_refused_before_its_tensors_are_read(model, path, monkeypatch, of):
+    """They may take half of the memory."""
+    other = {"model": "0" * 64}
+    forged(
+        path,
+        (lambda header, _: header.update(other)) if of == "model" else put(f"{DRM}.z_BD", torch.zeros(2, 8)),
+    )
+    monkeypatch.setattr(appended, "read_tensor", lambda *_: pytest.fail("read"))
+    with refused(StateError, path):
+        perspectron.load_state(path, model)
 
 
 def test_what_a_forged_state_may_hold_other_than_it_does_is_numbers(model, path):

@@ -287,6 +287,11 @@ def test_tools_and_settings_reach_a_template_that_reads_them_and_are_refused_by_
     effort = "{{ reasoning_effort }}{{ enable_thinking }}"
     asked = {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}
     assert seen(client, tiny, effort, **asked) == "lowFalse"
+    twice = asked | {"chat_template_kwargs": {"reasoning_effort": "low"}}
+    assert seen(client, tiny, effort, **twice) == "low"
+    param, words = refused(client, CHAT, HI | twice | {"reasoning_effort": "high"})
+    assert param == "reasoning_effort"
+    in_a_line(words, "reasoning_effort", "'high'", "'low'", "chat_template_kwargs")
     tiny.template = Template(TALK, "here")
     for field, value in ({"tools": [tool], "verbosity": "low"} | asked).items():
         param, words = refused(client, CHAT, HI | {field: value})

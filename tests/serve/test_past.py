@@ -110,6 +110,7 @@ def test_a_state_is_replayed_on_another_on_a_prompt_and_by_another_model(both, t
     assert made["tokens"] == 13 and made["parent"] == "talk"
     made = client.post("/v1/states/talk/rebase", json={"id": "other", "reader": "tiny"}).json()
     assert made["encoded"] == made["tokens"] == len(tokenizer.encode("the cat sat"))
+    assert made["parent"] == ""  # which is a state of another model
     for body in ({"onto": "before", "prompt": "a"}, {"after": 12}, {"after": 11}):
         assert client.post("/v1/states/talk/rebase", json={"id": "no", **body}).status_code == 400
     assert client.post("/v1/states/talk/rebase", json={"id": "no", "reader": "nosuch"}).status_code == 404

@@ -7,7 +7,9 @@ import os
 import random
 import re
 import subprocess
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis
 import msgspec
@@ -25,6 +27,7 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.designs.perspective.views import PerspectivesConfig
 from perspectron.model.tuned import parts
+from perspectron.serve import states as states_module
 from perspectron.serve.states import States
 from perspectron.serve.web.app import PAGE, create
 from perspectron.serve.web.likely import shown
@@ -77,6 +80,18 @@ def test_a_prompt_is_read_from_its_first_token_without_its_cache(client, tiny) -
     cached = complete(client, logprobs=3)
     assert cached["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert all(answer["choices"] == cached["choices"] for answer in (*answers, first))
+
+
+@pytest.mark.parametrize("design", ["perspective-tiny", "transformer-tiny"])
+def test_what_is_echoed_without_its_cache_is_not_stored(tmp_path, tokenizer, design) -> None:
+    """Nor after a state."""
+    one = served(tmp_path, tokenizer, design=design)
+    with TestClient(create([one]), base_url="http://localhost") as client:
+        client.post("/v1/states", json={"id": "short", "prompt": "Row 3"})
+        there = len(one.engine.store)
+        for state in (None, "short"):
+            complete(client, prompt="The cat. " * 99, state=state, cache_prompt=False, echo=True, logprobs=0)
+        assert len(one.engine.store) == there
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -235,7 +250,7 @@ def test_states_share_their_memory_with_each_other_and_with_stored_prefixes(
 
 
 def test_slots_as_llama_cpp_has_them(client, tiny, tmp_path, tokenizer) -> None:
-    text = "The cat sat on the mat. " * 12
+    text = "The cat sat on the mat. " * 32
     first = complete(client, prompt=text, id_slot=1)
     saved = client.post("/slots/1?action=save", json={"filename": "talk"}).json()
     assert saved["n_saved"] == first["usage"]["total_tokens"] and saved["n_written"] > 0
@@ -248,10 +263,41 @@ def test_slots_as_llama_cpp_has_them(client, tiny, tmp_path, tokenizer) -> None:
         on = text + first["choices"][0]["text"] + " And"
         answer = complete(fresh, prompt=on, id_slot=2)
         assert answer["choices"] == complete(client, prompt=on)["choices"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 2 * 128 - 1
         assert other.engine.store.counters.tokens_saved == 0
         assert fresh.post("/slots/2?action=erase", json={}).json()["n_erased"] > 0
     for slot, action, status in ((1, "burn", 400), (99, "save", 400), (0, "save", 404)):
         assert client.post(f"/slots/{slot}?action={action}", json={"filename": "a"}).status_code == status
+
+
+@pytest.mark.parametrize("action", ["save", "restore"])
+@pytest.mark.parametrize("meanwhile", ["completion", "erase"])
+def test_what_happens_to_a_slot_while_its_file_is_moved_stays(
+    client, tiny, monkeypatch, action, meanwhile
+) -> None:
+    complete(client, id_slot=1)
+    assert client.post("/slots/1?action=save", json={"filename": "talk"}).status_code == 200
+    begun, goes_on = threading.Event(), threading.Event()
+    moved = {"save": "save", "restore": "load"}[action]
+    real = getattr(tiny.slot_files, moved)
+
+    def slow(*args):
+        begun.set()
+        assert goes_on.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(tiny.slot_files, moved, slow)
+    with ThreadPoolExecutor() as pool:
+        moving = pool.submit(client.post, f"/slots/1?action={action}", json={"filename": "talk"})
+        assert begun.wait(60)
+        if meanwhile == "erase":
+            client.post("/slots/1?action=erase", json={})
+        else:
+            complete(client, id_slot=1, prompt="Row 3 of 9")
+        there = dict(tiny.slots)
+        goes_on.set()
+        assert moving.result().status_code == (200 if action == "save" else 409)
+    assert tiny.slots == there
 
 
 def test_models_tokens_health_metrics_and_the_page(client, tiny) -> None:
@@ -363,6 +409,15 @@ def test_a_prompt_of_several_choices_counts_once_also_where_it_was_cached(client
     for _ in range(2):
         usage = complete(client, prompt=prompts, n=2)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] > 128
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_tokens_of_a_state_that_are_not_read_again_count_as_cached(client, n) -> None:
+    first = complete(client, save="a")["usage"]
+    usage = complete(client, prompt=" and", state="a", n=n)["usage"]
+    assert usage["prompt_tokens"] > first["total_tokens"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached == first["total_tokens"] - 1, "the last one was drawn and not read"
 
 
 @pytest.mark.parametrize(
@@ -513,6 +568,29 @@ def test_foreign_states_are_refused_and_leave_nothing(client, tiny, tmp_path, to
     assert client.post("/v1/completions", json=PROMPT | {"state": "mine"}).status_code == 400
 
 
+def test_the_header_of_a_state_is_parsed_once_for_lists(client, tiny, monkeypatch) -> None:
+    for name in "ab":
+        client.post("/v1/states", json={"id": name, "prompt": "The cat"})
+    parsed, real = list[str](), states_module.read_metadata
+
+    def read_metadata(path):
+        parsed.append(path.name)
+        return real(path)
+
+    before = client.get("/v1/states").json()
+    monkeypatch.setattr(states_module, "read_metadata", read_metadata)
+    assert client.get("/v1/states").json() == before and not parsed
+    answer = client.post("/v1/completions", json=PROMPT | {"state": "nosuch"})
+    assert answer.status_code == 404 and "there are: a, b" in answer.json()["error"]["message"] and not parsed
+    complete(client, state="a", save="b")
+    parsed.clear()
+    after = {about["id"]: about for about in client.get("/v1/states").json()["data"]}
+    assert (after["b"]["parent"], after["a"]) == ("a", before["data"][0]) and "a.state" not in parsed
+    assert client.delete("/v1/states/b").status_code == 200
+    assert [about["id"] for about in client.get("/v1/states").json()["data"]] == ["a"]
+    assert len(tiny.states._entries) == 1
+
+
 def test_a_full_disk_is_said_and_the_server_goes_on(client, monkeypatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -563,9 +641,16 @@ def test_a_server_begins_without_what_killed_ones_left(tmp_path) -> None:
 
 
 def test_only_this_machine_is_local(client) -> None:
-    for host in ("testserver", "example.org", "localhost.example.org"):
+    for host in (
+        "testserver",
+        "example.org",
+        "localhost.example.org",
+        "127.0.0.1.example.org",
+        "10.0.0.1:80",
+    ):
         assert client.get("/v1/models", headers={"host": host}).status_code == 403
-    assert client.get("/v1/models", headers={"host": "LOCALHOST:8080"}).status_code == 200
+    for host in ("LOCALHOST:8080", "127.0.0.2:8000", "[::1]:8000", "[::1]"):
+        assert client.get("/v1/models", headers={"host": host}).status_code == 200
 
 
 @pytest.mark.parametrize("wrong", ["disk", "header"])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 
+from perspectron.decode.session import Session
 from perspectron.serve import distant
 from perspectron.serve.distant import DistantStates
 from perspectron.serve.states import Missing, States
@@ -163,6 +165,50 @@ def test_a_state_that_is_deleted_while_it_is_asked_for_is_missing(kind, tmp_path
         assert client.get("/v1/states/x/log").status_code == 404
     with pytest.raises(Missing):
         one.states.load("x", one.engine.session(), anew=True)
+
+
+@pytest.mark.parametrize("kind", [States, DistantStates])
+@pytest.mark.parametrize("way", ["PUT", "DELETE"])
+def test_what_is_written_after_its_lease_has_ended_is_refused(kind, way, tmp_path, tokenizer, monkeypatch):
+    """As when the server was stopped for a while: the name may be another's by then."""
+    one, objects = served(tmp_path / "a", tokenizer), objects_of(f"memory://servers{next(NUMBERS)}")
+    if kind is DistantStates:
+        one.states = DistantStates(tmp_path / "a", objects, "states/tiny", Leases(objects))
+    one.states.save("x", one.engine.session().read("The cat"))
+    session = one.engine.session().read("Row 3 of")
+    session.save(tmp_path / "upload")
+    slow = one.states.take if way == "PUT" else one.states.delete
+
+    def stopped(*args):
+        for held in one.states.leases._held:
+            held._ends = 1.0
+        return slow(*args)
+
+    monkeypatch.setattr(one.states, slow.__name__, stopped)
+    with TestClient(create([one]), base_url="http://localhost") as client:
+        before = client.get("/v1/states/x").content
+        answer = client.request(way, "/v1/states/x", content=(tmp_path / "upload").read_bytes())
+        assert answer.status_code == 409 and client.get("/v1/states/x").content == before
+
+
+def test_uploads_are_in_memory_one_at_a_time(tmp_path, tokenizer, monkeypatch):
+    one = served(tmp_path / "a", tokenizer)
+    one.engine.session().read("The cat").save(tmp_path / "upload")
+    content, loading, most = (tmp_path / "upload").read_bytes(), list[int](), list[int]()
+    real = Session.loaded
+
+    def loaded(self, path):
+        loading.append(1)
+        most.append(len(loading))
+        time.sleep(0.2)
+        loading.pop()
+        return real(self, path)
+
+    monkeypatch.setattr(Session, "loaded", loaded)
+    with TestClient(create([one]), base_url="http://localhost") as client, ThreadPoolExecutor() as pool:
+        puts = [pool.submit(client.put, f"/v1/states/{name}", content=content) for name in "abc"]
+        assert {put.result().status_code for put in puts} == {201}
+    assert most == [1, 1, 1]
 
 
 @pytest.mark.parametrize("parent", ["a/b", "x/../../../escaped", "a~b", "", "fine", 5])

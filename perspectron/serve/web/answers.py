@@ -77,8 +77,8 @@ class _Run:
     """The state as which the text is saved."""
 
     def usage(self) -> dict[str, Any]:
-        """Tokens as OpenAI counts them, a prompt once however many choices it has. Those that the store spared all
-        choices count as cached, except what stands before a text."""
+        """Tokens as OpenAI counts them, a prompt once however many choices it has. Those that a state, a slot or the
+        store spared all choices count as cached, except what stands before a text."""
         drawn = sum(len(job.ids) for job in self.jobs)
         starts = range(0, len(self.jobs), self.n)
         spared = (
@@ -208,7 +208,7 @@ class Answers:
             [], body.n, body.n * len(prompts), 0, asyncio.Queue(), [], body.state or "", slot, begins=begins
         )
         if isinstance(body, schema.Completion) and body.echo and logprobs is not None:
-            run.echoed = await self._echoed(asked, body.n, logprobs, begun, request)
+            run.echoed = await self._echoed(asked, body, logprobs, begun, request)
         sampling = sampling_of(body, served.sampling)
         for ids in read:
             held = slot if body.cache_prompt else None
@@ -232,16 +232,21 @@ class Answers:
         return run
 
     async def _echoed(
-        self, read: Sequence[list[int]], n: int, count: int, begun: Session | None, request: Request
+        self,
+        read: Sequence[list[int]],
+        body: schema.Completion,
+        count: int,
+        begun: Session | None,
+        request: Request,
     ) -> list[list[Mark]]:
         """Log-probabilities of the tokens of prompts; none for a text's first one, or its prefix, as clients expect."""
-        entries = n * sum(map(len, read)) * (count + 1)
+        entries = body.n * sum(map(len, read)) * (count + 1)
         bound = f"left out for more than {ENTRIES:,} of them at once; these prompts have {entries:,}"
         require(entries <= ENTRIES, "logprobs", count, bound)
         found = list[list[Mark]]()
         for ids in read:
             session = self.served.engine.session() if begun is None else begun
-            task = self.served.engine.run(session.likely(ids, count))
+            task = self.served.engine.run(session.likely(ids, count, shares=body.cache_prompt))
             pairs = await heard(request, asyncio.wrap_future(task))
             prefix = len(ids) - len(self.served.tokenizer.specials.bare(ids))
             unsaid = max(len(ids) - len(pairs), 0 if begun is not None else max(1, prefix))

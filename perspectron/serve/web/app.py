@@ -52,6 +52,8 @@ class App:
     def __init__(self, models: Sequence[Served]) -> None:
         self.models = {served.name: served for served in models}
         self.metrics = Metrics(models)
+        self.loading = asyncio.Lock()
+        """Held while an upload is in memory: one may take half of that."""
 
     def served(self, name: str) -> Served:
         """The model of a name, or the first one without a name. Unknown, which lists the names: there is none."""
@@ -128,8 +130,9 @@ class App:
                             413, f"a state of over {largest:,} bytes, half the memory of this machine"
                         )
                     await asyncio.to_thread(file.write, part)
-            async with writing(served.states, id):
-                about = await asyncio.to_thread(served.states.take, id, path, served.engine.session())
+            async with writing(served.states, id) as lease, turn(request, self.loading):
+                fresh = served.engine.session()
+                about = await asyncio.to_thread(served.states.take, id, path, fresh, lease)
         except ClientDisconnect:
             raise Gone from None
         except OSError as error:
@@ -200,7 +203,8 @@ class App:
             return (yield from rebasing(session, begun, replayed))
 
         found = await _result(request, reader.engine.run(_later(steps())))
-        about = await saved(reader.states, body.id, found.session, id)
+        parent = id if reader is served else ""  # it is a state of another model
+        about = await saved(reader.states, body.id, found.session, parent)
         told = {"replayed": found.tokens, "after": found.prefix, "encoded": found.encoded}
         return JSONResponse(asdict(about) | told, 201)
 
@@ -237,8 +241,8 @@ class App:
         """Delete a state."""
         states = self.served(model).states
         states.path(id)
-        async with writing(states, id):
-            await asyncio.to_thread(states.delete, id)
+        async with writing(states, id) as lease:
+            await asyncio.to_thread(states.delete, id, lease)
         return {"id": id, "object": "state", "deleted": True}
 
     async def slots(self) -> list[dict[str, Any]]:
@@ -258,15 +262,19 @@ class App:
             gone = served.slots.pop(id, None)
             return {"id_slot": id, "n_erased": 0 if gone is None else len(gone.tokens)}
         served.slot_files.path(body.filename, "filename")
+        held = served.slots.get(id)
         if action == "save":
-            if id not in served.slots:
+            if held is None:
                 raise Missing(f"slot {id} holds nothing; send a completion with id_slot = {id} first")
-            session = await _result(request, served.engine.run(served.slots[id].rereading()))
+            session = await _result(request, served.engine.run(held.rereading()))
             about = await asyncio.to_thread(served.slot_files.save, body.filename, session)
         else:
             session = await asyncio.to_thread(served.slot_files.load, body.filename, served.engine.session())
             about = await asyncio.to_thread(served.slot_files.about, body.filename)
-        served.slots[id] = session
+        if served.slots.get(id) is held:
+            served.slots[id] = session
+        elif action == "restore":
+            raise Busy(f"slot {id}: another request used it meanwhile; ask again when that is done")
         done, moved = ("saved", "written") if action == "save" else ("restored", "read")
         timings = {f"{action}_ms": 1e3 * (time.perf_counter() - start)}
         counts = {f"n_{done}": len(session.tokens), f"n_{moved}": about.bytes, "timings": timings}

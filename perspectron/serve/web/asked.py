@@ -43,10 +43,16 @@ def prompt_of(body: schema.Chat, template: Template, tokenizer: Tokenizer) -> st
 
 
 def given_to(body: schema.Chat) -> dict[str, Any]:
-    """The values besides its messages that a chat gives to the template."""
+    """The values besides its messages that a chat gives to the template. ConfigError: one that is given twice, with
+    another value each."""
     tools = body.tools if body.tool_choice == "auto" else None
     named = {"tools": tools or None, "reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
-    return {name: value for name, value in named.items() if value is not None} | body.chat_template_kwargs
+    given = {name: value for name, value in named.items() if value is not None}
+    for name, value in body.chat_template_kwargs.items():
+        said = schema.short(given.setdefault(name, value))
+        same = f"left out, or {schema.short(value)} as in chat_template_kwargs"
+        require(given[name] == value, name, said, same)
+    return given
 
 
 def tokens_of(body: schema.Chat) -> int | None:

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import hmac
+import ipaddress
 import json
 import re
 
@@ -23,7 +24,6 @@ HEADERS = (
     (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
 )
-LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 BRACKETS = b"[]{}"
 OTHERS = bytes(byte for byte in range(256) if byte not in BRACKETS)
 
@@ -41,8 +41,8 @@ def refusal(
 
 class Guard:
     """Keeps an app behind a key, if there is one, and bounds the size of bodies; uploads of states have a bound of
-    their own. Without a key, only requests to localhost by name are answered, so that a foreign page cannot have its
-    own name resolve to this machine (DNS rebinding)."""
+    their own. Without a key, only requests to a host that `is_local` are answered, so that a foreign page cannot have
+    its own name resolve to this machine (DNS rebinding)."""
 
     def __init__(self, app: ASGIApp, *, key: str | None, largest_upload: int) -> None:
         self.app, self.key, self.largest_upload = app, key, largest_upload
@@ -97,13 +97,21 @@ class Guard:
             return None
         if self.key is None:
             host = headers.get("host", "")
-            if re.sub(r":\d*$", "", host).lower() in LOCAL:
+            if is_local(re.sub(r":\d*$", "", host).removeprefix("[").removesuffix("]")):
                 return None
             return refusal(403, f"host = {host[:80]!r}, must be localhost where no key is set")
         if hmac.compare_digest(_key(headers.get("authorization")), self.key.encode()):
             return None
         message = "a key is needed: send the header Authorization: Bearer KEY"
         return refusal(401, message, "invalid_api_key", www_authenticate='Basic realm="perspectron"')
+
+
+def is_local(host: str) -> bool:
+    """True for localhost and an address of this machine that no other reaches: what is served without a key."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def _secured(send: Send) -> Send:
