@@ -82,7 +82,7 @@ def folder(tmp_path_factory) -> Path:
 def test_every_block_of_the_guides_runs(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     trained = []  # a comparison is planned here, and trained in tests/compare
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     for module in (compare, scale):
         monkeypatch.setattr(module, "finish", lambda out, *_: trained.append(out) or 0)
     for name in RUN:
