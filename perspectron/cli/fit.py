@@ -167,7 +167,7 @@ def _ending(trainer: Trainer, seconds: float) -> list[str]:
     seconds += time.monotonic() - began
     lines = [f"done in {duration(seconds)}: {result}; page: {run / PAGE}"]
     course = [bits for line in read_metrics(run) if "loss" not in line for _, bits in [measured(line)]]
-    if course[-1] > 1.01 * trainer.best:
+    if course and course[-1] > 1.01 * trainer.best:
         lines.append(
             f"the loss rose to {course[-1]:.3f} towards the end, and the best checkpoint was kept: "
             "train for less time, or on more text"

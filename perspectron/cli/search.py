@@ -1,5 +1,6 @@
 """`perspectron search`."""
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,9 +80,10 @@ class Search:
         )
         space = search.read_space(self.space, self.design)
         everyone = search.candidates(self.design, space, self.candidates, self.seed)
-        drawn = len(everyone) == self.candidates or self.seed == 0
-        bound = f"left out: the space has {len(everyone)} combinations, all of which are tried"
-        require(drawn, "seed", self.seed, bound)
+        whole = len(search.candidates(self.design, space, sys.maxsize, 0))
+        begun = (self.out / search.SPACE).is_file()  # with the seed by which it is known
+        bound = f"left out: the space has {whole} combinations, all of which are tried"
+        require(begun or self.seed == 0 or whole > self.candidates, "seed", self.seed, bound)
         data = absolute(with_encoding(self.data, self.encoding))
         settings = Settings(
             tuple(dict.fromkeys(one.variant for one in everyone)), count(self.params, "params"), rungs[-1], 1,

@@ -189,8 +189,10 @@ def keep(out: Path, at: Point, pairs: set[tuple[str, int]]) -> None:
     """Note in the folder of a point, which is new, what is not trained there."""
     folder = folder_of(out, at)
     if pairs and not folder.exists():
-        folder.mkdir(parents=True)
-        write_json(folder / KEPT, sorted(pairs))
+        part = folder.with_name(f"{folder.name}.part")
+        part.mkdir(parents=True, exist_ok=True)
+        write_json(part / KEPT, sorted(pairs))
+        part.rename(folder)
 
 
 def encode_text(out: Path, study: Study) -> None:
@@ -250,11 +252,9 @@ def best_rates(out: Path, study: Study, ratio: float) -> dict[str, float]:
     """The rate of each design from which those of larger sizes follow: the `lowest` of those tried at the smallest
     size. Empty if none have been."""
     path = folder_of(out, Point(study.sizes[0], ratio)) / "rates.json"
-    if not path.is_file():
-        known: dict[str, float] = results_in(out, study).get("rates", {}).get(f"{ratio:g}", {})
-        return known
-    tried = read_json(path, ConfigError)["tried"]
-    return {name: lowest(tried[name]) for name in study.designs if tried[name]}
+    tried = read_json(path, ConfigError)["tried"] if path.is_file() else {}
+    found: dict[str, float] = results_in(out, study).get("rates", {}).get(f"{ratio:g}", {})
+    return found | {name: lowest(tried[name]) for name in study.designs if tried.get(name)}
 
 
 def lowest(tried: Sequence[dict[str, Any]]) -> float:

@@ -65,6 +65,8 @@ def open_corpus(
             corpus = _open(source, shares, template, written)
         corpus.apart = written.notes()
         return corpus
+    except NoText as error:
+        raise NoText("; ".join([str(error), *written.notes()])) from None
     except OSError as error:  # of a name that is too long, say
         raise DataError(f"{source[:200]}: cannot be opened ({error.strerror})") from None
 
@@ -121,7 +123,7 @@ def _open(source: str, shares: Shares, template: Template | None, written: Writt
             if Path(name).is_file() and not any(apart(folder) for folder in _below(begin, Path(name)))
         ]
         if not files:
-            raise DataError(f"{place}: no file fits this pattern")
+            raise NoText(f"{place}: no file fits this pattern")
         return _open_files(source, "pattern", place, files, shares, fields)
     if not path.is_file():
         what = "not a file or folder" if path.exists() else f"no such file or folder{meant_beside(path)}"

@@ -126,7 +126,8 @@ def walk(
         return [name for name in names if not any(fnmatch.fnmatchcase(name, p) for p in left_out)]
 
     for folder, folders, names in os.walk(root, onerror=refuse):
-        folders[:] = [name for name in sorted(wanted(folders)) if not apart(Path(folder, name))]
+        paths = (Path(folder, name) for name in sorted(wanted(folders)))
+        folders[:] = [path.name for path in paths if not path.is_symlink() and not apart(path)]
         for path in (Path(folder, name) for name in wanted(names)):
             if path.is_file() and path.stat().st_size:
                 files.append((path.relative_to(root).as_posix(), path))

@@ -1,5 +1,6 @@
 """Folders that this program wrote, which are no text to read."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def _is_ours(path: Path) -> bool:
     """True if it is a file by which a folder is known: by its format, or as the config of a run, a comparison or
     comparisons of several sizes, which have none."""
     try:
-        values: Any = read_json(path, DataError) if path.is_file() else None
+        values: Any = read_json(path, DataError) if os.path.isfile(path) else None
     except DataError:
         return False
     if not isinstance(values, dict):

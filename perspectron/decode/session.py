@@ -188,7 +188,7 @@ class Session:
         as it is. shares: what is read is stored. Errors as `append`. NonFiniteError: the logits are not finite."""
         require_whole("count", count, 0)
         own, first, found = self.fork(), len(self._ids), list[Likely]()
-        own._foreign |= not shares
+        own._foreign |= not shares  # as for a state from a file, nothing is stored
         own.append(ids)
         V = own._rows.tokenizer.vocab_size
         while own._read < len(own._ids):

@@ -76,8 +76,10 @@ def set_share(model: nn.Module, share: float) -> None:
     """Set the share of every module that has one; it never falls in one that is `frozen`."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name == SHARE:
-                buffer.clamp_(min=share) if getattr(module, "frozen", False) else buffer.fill_(share)
+            if name == SHARE and getattr(module, "frozen", False):
+                buffer.clamp_(min=share)
+            elif name == SHARE:
+                buffer.fill_(share)
 
 
 def converted(model: nn.Module) -> bool:

@@ -502,8 +502,7 @@ def load_extra(path: Path | str) -> dict[str, Any]:
     >>> perspectron.load_extra("extra.state")
     {'speaker': 'KING'}
     """
-    header, _ = appended.read(Path(path))
-    _check_format(path, header)
+    header, _ = appended.read(Path(path), check=lambda header, _: _check_format(path, header))
     return _json(Path(path), header, "extra")
 
 

@@ -63,7 +63,7 @@ class States:
         """Prefix of its states' names in `leases`."""
         self._held, self._account = OrderedDict[Path, _Held](), Account(3)
         self._lock = threading.Lock()
-        self._entries = dict[Path, tuple[tuple[int, ...], About | None]]()
+        self._entries = dict[Path, tuple[tuple[int, ...], About]]()
         """List entries that were read, each with the sign of its file (`sign_of`)."""
         sweep(folder)  # uploads and saves that a kill cut short
 
@@ -113,9 +113,12 @@ class States:
         """As the function `_about`, which parses each file once."""
         sign = sign_of(path)
         known = self._entries.get(path)
-        if known is None or known[0] != sign:
-            known = self._entries[path] = sign, _about(path)
-        return known[1]
+        if known is not None and known[0] == sign:
+            return known[1]
+        about = _about(path)
+        if about is not None:  # else it may be readable later
+            self._entries[path] = sign, about
+        return about
 
     def about(self, name: str) -> About:
         """The list entry of one state. Missing: there is no file of this name, or it is not a state."""

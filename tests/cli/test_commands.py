@@ -388,6 +388,7 @@ def test_a_run_that_was_killed_before_its_result_was_kept_is_measured_when_it_is
     out = tmp_path / "run"
     shutil.copytree(run, out)
     before = json.loads((out / "heldout.json").read_text())
+    (out / "metrics.jsonl").unlink()  # of a run that was copied without
     (out / "heldout.json").unlink() if left is None else (out / "heldout.json").write_text(left)
     assert main(["train", "--resume", str(out)]) == 0
     assert "bits per byte" in capsys.readouterr().err

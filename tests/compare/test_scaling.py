@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from perspectron.cli.main import main
-from perspectron.compare import pool, scaling
+from perspectron.compare import pool, run, scaling
 from perspectron.compare.report.scaling import crossing_rows, html, sentence
 from perspectron.compare.report.summary import STREAMING, WINDOWS
+from perspectron.compare.run import Rate
 from perspectron.compare.scaling import Point, Study
 from perspectron.data import Tokenizer
 from perspectron.presets.rates import FALL, rate
@@ -168,6 +169,11 @@ def test_results_alone_say_which_rates_were_best(tmp_path):
     )
     assert scaling.collected(tmp_path, study)["rates"] == {"20": best}
     assert scaling.transferred(tmp_path, study, POINTS[0]) == best
+    small = scaling.folder_of(tmp_path, POINTS[0])
+    small.mkdir()  # of a size that goes on with these rates
+    run.keep_rates(small, {name: Rate(lr, 0.2) for name, lr in best.items()})
+    assert scaling.collected(tmp_path, study)["rates"] == {"20": best}
+    assert scaling.transferred(tmp_path, study, POINTS[1])["ssd"] == pytest.approx(2.4e-2 * share, rel=5e-3)
 
 
 def test_a_study_that_was_moved_while_it_trained_goes_on(whole, tmp_path):

@@ -152,6 +152,7 @@ def test_a_search_that_could_not_be_planned_leaves_its_folder_to_another(text, t
     ("space", "options", "named"),
     [
         ("heads = [1, 2]", ["--seed", "3"], ["seed", 3, 2]),
+        ("heads = [1, 2]", ["--seed", "3", "--candidates", "2"], ["seed", 3, 2]),
         ("rank = [1]", [], ["gla[rank=1]", "rank", "d_model"]),
         ("heads = []", [], ["heads", "[]"]),
         ("heads = 2", [], ["heads", 2]),

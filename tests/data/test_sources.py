@@ -557,6 +557,8 @@ def test_what_the_program_wrote_is_no_text(tmp_path, tokenizer, pattern):
     assert open_corpus(f"{run}/*.jsonl").fingerprint  # what is named is read
     with refused(DataError, "out", tmp_path):
         open_corpus(str(tmp_path), out=tmp_path)
+    with refused(DataError, "pattern", run):
+        open_corpus(f"{tmp_path}/ru*/*.jsonl")
 
 
 def test_a_file_that_is_deleted_before_it_is_read_is_named(tmp_path):

@@ -161,6 +161,17 @@ def test_what_is_frozen_follows_no_schedule_anew(runs, tmp_path, name, part):
         assert kept and all(torch.equal(found[key], before[key]) for key in kept)
 
 
+def test_a_metric_is_frozen_whatever_else_of_its_mixer_learns(runs, tmp_path):
+    model = small("drm-3m", directions=4, d_token=8, emitter=16)
+    runs.trainer(tmp_path / "source", model, steps=2, eval_every=0).fit()
+    asked = {"steps": 2, "init": str(tmp_path / "source"), "only": ("*.z0",)}
+    trainer = runs.trainer(tmp_path / "run", model, **asked)
+    (before,) = (value.clone() for name, value in trainer.model.named_buffers() if name.endswith("strength"))
+    trainer.fit(until=1)
+    (after,) = (value for name, value in trainer.model.named_buffers() if name.endswith("strength"))
+    assert torch.equal(before, after)
+
+
 def test_float_experts_that_are_frozen_become_ternary_by_the_schedule(runs, tmp_path):
     source, sizes = tmp_path / "source", {"torus": [3, 2]}
     runs.trainer(source, small(**sizes), steps=1).fit()

@@ -189,9 +189,10 @@ class DRM(Mixer):
 
     def set_step(self, step: int) -> None:
         """Set the metric's share of the velocity, which warms up over the first updates; an untrained model uses the
-        maximum, and one that is frozen keeps its own, with adapters too."""
+        maximum, and a metric that is frozen keeps its own, with adapters too."""
         warmup = self.config.strength_warmup
-        if any(p.requires_grad for name, p in self.named_parameters() if ".lora_" not in name):
+        own = (p for name, p in self.named_parameters() if name.startswith("metric") and ".lora_" not in name)
+        if any(p.requires_grad for p in own):
             self.strength.fill_(self.config.strength * (min(step / warmup, 1.0) if warmup else 1.0))
 
     def require_onnx(self, name: str) -> None:

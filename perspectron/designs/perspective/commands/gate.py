@@ -111,7 +111,7 @@ def read(opened: Opened) -> Run:
         sum(parameter.numel() for parameter in opened.model.parameters()),
         train.steps * train.batch_size * train.seq_len * train.accumulate,
         bits,
-        shards.digest,
+        shards.digest[:12],
         on,
         min(train.eval_tokens or there, there),
         train.seq_len,
@@ -138,9 +138,9 @@ def perplexity(runs: Sequence[Run]) -> Condition:
         apart = abs(run.parameters / first.parameters - 1)
         near = f"within {TOLERANCE:.0%} of {first.parameters:,}, those of {first.path}"
         require(apart <= TOLERANCE, f"parameters of {run.path}", run.parameters, near)
-        for name in ("tokens", "text", "measured_on", "measured", "seq_len"):
-            its, own = getattr(first, name), getattr(run, name)
-            require(own == its, f"{name} of {run.path}", own, f"{its}, as {first.path}")
+        for field in ("tokens", "text", "measured_on", "measured", "seq_len"):
+            its, own = getattr(first, field), getattr(run, field)
+            require(own == its, f"{field} of {run.path}", own, f"{its}, as {first.path}")
     pdr, gla = (statistics.fmean(run.bits_per_byte for run in group) for group in (ours, theirs))
     counts = f"{len(ours)} and {len(theirs)} runs, {first.tokens / 1e6:.3g} M tokens"
     return Condition(name, bound, f"{pdr:.3f} against {gla:.3f} bits per byte ({counts})", pdr <= gla)

@@ -30,7 +30,7 @@ GLA = replace(ONE, path=Path("two"), design="gla", bits_per_byte=1.9)
 
 
 def test_the_loss_is_compared_at_equal_size_and_tokens():
-    assert perplexity([ONE, GLA]).holds is False
+    assert perplexity([ONE, GLA]).holds is False and perplexity([ONE, GLA]).name.startswith("PDR's loss")
     assert perplexity([replace(ONE, bits_per_byte=1.8), ONE, GLA]).holds is True
     assert perplexity([ONE]).holds is None and perplexity([GLA]).holds is None
     for change, named in (
