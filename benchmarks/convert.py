@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import common
 import torch
@@ -333,7 +334,7 @@ def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
     by_chats = args.learn == "chats"
     out = args.folder / f"{teacher.name}-{args.to}-{args.learn}-{args.minutes:g}"
     results: dict[str, Any] = {
-        part: report.before(part) for part in ("conversion", "prose", "answers", "beside")
+        part: report.before(part) for part in ("conversion", "drawn", "prose", "answers", "beside")
     }
     if not (teacher / "config.json").is_file():
         run("import", str(source), "--out", str(teacher))
@@ -363,6 +364,10 @@ def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
                 "--out", str(runs["after chats"]),
             )  # fmt: skip
     opened = {name: open_model(path) for name, path in runs.items()}
+    if by_chats and not results["drawn"]:
+        bits = on_its_answers(opened["teacher"], out, DRAWN.temperature)
+        results["drawn"] = report.stamped({"temperature": DRAWN.temperature, "teacher": bits})
+        report.keep(results)
     if not results["prose"]:
         results["prose"] = report.stamped({name: on_text(one, args, teacher) for name, one in opened.items()})
         report.say(f"bits per byte of {args.data}, held out: {results['prose']}")
@@ -378,6 +383,15 @@ def smollm2(args: Any, report: common.Report) -> dict[str, Any]:
         options = conversion.Options(tokens=2 * 8192, stretches=2, contexts=(1024, 8192, 65536))
         results["beside"] = report.stamped(beside(out, QUICK_OPTIONS if args.quick else options))
     return results
+
+
+def on_its_answers(teacher: Opened, out: Path, temperature: float) -> float:
+    """Held-out bits per byte of what the teacher answered, at the temperature at which it was drawn: what a student
+    that learns from the text can come to."""
+    asked, head = config_of(out), teacher.model.head
+    tokenizer, shards, _ = prepare(out, checkpoint.load_config(out))
+    with teacher.autocast(), mock.patch.object(teacher.model, "head", lambda x: head(x) / temperature):
+        return measured(teacher.model, shards, tokenizer, asked)
 
 
 def on_text(opened: Opened, args: Any, teacher: Path) -> float:
