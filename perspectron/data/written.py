@@ -9,8 +9,10 @@ from perspectron.util.files import read_json
 
 SHOWN = 3
 """Most folders that a line names."""
-FILES = ("manifest.json", "progress.json", "config.json", "compare.json", "scale.json")
+FILES = ("manifest.json", "progress.json", "config.json", "compare.json", "scale.json", "convert.json")
 """Files by which such a folder is known."""
+QUICKSTART = (("corpus/manifest.json", "perspective/config.json"), ("model.json", "model/config.json"))
+"""Files by all of which a folder of quickstart is known, of texts or of a model."""
 
 
 class Written:
@@ -24,6 +26,7 @@ class Written:
     def __call__(self, folder: Path) -> bool:
         """True if the folder is one of them."""
         ours = folder.resolve() == self.out or any(_is_ours(folder / name) for name in FILES)
+        ours = ours or any(all(_is_ours(folder / name) for name in names) for names in QUICKSTART)
         if ours and folder not in self.found:
             self.found.append(folder)
         return ours
@@ -36,8 +39,8 @@ class Written:
 
 
 def _is_ours(path: Path) -> bool:
-    """True if it is a file by which a folder is known: by its format, or as the config of a run, a comparison or
-    comparisons of several sizes, which have none."""
+    """True if it is a file by which a folder is known: by its format, or as the config of a run, a comparison,
+    comparisons of several sizes, a conversion or the model of a quickstart, which have none."""
     try:
         values: Any = read_json(path, DataError) if os.path.isfile(path) else None
     except DataError:
@@ -48,5 +51,10 @@ def _is_ours(path: Path) -> bool:
         return str(values["format"]).startswith("perspectron-")
     if path.name == "config.json":
         return "train" in values and isinstance(values.get("model"), dict) and "blocks" in values["model"]
-    fields = {"compare.json": ("settings", "arms"), "scale.json": ("designs", "sizes", "per_parameter")}
+    fields = {
+        "compare.json": ("settings", "arms"),
+        "scale.json": ("designs", "sizes", "per_parameter"),
+        "convert.json": ("config", "windows", "layers", "rows"),
+        "model.json": ("path", "files"),
+    }
     return path.name in fields and all(name in values for name in fields[path.name])

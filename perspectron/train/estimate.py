@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from perspectron.data.loader import Batch
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
-from perspectron.train import lora
+from perspectron.train import checkpoint, lora
 from perspectron.train.config import RunConfig
 from perspectron.train.optim import freeze
 from perspectron.util import ranks
@@ -71,12 +72,17 @@ def require_room(config: RunConfig, device: torch.device, held: float = 1.0) -> 
         weights = PER_FROZEN * (size + merged) + PER_PARAMETER * adapters
     logits = train.batch_size * train.seq_len * config.model.vocab_size
     needs = weights * held + PER_LOGIT * logits * min(held, 1.0)
+    if train.teacher:
+        needs += (
+            PER_FROZEN * parameters(checkpoint.load_config(Path(train.teacher)).model) + PER_LOGIT * logits
+        )
     there = room(device)
     bound = (
         f"≤ {there / 1e9:.1f} GB, the memory free here: use a smaller --batch-size, --seq-len or --preset "
         "(perspectron list), or no --preset, and a size that fits is chosen"
     )
     what = f"memory to train {config.model.name}, {size / 1e6:,.1f} M parameters"
+    what += f", beside {train.teacher}" if train.teacher else ""
     require(needs <= there, what, f"{needs / 1e9:,.1f} GB or more", bound)
 
 

@@ -14,12 +14,15 @@ import pytest
 from backports import zstd
 
 from perspectron import presets
+from perspectron.cli.quickstart_model import _identity
 from perspectron.data import Corpus, SplitName, absolute, encode, label, open_corpus, with_encoding
 from perspectron.data import reading as reading_module
 from perspectron.data.mixture import parts_of
 from perspectron.data.template import Template
 from perspectron.train.checkpoint import save_config
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.convert.config import ConvertConfig
+from perspectron.train.convert.run import noted
 from perspectron.util.errors import DataError
 from tests.refusals import names, refused
 
@@ -559,6 +562,21 @@ def test_what_the_program_wrote_is_no_text(tmp_path, tokenizer, pattern):
         open_corpus(str(tmp_path), out=tmp_path)
     with refused(DataError, "pattern", run):
         open_corpus(f"{tmp_path}/ru*/*.jsonl")
+
+
+def test_a_quickstart_and_a_conversion_that_has_only_begun_are_no_text(tmp_path, tokenizer):
+    before = open_corpus(str(lines(tmp_path / "text.jsonl").parent))
+    run = RunConfig(presets.get("transformer-tiny"), TrainConfig())
+    ours = [tmp_path / name for name in ("of-texts", "of-a-model", "converted")]
+    for folder, name in zip(ours, ("perspective", "model", "stages"), strict=True):
+        (folder / name).mkdir(parents=True)
+        save_config(folder / name, run)
+        (folder / "index.html").write_text("what a command wrote\n" * 99)
+    encode(before, tokenizer, ours[0] / "corpus")
+    (ours[1] / "model.json").write_text(json.dumps(_identity(tmp_path / "text.jsonl")))
+    noted(ours[2], ConvertConfig("teacher", minutes=1))
+    again = open_corpus(str(tmp_path))
+    assert again.fingerprint == before.fingerprint and names(again.notes()[-1], *ours)
 
 
 def test_a_file_that_is_deleted_before_it_is_read_is_named(tmp_path):

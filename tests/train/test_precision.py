@@ -98,6 +98,18 @@ def test_memory_is_asked_for_what_learns_and_what_is_frozen(monkeypatch, part, e
             precision.require_room(run, torch.device("cpu"))
 
 
+def test_memory_is_asked_for_a_teacher_too(monkeypatch):
+    config = presets.get("transformer-tiny", vocab_size=300, d_model=64, layers=2)
+    its = presets.get("transformer-tiny", vocab_size=300, d_model=64, layers=6)
+    monkeypatch.setattr(precision.checkpoint, "load_config", lambda _: RunConfig(its, TrainConfig()))
+    run = RunConfig(config, TrainConfig(batch_size=1, seq_len=1, teacher="runs/large"))
+    needs = 16 * precision.parameters(config) + 4 * precision.parameters(its)
+    for share, fits in ((1.1, True), (0.9, False)):
+        monkeypatch.setattr(precision, "room", lambda _, share=share: share * needs)
+        with nullcontext() if fits else refused(ConfigError, "runs/large"):
+            precision.require_room(run, torch.device("cpu"))
+
+
 def test_the_moments_of_what_learns_alone_are_counted(monkeypatch):
     monkeypatch.setattr(precision, "Peak", lambda: nullcontext(SimpleNamespace(bytes=0)))
     monkeypatch.setattr(precision, "resident", lambda: 0)
