@@ -54,7 +54,7 @@ def _is_ours(path: Path) -> bool:
     fields = {
         "compare.json": ("settings", "arms"),
         "scale.json": ("designs", "sizes", "per_parameter"),
-        "convert.json": ("config", "windows", "layers", "rows"),
+        "convert.json": ("config", "layers", "rows"),
         "model.json": ("path", "files"),
     }
     return path.name in fields and all(name in values for name in fields[path.name])
