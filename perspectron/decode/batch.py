@@ -22,6 +22,7 @@ from perspectron.decode.steps import Steps, stepped, steps_of
 from perspectron.model.cache import Cache
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
+from perspectron.util.errors import StateError
 
 log = logging.getLogger("perspectron")
 WIDTH = 8
@@ -63,6 +64,8 @@ class Batch:
     state: LMState | None = None
     before: LMState | None = None
     """The state before the last token, where it is kept."""
+    kept: tuple[Row, ...] = ()
+    """The rows of which a state before the last token is kept."""
     steps: Steps | Graphs | None = None
     """Recordings or graphs of the model's step, where there are any."""
     drafter: Drafter | None = None
@@ -124,6 +127,7 @@ class Batch:
         may = ahead and not keep and self.drafter is not None and isinstance(self.steps, Steps)
         if not may:
             self.settle(self.rows, drop=True)
+        self.kept = tuple(self.rows) if keep else ()
         groups = [self.rows] if self.state is not None else [[row] for row in self.rows]
         read = list[Read]()
         for rows in groups if self.rows else []:
@@ -248,7 +252,11 @@ class Batch:
         return self.state.take(at)
 
     def before_at(self, at: int) -> LMState:
-        """A copy of a row's state before its last token, where that is kept."""
+        """A copy of a row's state before its last token. StateError where that is not kept."""
+        if self.rows[at] not in self.kept:
+            raise StateError(
+                "before: none is kept before the first token after a prompt, nor without a hook that has keeps_before"
+            )
         own = self.rows[at].before
         if own is not None:
             return own.fork()

@@ -150,14 +150,13 @@ class Disk:
     def get(self, text: Text, at: int) -> Prefix | None:
         """The state after the first `at` tokens of a text; None if there is none. Files are used only if their digests,
         their key and their shapes are right."""
-        key = text.key(at).hex()
+        key, pages = text.key(at).hex(), None
         with self._transaction() as index:
-            if index is None:
-                return None
-            row = index.execute("SELECT page FROM entries WHERE key = ?", (key,)).fetchone()
-            if row is None:
-                return None
-            pages = [self._page(name) for name, _ in self._chain(index, row[0])]
+            row = index and index.execute("SELECT page FROM entries WHERE key = ?", (key,)).fetchone()
+            if index and row:
+                pages = [self._page(name) for name, _ in self._chain(index, row[0])]
+        if pages is None:
+            return None
         prefix, bad = self._read(key, pages)
         with self._transaction(write=True) as index:
             if index is not None and bad is not None:
@@ -173,8 +172,11 @@ class Disk:
 
     def lengths(self, text: Text) -> dict[bytes, list[int]]:
         """By the key of each cell of a text: the offsets in tokens within it at which states of any text are stored."""
+        found = dict[bytes, list[int]]()
         with self._transaction() as index:
-            return {} if index is None else _lengths(index, text.cells)
+            if index is not None:
+                found = _lengths(index, text.cells)
+        return found
 
     def put(self, text: Text, prefix: Prefix) -> None:
         """Store a prefix of a text as an entry, and evict others to make room for it."""

@@ -111,7 +111,8 @@ class Step:
 
     @property
     def before(self) -> LMState:
-        """A copy of the row's state before its last token; there is none before the first one after a prompt."""
+        """A copy of the row's state before its last token. StateError before the first one after a prompt, which has
+        none, and where no hook has `keeps_before`."""
         return self._batch.before_at(self._at)
 
     @property

@@ -55,6 +55,7 @@ def prefill(
     require_whole("chunk", chunk, 1)
     require(len(prompts) >= 1, "prompts", list(prompts), "at least one")
     for row, ids in enumerate(prompts):
+        require(not isinstance(ids, str), f"prompts[{row}]", ids, "ids; a tokenizer encodes text")
         check_ids(ids, model.config.vocab_size, row)
     B = len(prompts)
     if state is not None and state.batch_size != B:

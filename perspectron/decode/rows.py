@@ -176,7 +176,7 @@ class Rows:
         row.from_drawn = bool(own.pending[0]) and (own.drawn[0] > 0 if drawn is None else drawn)
         if self.store is not None and conversation is None and shares:
             row.path = self.store.path(unread, reset=special.reset)
-        if drawn and state is not None and len(unread) == 1 and not begun:
+        if drawn and state is not None and len(unread) == 1 and unread != [special.reset] and not begun:
             self._drawing.join([row])
         else:
             self._reading.append(row)

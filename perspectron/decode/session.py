@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -64,7 +64,11 @@ class Session:
         start: LMState | None = None,
         drafts: Drafter | None = None,
     ) -> None:
-        require(start is None or isinstance(start, LMState), "start", start, "a trained state, an LMState")
+        if start is not None:
+            require(isinstance(start, LMState), "start", start, "a trained state, an LMState")
+            require(start.batch_size == 1, "start", f"a state of {start.batch_size} rows", "one of one row")
+            require(start.model in (None, model.number), "start", "a state of another model", "of this one")
+            require(bool(kinds_of(start)), "start", "a state without trained parts", "a trained one")
         self._rows = Rows(model, tokenizer, chunk=chunk, store=store, together=False, drafts=drafts)
         self._kin: Stateful = model if store is None else store.model
         prefix = [*tokenizer.specials.prefix]
@@ -596,12 +600,18 @@ class Session:
     def _call(self, count: int) -> Tensor:
         """Read the next `count` tokens: the head's input after each [1,T,D]."""
         model, store, start = self._rows.model, self._rows.store, time.perf_counter()
-        state = self._before_call()
+        state, (known, spare) = self._before_call(), self._marks.nearest(len(self._calls))
+        if known < len(self._calls) or spare is None:
+            spare = None if self._state is None else state
+            state = state if spare is None else state.fork()
         part = self._ids[self._read : self._read + count]
         reset = self._rows.tokenizer.specials.reset
-        hidden_1TD, self._state = read_all(
-            model, [part], state, fresh=[self._state is None], reset=reset, drawn=self._was_drawn(self._read)
-        )
+        begins, drawn = self._state is None, self._was_drawn(self._read)
+        try:
+            hidden_1TD, self._state = read_all(model, [part], state, fresh=[begins], reset=reset, drawn=drawn)
+        except BaseException:  # it may have written into the state
+            self._state = None if begins else cast(LMState, spare).fork()
+            raise
         self._seconds += time.perf_counter() - start
         self._count(count)
         if store is not None and not self._foreign and (path := self._beginning()) is not None:

@@ -125,7 +125,7 @@ class PrefixStore:
         if shared is not None:
             self._disk = Shared(shared, disk_bytes, self.model, self.counters)
         elif folder is not None:
-            self._disk = Disk(folder, disk_bytes, self.model, self.counters)
+            self._disk = Disk(File(folder), disk_bytes, self.model, self.counters)
 
     @property
     def used_bytes(self) -> int:

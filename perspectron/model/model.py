@@ -31,7 +31,7 @@ from perspectron.ops.attention import places
 from perspectron.ops.dispatch import captured, check_consumed, gradients_off, recorder
 from perspectron.ops.fused import batch_invariant
 from perspectron.util import ranks
-from perspectron.util.config import one_of, require
+from perspectron.util.config import one_of, require, require_choices
 from perspectron.util.errors import ConfigError, StateError
 from perspectron.util.machine import memory
 from perspectron.util.streams import stream
@@ -91,6 +91,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        require_choices(config)
         self.config = config
         self.number = next(_numbers)
         """Number of this model in this process; its states carry it."""
@@ -236,7 +237,10 @@ class LanguageModel(nn.Module):
         aux |= self.terms(logits_BTV, reset_BT, pad_BT)
         loss = None
         if targets is not None:
-            total = fused.entropy(logits_BTV.flatten(0, 1), targets.flatten())
+            wanted = tuple(logits_BTV.shape[:2])
+            bound = f"{wanted}, as the tokens have"
+            require(tuple(targets.shape) == wanted, "shape of targets", tuple(targets.shape), bound)
+            total = fused.entropy(logits_BTV.flatten(0, 1), targets.flatten().long())
             loss = ranks.all_reduce_sum(total) / ranks.all_reduce_sum((targets != -100).sum()).clamp_min(1)
         return Output(logits_BTV, state, loss, aux, *(() if seen is None else seen.result(hidden_BTD)))
 

@@ -147,6 +147,8 @@ class LMState:
             raise StateError(
                 f"select: rows are {rows_N.dtype}, must be whole numbers; for a mask give mask.nonzero()[:, 0]"
             )
+        if rows_N.ndim != 1:
+            raise StateError(f"select: rows have shape {tuple(rows_N.shape)}, must be a list, as [0]")
         rows_N = rows_N.to(torch.int64)
         for row in rows_N.tolist():
             self._check(row)
@@ -190,8 +192,19 @@ class LMState:
         return next((count for count in counts if count is not None), None)
 
     def detach(self) -> "LMState":
-        """The same values, detached from the autograd graph (for truncated backpropagation through time)."""
-        return self._map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
+        """The same values, detached from the autograd graph (for truncated backpropagation through time). Outside of
+        inference mode those that were made in it are copied, so that gradients can flow after them."""
+
+        def own(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return (
+                leaf.clone()
+                if leaf.is_inference() and not torch.is_inference_mode_enabled()
+                else leaf.detach()
+            )
+
+        return self._map(own)
 
     def to(self, device: torch.device | str) -> "LMState":
         device = torch.device(device)

@@ -171,6 +171,11 @@ def attend(
     if causal and k.shape[2] != T:
         raise ValueError(f"causal = True of {T} queries and {k.shape[2]} keys, must be as many")
     scale = K**-0.5 if scale is None else scale
+    if causal and mask is not None:
+        mask, causal = mask & mask.new_ones(T, T).tril(), False
+    if V > K and T > 1:  # no fused kernel takes wider values
+        q_BHTK, k = (F.pad(x, (0, V - K)) for x in (q_BHTK, k))
+        K = V
     drop = None if gradients_off() else drop
     if drop is not None or (T > 1 and (cap is not None or forward_mode())):
         return _explicit(q_BHTK * scale, k, v, mask, causal, cap, drop)

@@ -212,6 +212,20 @@ def _load_scalar(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
+def require_choices(config: Any, where: str = "") -> None:
+    """ConfigError for a field of a config, or of a config in it, that is none of the values that its type lists. `load`
+    refuses it itself; a config that is made in Python can have it."""
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), f"{where}{field.name}"
+        if typing.get_origin(field.type) is Literal:
+            one_of(value, typing.get_args(field.type), name)
+        several = isinstance(value, tuple)
+        parts = [(f"{name}[{i}]", item) for i, item in enumerate(value)] if several else [(name, value)]
+        for place, part in parts:
+            if dataclasses.is_dataclass(part):
+                require_choices(part, f"{place}.")
+
+
 def one_of(value: Any, allowed: Iterable[Any], where: str) -> Any:
     """Return `value` if it is among `allowed`; otherwise raise a ConfigError that lists them, or, of many, names the
     one that was probably meant."""

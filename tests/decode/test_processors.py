@@ -14,7 +14,7 @@ from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
-from perspectron.util.errors import ConfigError, PerspectronError
+from perspectron.util.errors import ConfigError, PerspectronError, StateError
 from tests.decode.conftest import drain
 from tests.refusals import refused
 
@@ -397,3 +397,25 @@ def test_a_hook_that_fails_while_its_row_reads_leaves_no_other_row_behind(perspe
     before = rows.unread[other]
     assert [piece.row for piece in rows.step()] == [failing]
     assert rows.unread == {other: before - 2}
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_there_is_no_state_before_the_first_token_after_a_prompt(perspective, tokenizer, together) -> None:
+    class Looking(Hook):
+        keeps_before = True
+        kept = True
+
+        def logits(self, logits_NV, step):
+            if step.row.drawn or not self.kept:
+                assert step.before.batch_size == 1
+            return logits_NV
+
+    look = Looking()
+    rows = Rows(perspective, tokenizer, together=together, hooks=[look])
+    first = rows.add("the cat", max_tokens=6, min_tokens=6)
+    rows.step(), rows.step()
+    look.kept = False
+    second = rows.add("and then", max_tokens=6, min_tokens=6)
+    found = {piece.row: piece.error for piece in rows.step()}
+    assert found[first] is None
+    assert isinstance(found[second], StateError) and "keeps_before" in str(found[second])

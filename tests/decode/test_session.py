@@ -23,9 +23,10 @@ from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
+from perspectron.model.model import build
 from perspectron.model.state import LMState, read_state, save_state
 from perspectron.util.errors import ConfigError, StateError
-from tests.decode.conftest import VOCAB, make
+from tests.decode.conftest import VOCAB, drain, make
 from tests.decode.test_rows import GREEDY, SETTINGS, equal, prompt_of
 from tests.decode.test_store import CHUNK, small
 from tests.refusals import refused
@@ -495,3 +496,78 @@ def test_to_say_a_word_takes_no_copy_of_a_long_text(perspective, tokenizer) -> N
     tracemalloc.stop()
     assert most < 500_000, "a list of 200,000 has 1.6 MB"
     assert len(session.tokens) == 200_000 + len(tokenizer.encode("The cat")) + 9
+
+
+def ending(after: int):
+    """A hook that lets the token that ends texts be drawn after so many others."""
+    left = [after]
+
+    def hook(ids, scores):
+        left[0] -= 1
+        if left[0] < 0:
+            scores = torch.full_like(scores, -torch.inf)
+            scores[:, 0] = 0
+        return scores
+
+    return hook
+
+
+@pytest.mark.parametrize("design", ["perspective2", "transformer", "gdn"])
+def test_what_is_said_after_a_drawn_end_of_text_begins_anew(design: str, tokenizer, tmp_path) -> None:
+    model = small(design)
+    session = session_of(model, tokenizer).read(prompt_of(15, 1))
+    session.say(9, sampling=SAMPLED, hooks=[ending(2)])
+    assert session._ids[-1] == tokenizer.specials.reset
+    session.save(tmp_path / "one")
+    likely = []
+    for one in (session.fork(), session_of(model, tokenizer)):
+        rows = Rows(model, tokenizer, chunk=CHUNK, together=False)
+        one.enter(rows, max_tokens=1, sampling=SAMPLED, stream=0, logprobs=VOCAB)
+        likely += [dict(piece.likely) for piece in rows.step()]
+    assert likely[0] == pytest.approx(likely[1], rel=1e-4)
+    talk = Conversation.load(tmp_path / "one", model)
+    again = generate(model, tokenizer, [""], max_tokens=5, sampling=SAMPLED, conversation=talk, chunk=CHUNK)
+    assert session.say(5, sampling=SAMPLED) == again.texts[0]
+
+
+def test_a_drawn_end_of_text_leaves_all_positions_free(tokenizer) -> None:
+    model = build(presets.small("gpt2", vocab_size=VOCAB, d_model=32, layers=2, seq_len=24), seed=5)
+    assert model.config.positions == 24
+    session = session_of(model, tokenizer).read(prompt_of(20, 1))
+    session.say(4, sampling=SAMPLED, hooks=[ending(2)])
+    rows = Rows(model, tokenizer, chunk=CHUNK)
+    session.enter(rows, max_tokens=20, min_tokens=20, stream=0)
+    assert len(drain(rows)) == 20
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["marked", "unmarked"])
+@pytest.mark.parametrize("design", ["perspective2", "gdn", "transformer"])
+def test_an_interrupted_read_is_read_again(design: str, marked: bool, tokenizer, monkeypatch) -> None:
+    model, text = small(design), prompt_of(50, 1)
+    straight, session = session_of(model, tokenizer).read(text), session_of(model, tokenizer)
+    passes = [0]
+
+    def stop(*_) -> None:
+        passes[0] += 1
+        if not marked:
+            monkeypatch.setattr(session._marks, "nearest", lambda calls: (0, None))
+        if passes[0] == 4:
+            raise KeyboardInterrupt
+
+    hook = model.blocks[1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        session.read(text)
+    hook.remove()
+    assert 0 < session.done < len(text)
+    session.read([])
+    equal(session._state, straight._state)
+
+
+def test_a_session_begins_with_a_trained_state_of_one_row_and_its_model(tokenizer) -> None:
+    model, other = small("perspective2"), small("gdn")
+    trained = model.init_state(1, tuned=("first",))
+    assert session_of(model, tokenizer, start=trained).start is trained
+    plain, two = model.init_state(1), model.init_state(2, tuned=("first",))
+    for start in (plain, two, other.init_state(1, tuned=("first",))):
+        with refused(ConfigError, "start"):
+            session_of(model, tokenizer, start=start)

@@ -355,3 +355,25 @@ def test_the_store_of_another_model_is_refused(tokenizer) -> None:
     for made in (Rows, Session):
         with refused(ConfigError, "store"):
             made(model, tokenizer, chunk=CHUNK, store=PrefixStore(other, chunk=CHUNK))
+
+
+@pytest.mark.parametrize("statement", ["SELECT page", "SELECT DISTINCT"])
+def test_an_index_that_fails_stops_nothing(statement, perspective, tokenizer, tmp_path) -> None:
+    class Broken:
+        def __init__(self, index) -> None:
+            self.index = index
+
+        def __getattr__(self, name):
+            return getattr(self.index, name)
+
+        def execute(self, query, *values):
+            if query.startswith(statement):
+                raise sqlite3.OperationalError("disk I/O error")
+            return self.index.execute(query, *values)
+
+    text = prompt_of(37, 1)
+    store = PrefixStore(perspective, chunk=CHUNK, folder=str(tmp_path), memory_bytes=0)
+    Session(perspective, tokenizer, chunk=CHUNK, store=store).read(text)
+    store._disk._index = Broken(store._disk._index)
+    same(answered(perspective, tokenizer, text, store), answered(perspective, tokenizer, text, None))
+    assert store.counters.failed > 0

@@ -22,8 +22,8 @@ from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
 from perspectron.model.block import NoState
-from perspectron.model.config import BlockConfig, ModelConfig
-from perspectron.model.ffn import SwiGLUConfig, TiedConfig
+from perspectron.model.config import BlockConfig, ModelConfig, SequentialConfig
+from perspectron.model.ffn import MLPConfig, SwiGLUConfig, TiedConfig
 from perspectron.model.mixer import Mixer, mixers
 from perspectron.model.model import LanguageModel, build, init
 from perspectron.ops import pdr
@@ -648,3 +648,31 @@ def test_building_a_model_loads_no_compiler():
     )
     said = subprocess.check_output([sys.executable, "-c", program], text=True)
     assert said.strip() == "[]"
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 2), (6,)])
+def test_targets_of_another_shape_are_refused(shape) -> None:
+    model = perspectron.build(presets.get("gla", vocab_size=40, d_model=16, layers=1, heads=2, hidden=16))
+    ids = torch.randint(0, 40, (2, 3))
+    assert model(ids.int(), targets=ids.int()).loss == model(ids, targets=ids).loss
+    with refused(ConfigError, "targets", *shape):
+        model(ids, targets=torch.zeros(shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "change"),
+    [
+        ("norm", "batch", lambda c: dataclasses.replace(c, norm="batch")),
+        ("blocks[0].ffn.activation", "relu", lambda c: _first(c, ffn=SwiGLUConfig(24, "relu"))),
+        ("blocks[0].ffn.activation", "silu", lambda c: _first(c, ffn=MLPConfig(24, "silu"))),
+        ("blocks[0].residual.norm", "Pre", lambda c: _first(c, residual=SequentialConfig("Pre"))),
+    ],
+)
+def test_a_value_that_its_field_does_not_list_is_refused(field, value, change) -> None:
+    config = presets.get("gla", vocab_size=40, d_model=16, layers=1, heads=2, hidden=16)
+    with refused(ConfigError, field, value):
+        perspectron.build(change(config))
+
+
+def _first(config, **parts):
+    return dataclasses.replace(config, blocks=(dataclasses.replace(config.blocks[0], **parts),))

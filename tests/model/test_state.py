@@ -723,3 +723,14 @@ def test_a_fork_and_a_file_hold_the_tokens_that_are_there(tmp_path):
     assert keys_and_values * 30 <= (tmp_path / "state").stat().st_size <= keys_and_values * 30 + 2000
     assert all(torch.equal(one, said[0]) for one in said)
     assert into.layers[0].k_BHSK.data_ptr() == again.layers[0].k_BHSK.data_ptr()
+
+
+def test_a_state_of_inference_is_trained_after_once_it_is_detached() -> None:
+    model = perspectron.build(presets.get("perspective2-tiny", vocab_size=40, layers=2))
+    ids = torch.randint(0, 40, (1, 6))
+    with torch.inference_mode():
+        state = model(ids).state
+    model(ids, state.detach(), targets=ids).loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    with refused(StateError, "select"):
+        state.select(torch.tensor(0))

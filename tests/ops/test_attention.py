@@ -328,3 +328,20 @@ def test_weights_of_few_queries_are_dropped_too(T):
     ring = tuple(x.new_zeros(2, 3, 1, 8) for x in (k, v))
     start, at = torch.zeros(2, dtype=torch.int64), at_places(T, 2, False, False)
     assert not attention.windowed(q, k, v, ring, start, at, drop=torch.zeros_like).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_mask_and_causal_are_both_kept_and_values_may_be_wider(dtype, grad) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, H, 6, W, dtype=dtype) for H, W in ((4, 4), (2, 4), (2, 7)))
+    mask = (torch.rand(2, 6, 6) < 0.6) | torch.eye(6, dtype=torch.bool)
+    seen = torch.ones(6, 6, dtype=torch.bool).tril()
+    scores = (q * 4**-0.5) @ k.repeat_interleave(2, 1).mT
+    q.requires_grad_(grad)
+    for given, causal, sees in ((mask, True, mask & seen), (None, True, seen), (mask, False, mask)):
+        sees = sees if sees.ndim == 2 else sees[:, None]
+        want = scores.masked_fill(~sees, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+        for width in (7, 4):
+            found = attention.attend(q, k, v[..., :width], given, causal=causal)
+            torch.testing.assert_close(found.detach(), want[..., :width], rtol=1e-4, atol=1e-5)
