@@ -218,7 +218,8 @@ def trained(folder: Path, made: Path, tokens: int, seed: int, its: Path | None =
     out.mkdir(parents=True, exist_ok=True)
     tokenizer, shards, _ = prepare(out, whole)
     trainer = Trainer(out, whole, tokenizer, shards)
-    trainer.fit()
+    if stopped := trainer.fit():
+        raise SystemExit(128 + stopped)
     return {
         "bits_per_byte": measured(trainer.model, shards, tokenizer, asked),
         "tokens": trainer.progress.tokens,

@@ -57,7 +57,8 @@ def train(
     active = sum(p.numel() for p in trainer.model.parameters())
     active -= sum(m.idle_parameters() for m in trainer.model.modules() if hasattr(m, "idle_parameters"))
     report.say(read, f"{active / 1e6:.1f} M parameters of each token", "")
-    trainer.fit()
+    if stopped := trainer.fit():
+        raise SystemExit(128 + stopped)
     return trainer.model, tokenizer, shards
 
 
