@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from perspectron.experts.router import Choice, Routed, RoutedConfig, Views, wider
 from perspectron.experts.ternary import int8, ternary
@@ -210,7 +211,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(y_ND: Tensor, gate_N: Tensor) -> Tensor:
-        return y_ND.view_as(y_ND)
+        return y_ND.view_as(y_ND) if forward_ad._current_level < 0 else y_ND.clone()  # `jvp` gives no view
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

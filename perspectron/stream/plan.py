@@ -238,7 +238,8 @@ def uniform_hit_rate(experts: Sequence[int], slots: int, chosen: Sequence[int] =
         draws_TL = random.integers(0, experts, (2 * tokens, len(experts)))
     else:
         orders = [
-            random.random((2 * tokens, E)).argsort(1)[:, :K] for E, K in zip(experts, counts, strict=True)
+            random.random((2 * tokens, E)).argsort(1)[:, :K].copy()  # a view would keep all E
+            for E, K in zip(experts, counts, strict=True)
         ]
         draws_TL = np.concatenate(orders, 1)
     starts = np.repeat(np.cumsum((0, *experts[:-1])), counts)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import tracemalloc
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from perspectron.model.census import census, packed_bytes
 from perspectron.ops import tiles
 from perspectron.ops.packing import LAYOUTS, Packed, pack, pack_tiles
 from perspectron.quant.convert import convert
+from perspectron.stream import plan
 from perspectron.stream.expert_file import ExpertLayout
-from perspectron.stream.plan import Needs, Rates, bounds, case, needs, place
+from perspectron.stream.plan import Needs, Rates, bounds, case, needs, place, uniform_hit_rate
 from perspectron.util.errors import ConfigError
 from tests.refusals import refused
 
@@ -171,6 +173,16 @@ def test_a_gpu_holds_the_shared_part_and_two_experts(small):
     assert not place(small, 3 * small.slot, least - 1).fits
     assert not place(small, small.slot - 1, least).fits
     assert case(small, found, "x", 0.5).pcie == 6 * small.slot
+
+
+def test_random_uses_are_counted_in_the_memory_of_those_chosen(monkeypatch):
+    monkeypatch.setattr(plan, "USES", 1000)
+    E, tokens = 64, 20 * 64
+    tracemalloc.start()
+    uniform_hit_rate([E] * 16, 512, [2] * 16)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 * (2 * tokens * E * 8)  # a layer's draws, their order, and what is chosen of all 16
 
 
 def test_without_experts_nothing_streams():

@@ -263,10 +263,10 @@ def torus(z_TS: Tensor, shuffled_TS: Tensor) -> dict[str, Any]:
     """Turns around the planes of leading principal components, for the text and for its tokens shuffled. A plane is a
     sign of a circle where the path keeps away from its middle and turns more one way than shuffled tokens do."""
     mean_S = z_TS.mean(0)
-    _, _, axes_SS = torch.pca_lowrank(z_TS - mean_S, q=min(2 * PLANES, z_TS.shape[1]), center=True, niter=4)
+    axes_SK = components(z_TS - mean_S, min(2 * PLANES, z_TS.shape[1]))
     found = []
-    for plane in range(axes_SS.shape[1] // 2):
-        pair = axes_SS[:, 2 * plane : 2 * plane + 2]
+    for plane in range(axes_SK.shape[1] // 2):
+        pair = axes_SK[:, 2 * plane : 2 * plane + 2]
         text, mixed = (turns((x - mean_S) @ pair) for x in (z_TS, shuffled_TS))
         apart = text["low"] > mixed["high"] or text["high"] < mixed["low"]
         off_zero = text["low"] > 0 or text["high"] < 0
@@ -275,6 +275,17 @@ def torus(z_TS: Tensor, shuffled_TS: Tensor) -> dict[str, Any]:
         "planes": found,
         "verdict": "consistent with" if sum(p["sign"] for p in found) >= 2 else "no sign",
     }
+
+
+def components(z_TS: Tensor, count: int) -> Tensor:
+    """The leading principal components [S, count] of points around 0, from their covariance in float64. The greatest
+    entry of each is positive."""
+    covariance_SS = torch.zeros(z_TS.shape[1], z_TS.shape[1], dtype=torch.float64)
+    for part in z_TS.split(CHUNK):
+        covariance_SS += part.double().mT @ part.double()
+    axes_SK = torch.linalg.eigh(covariance_SS).eigenvectors.flip(1)[:, :count]
+    sign_1K = axes_SK.gather(0, axes_SK.abs().argmax(0, keepdim=True)).sign()
+    return (axes_SK * sign_1K).to(z_TS.dtype)
 
 
 def turns(point_T2: Tensor) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from perspectron.designs.drm.head import EmitterConfig
 from perspectron.designs.drm.mixer import DRMConfig, Risk
 from perspectron.model.config import BlockConfig, ModelConfig, NoResidualConfig
 from perspectron.presets.table import DESIGNS, Shape, Sizes, design, preset
+from perspectron.util.config import require
 
 
 def _widths(_: Shape) -> Iterable[Sizes]:
@@ -31,6 +32,8 @@ def drm(
     embedding_norm: bool = False,
 ) -> ModelConfig:
     """One recurrent block with an emitter as its head; embeddings start at N(0, 1) (docs/designs/drm.md#head)."""
+    blindspot = mixer.losses.blindspot
+    require(risk or blindspot == 0, "blindspot", blindspot, "0 where risk is off")
     mixer = replace(mixer, risk=Risk() if risk else None)
     block, head = BlockConfig(mixer, None, NoResidualConfig()), EmitterConfig(emitter, stability)
     return ModelConfig(

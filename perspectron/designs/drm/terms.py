@@ -18,6 +18,10 @@ from perspectron.util.terms import Term
 
 OF_METRIC = ("action", "metric_reg", "metric_diversity", "condition", "metric_u_target", "metric_u_floor")
 """The terms that depend on the metric."""
+OF_GATES = ("dim_sparsity", "dim_entropy", "dim_variance", "active_fraction")
+"""The terms that depend on the gates, which there are with directions only."""
+AIMS_OF_GATES = ("spread_target", "active_target")
+"""What these terms aim at."""
 TINY = 1e-30  # below it a gate is shut: 0 log 0 = 0
 
 

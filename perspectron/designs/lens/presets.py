@@ -30,8 +30,13 @@ def lens(
     attention gave. route: the gate between attention and network; `RouteGatedConfig` has its other sizes.
     """
     _require_used(mixer)
-    for key, value in {"anneal": anneal, "anneal_after": anneal_after}.items():
-        require(route or not value, key, value, "left out where route is off")
+    for key, value, usual in (
+        ("route_scale", route_scale, 1),
+        ("anneal", anneal, 0),
+        ("anneal_after", anneal_after, 0),
+    ):
+        require(route or value == usual, key, value, "left out where route is off")
+    require(anneal != 0 or anneal_after == 0, "anneal_after", anneal_after, "left out where anneal = 0")
     ffn: FFNConfig = mlp if mlp.context else MLPConfig(mlp.hidden, mlp.activation)
     residual: ResidualConfig = SequentialConfig()
     if route:

@@ -42,6 +42,9 @@ class PruneAttention:
     def __call__(self) -> int:
         require(self.context >= 1, "context", self.context, "≥ 1")
         require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
+        require(
+            self.blocks is not None or self.out is None, "out", str(self.out), "left out without --blocks"
+        )
         config = describe(self.run).of_run()
         opened = open_model(self.run)
         model, tokenizer = opened.model, opened.tokenizer

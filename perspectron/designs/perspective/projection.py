@@ -3,7 +3,8 @@
 
 The dual, min ½ λᵀGλ − λᵀr with λ ≥ 0, G = N Nᵀ and r = N h − b, is solved by block principal pivoting (Júdice and
 Pires 1994); where it does not end, by Hildreth's sweeps, which are cyclic projections with the one number for each
-half-space that they need to end at the nearest point. Everything is float64.
+half-space that they need to end at the nearest point; where these are too many, as least squares with λ ≥ 0 (Lawson and
+Hanson 1974). Everything is float64.
 
 Shapes: N points, H half-spaces, A active ones, D width.
 """
@@ -95,7 +96,26 @@ def _dual(made: Faces, excess_H: Tensor, size: float) -> tuple[Tensor, int]:
     exact_H = torch.zeros_like(multiplier_H)
     exact_H[active_H] = torch.linalg.pinv(gram_HH[active_H][:, active_H], hermitian=True) @ excess_H[active_H]
     solves = exact_H.min() >= -tolerance and (gram_HH @ exact_H - excess_H).min() >= -tolerance
-    return (exact_H.clamp_min(0) if solves else multiplier_H), sweeps
+    if solves:
+        return exact_H.clamp_min(0), sweeps
+    return (multiplier_H if sweeps > -SWEEPS else _least_squares(made, excess_H, multiplier_H)), sweeps
+
+
+def _least_squares(made: Faces, excess_H: Tensor, near_H: Tensor) -> Tensor:
+    """The multipliers λ = u / (1 − r·u) of the u ≥ 0 with the least |Nᵀu|² + (1 − r·u)²; `near` if none are found."""
+    from scipy.optimize import nnls
+
+    size = excess_H.max()
+    rows = torch.cat([made.normal_HD, (excess_H / size)[:, None]], 1).T
+    wanted = torch.zeros(len(rows), dtype=rows.dtype)
+    wanted[-1] = 1
+    try:
+        found, _ = nnls(rows.cpu().numpy(), wanted.numpy(), maxiter=100 * len(near_H))
+    except RuntimeError:
+        return near_H
+    u_H = torch.from_numpy(found).to(near_H)
+    left = 1 - (excess_H / size) @ u_H
+    return size * u_H / left if left > 0 else near_H
 
 
 def _least(value_H: Tensor, among_H: Tensor, count: int) -> Tensor:

@@ -26,6 +26,7 @@ from perspectron.decode.row import Row
 from perspectron.designs.perspective.projection import Faces, Report, faces, project
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import Stateful
+from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.util.config import load, one_of, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import atomic, parse_json
@@ -98,12 +99,17 @@ class Polytope:
         return [int(label[6:]) for label in self.labels if label.startswith("token:")]
 
     def scores(self, h_ND: Tensor) -> Tensor:
-        """The excess of each state over the half-spaces [N]: the greatest n·h − b; ≤ 0 is inside."""
-        return (h_ND.double() @ self.faces.normal_HD.T - self.faces.offset_H).amax(1)
+        """The excess of each state over the half-spaces [N]: the greatest n·h − b; ≤ 0 is inside, −∞ where there are
+        none."""
+        excess_NH = h_ND.double() @ self.faces.normal_HD.T - self.faces.offset_H
+        return excess_NH.amax(1) if self.labels else excess_NH.new_full((len(h_ND),), -math.inf)
 
     def add(self, rows: "Polytope") -> "Polytope":
         """The polytope with the half-spaces of another added; the inner point moves where it has to. ConfigError:
-        nothing is left."""
+        nothing is left, or the other is of another model."""
+        require(rows.model == self.model, "model of the rows", rows.model[:12], self.model[:12])
+        width, own = len(rows.inside), len(self.inside)
+        require(width == own, "width of the rows", width, f"{own}, as the polytope has")
         normals, offsets = torch.cat([self.normals, rows.normals]), torch.cat([self.offsets, rows.offsets])
         return replace(
             self, normals=normals, offsets=offsets, labels=(*self.labels, *rows.labels),
@@ -190,11 +196,12 @@ def fit(
 
     A half of the allowed states is for the probes. With ε, the ⌈(1 − α)(m + 1)⌉-th smallest score of the other m, a
     share of at most α of further allowed states is outside, in expectation (split conformal).
-    ConfigError: states that are not finite, too few for α, or an empty interior.
+    ConfigError: states that are not finite, none of a category, too few for α, or an empty interior.
     """
     require(0 < alpha < 1, "alpha", alpha, "in (0, 1)")
     require(facets >= 1, "facets", facets, "≥ 1")
-    for name, states_ND in {"allowed": allowed_ND, **blocked}.items():
+    for name, states_ND in [("allowed", allowed_ND), *blocked.items()]:
+        require(len(states_ND) > 0, f"states of {name}", "none", "one or more")
         require(bool(states_ND.isfinite().all()), f"states of {name}", "not finite", "finite numbers")
     draw = np.random.default_rng(seed)
     order = torch.from_numpy(draw.permutation(len(allowed_ND)))
@@ -211,7 +218,7 @@ def fit(
             normals.append(normal_D)
             middles.append(((learnt_ND @ normal_D).mean() + (cluster_ND @ normal_D).mean()) / 2)
             labels.append(name)
-    require(bool(normals), "blocked", "no states", "states of one category or more")
+    require(bool(normals), "blocked", "none", "states of one category or more")
     normal_HD, middle_H = torch.stack(normals).float(), torch.stack(middles)
     spread_H = (learnt_ND @ normal_HD.double().T).std(0)
     score_N = ((fresh_ND @ normal_HD.double().T - middle_H) / spread_H).amax(1)
@@ -222,13 +229,13 @@ def fit(
 
 
 def _clusters(states_ND: Tensor, count: int, draw: np.random.Generator) -> list[Tensor]:
-    """Clusters by k-means; those of a single state are left out."""
+    """Clusters by k-means, none of them empty."""
     from scipy.cluster.vq import kmeans2
 
     count = max(1, min(count, len(states_ND) // 4))
     _, own_N = kmeans2(states_ND.numpy(), count, minit="++", rng=draw, missing="warn")
     groups = (states_ND[torch.from_numpy(own_N == index)] for index in range(count))
-    return [group_ND for group_ND in groups if len(group_ND) >= 2]
+    return [group_ND for group_ND in groups if len(group_ND) > 0]
 
 
 def probe(these_ND: Tensor, those_ND: Tensor) -> Tensor:
@@ -279,8 +286,13 @@ def of_tokens(
     model: LanguageModel, ids: Sequence[int], reference: int, margin: float, inside_D: Tensor
 ) -> Polytope:
     """Half-spaces on which the logit of each id is `margin` nats below that of `reference`: p ≤ e^−margin · p of the
-    reference, for every input. They lift the reference, too; "mask" does not. ConfigError: a head that is no matrix, or
-    whose logits are capped."""
+    reference, for every input. They lift the reference, too; "mask" does not. ConfigError: a head that is no matrix, is
+    packed, so that it rounds its inputs, or whose logits are capped."""
+    matrix = model.embedding if model.config.head is None else getattr(model, "lm_head", None)
+    packed = isinstance(matrix, QuantLinear | QuantEmbedding)
+    require(
+        not packed, "tokens", model.config.name, "of a model whose head is not packed: it rounds its inputs"
+    )
     weight_VD = getattr(getattr(model, "lm_head", None), "weight", None)
     if model.config.head is None:
         weight_VD = model.embedding(torch.arange(model.config.vocab_size, device=model.device))

@@ -48,7 +48,8 @@ class PerspectivesConfig:
     numbers (none: off). threshold: of disagreement, in bits. temperature, base_temperature: of the mixture and of the
     base where they become a confidence. from_layer: layers below it route as usual. gate: of a "soft" router.
     persistent: the perspectives keep states of their own, and read all tokens. surrogate: in a model without experts,
-    noise on logits, a temperature and a mask on the head's input stand in for views. seed: of random draws.
+    noise on logits, a temperature and a mask on the head's input stand in for views, which have no kinds, layer or
+    gate. seed: of random draws.
     """
 
     kinds: tuple[str, ...] = ("base", "second", "antipode", "random")
@@ -84,6 +85,9 @@ class PerspectivesConfig:
             require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "> 0 and finite")
         require(self.seed < 2**63, "seed", self.seed, "< 2^63")
         one_of(self.gate, ("base", "own"), "gate")
+        for name in ("kinds", "gate", "from_layer") if self.surrogate else ():
+            value, usual = getattr(self, name), getattr(PerspectivesConfig, name)
+            require(value == usual, name, value, "left out with surrogate")
 
     @cached_property
     def _probe_D(self) -> Tensor:

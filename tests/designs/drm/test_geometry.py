@@ -13,6 +13,7 @@ from perspectron.designs.drm import geometry
 from perspectron.designs.drm import op as drm
 from perspectron.designs.drm.geometry import (
     Options,
+    components,
     energy,
     exponent,
     measure,
@@ -66,6 +67,25 @@ def test_a_torus_is_seen_and_a_random_walk_is_none():
     assert torus(circles + 1e-3 * noise, shuffled)["verdict"] == "consistent with"
     assert torus(noise, noise.flip(0))["verdict"] == "no sign"
     assert torus(noise.cumsum(0), noise)["verdict"] == "no sign"
+
+
+def test_the_planes_are_of_the_principal_components_whatever_was_drawn_before():
+    noise = torch.randn(3000, 40, generator=torch.Generator().manual_seed(1))
+    kept, found = torch.random.get_rng_state(), []
+    for _ in range(2):
+        found.append(torus(noise, noise.flip(0)))
+        torch.rand(1)
+    assert found[0] == found[1]
+    torch.random.set_rng_state(kept)
+    torus(noise, noise.flip(0))
+    assert torch.equal(torch.random.get_rng_state(), kept)
+    apart = noise - noise.mean(0)
+    wanted = torch.linalg.svd(apart.double(), full_matrices=False).Vh[:6].T
+    axes = components(apart, 6)
+    torch.testing.assert_close(
+        (axes.double() * wanted).sum(0).abs(), torch.ones(6).double(), rtol=0, atol=1e-5
+    )
+    assert (axes.amax(0) > -axes.amin(0)).all()
 
 
 def test_what_goes_round_recurs_in_step_and_noise_does_not():

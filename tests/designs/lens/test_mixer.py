@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from perspectron import presets
 from perspectron.designs.lens.mixer import Lens, LensConfig
 from perspectron.designs.transformer.attention import Attention, AttentionConfig
 from perspectron.model.state import LMState
@@ -324,3 +325,16 @@ def test_a_step_copies_no_cache():
 def test_heads_that_do_not_divide_the_width_are_refused(heads):
     with refused(ConfigError, "heads", heads):
         Lens(D, 1e-6, LensConfig(heads))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"route": False, "route_scale": 2.0}, ["route_scale", 2.0]),
+        ({"route": False, "anneal": 0.1}, ["anneal", 0.1]),
+        ({"anneal_after": 100}, ["anneal_after", 100]),
+    ],
+)
+def test_options_of_a_route_gate_that_is_not_there_are_refused(options, named):
+    with refused(ConfigError, *named):
+        presets.get("lens-tiny", **options)

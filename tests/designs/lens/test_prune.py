@@ -144,6 +144,7 @@ def test_the_table_alone_writes_nothing(run, capsys):
         (["--blocks", "4"], ["blocks", 4]),
         (["--context", "0"], ["context", 0]),
         (["--blocks", "1", "--out", "."], ["out"]),
+        (["--out", "nowhere"], ["out", "nowhere", "--blocks"]),
     ],
 )
 def test_mistakes_are_one_line(run, capsys, options, named):

@@ -9,18 +9,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import nnls
 
 from perspectron import build
+from perspectron.cli.main import main
 from perspectron.decode.generate import generate
 from perspectron.decode.processors import Mark
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.designs.perspective.projection import SLACK, faces, hildreth, project
 from perspectron.designs.perspective.safety import Polytope, Safety, _digest, fit, of_tokens, states
 from perspectron.designs.perspective.views import Perspectives, PerspectivesConfig
+from perspectron.opening import save
+from perspectron.quant.convert import convert
 from perspectron.util.errors import ConfigError
 from perspectron.util.tensors import load_tensors, save_tensors
 from tests.decode.conftest import VOCAB, make
-from tests.refusals import refused
+from tests.refusals import in_a_line, refused
 
 GREEDY = SamplingConfig(temperature=0)
 
@@ -87,6 +91,18 @@ def test_order_and_the_fallback_change_nothing():
         torch.testing.assert_close(h - multiplier_H @ made.normal_HD, x, atol=1e-6, rtol=0)
 
 
+def test_points_far_outside_of_many_faces_end_at_the_nearest():
+    """Where neither pivoting nor Hildreth's sweeps end."""
+    made, h_ND = random_faces(40, 6, seed=4), 200 * normal(3, 6, seed=54)
+    x_ND, report = project(h_ND, made)
+    assert (report.rounds_N < 0).all()
+    for h, x in zip(h_ND, x_ND, strict=True):
+        active = made.normal_HD @ x - made.offset_H > -1e-5
+        _, rest = nnls(made.normal_HD[active].T.numpy(), (h - x).numpy())
+        assert rest < 1e-6 * float((h - x).norm())
+    assert torch.autograd.gradcheck(lambda x: project(x, made)[0], h_ND[:1].clone().requires_grad_())
+
+
 def test_nearly_parallel_rows_no_rows_and_more_rows_than_width():
     row = torch.nn.functional.normalize(normal(1, 5), dim=1)
     close = torch.nn.functional.normalize(row + 1e-9 * normal(30, 5, seed=2), dim=1)
@@ -147,6 +163,20 @@ def test_bad_states_are_said_in_a_line():
         fit(Anyone(), broken, far)
     with refused(ConfigError, "alpha", 2):
         fit(Anyone(), gaussian(240), far, alpha=2)
+    with refused(ConfigError, "none"):
+        fit(Anyone(), gaussian(240), far | {"few": gaussian(0)})
+
+
+def test_categories_and_clusters_of_one_state_are_kept():
+    one = gaussian(1, 9.0)
+    assert fit(Anyone(), gaussian(240), {"one": one}).labels == ("one",)
+    assert fit(Anyone(), gaussian(240), {"far": gaussian(60, 3.0, 1), "one": one}, facets=1).labels == (
+        "far",
+        "one",
+    )
+    lonely = torch.cat([gaussian(39, 3.0, 1), -30 * gaussian(1, 3.0, 2)])
+    found = fit(Anyone(), gaussian(240), {"far": lonely}, facets=2)
+    assert len(found.labels) == 2 and (found.scores(lonely[-1:]) > 0).all()
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +206,26 @@ def test_a_file_is_the_set_again_and_of_its_model_alone(made, perspective, tmp_p
     assert "perspectron perspective safety fit RUN" in str(caught.value)
     with refused(ConfigError, "label", "cats"):
         made.remove("cats")
+
+
+def test_a_set_without_half_spaces_has_every_state_inside(made, perspective, tokenizer, tmp_path):
+    made.remove("mats").save(tmp_path / "set.safe")
+    bare = Polytope.load(tmp_path / "set.safe", perspective)
+    assert bare.scores(normal(3, 32)).tolist() == [-math.inf] * 3
+    settings = {"max_tokens": 6, "sampling": GREEDY}
+    plain = generate(perspective, tokenizer, ["the"], **settings)
+    for action in ("project", "flag", "stop"):
+        found = generate(perspective, tokenizer, ["the"], **settings, hooks=[Safety(bare, action, window=2)])
+        assert found.ids == plain.ids and not any(mark.flagged for mark in found.verdicts["safety"][0])
+    assert bare.add(made).labels == made.labels
+
+
+def test_half_spaces_of_another_model_or_width_are_not_added(made):
+    with refused(ConfigError, "model", "zzz"):
+        made.add(replace(made, model="zzz"))
+    narrow = fit(Anyone(), gaussian(240), {"far": gaussian(60, 3.0, 1)})
+    with refused(ConfigError, "width", 16, 32):
+        made.add(replace(narrow, model=made.model))
 
 
 @pytest.mark.parametrize(
@@ -239,6 +289,51 @@ def test_logits_that_are_scaled_keep_the_margin_and_capped_ones_are_refused(pers
     assert (logit_NV[:, [5, 9]] <= logit_NV[:, [7]] - 3.0 + 1e-3).all()
     with refused(ConfigError, "logits_cap", 0.25):
         of_tokens(capped, [5, 9], 7, 3.0, inside)
+
+
+@pytest.mark.parametrize("design", ["perspective-tiny", "transformer-tiny"])
+def test_a_packed_head_which_rounds_its_inputs_is_refused(design):
+    packed = make(design)
+    convert(packed)
+    with refused(ConfigError, "tokens", packed.config.name):
+        of_tokens(packed, [5, 9], 7, 3.0, torch.zeros(32, dtype=torch.float64))
+
+
+@pytest.fixture(scope="module")
+def folder(perspective, tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("safety")
+    save(perspective, tokenizer, folder / "run", seq_len=32)
+    (folder / "good.txt").write_text("".join(f"Row {i} of {i}: the cat sat\n" for i in range(120)))
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+        (folder / name / "bad.txt").write_text("".join(f"mat mat {name} {i}\n" for i in range(12)))
+    return folder
+
+
+def test_files_of_one_name_are_one_category(folder, perspective, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    words = ["run", "set.safe", "--allowed", "good.txt", "--blocked", "a/bad.txt", "b/bad.txt"]
+    assert main(["perspective", "safety", "fit", *words, "--facets", "6"]) == 0
+    assert Polytope.load(folder / "set.safe", perspective).labels == ("bad",) * 6  # of 12 texts they were 3
+    capsys.readouterr()
+    assert main(["perspective", "safety", "test", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["outside"].keys() == {"allowed", "bad"}
+
+
+@pytest.mark.parametrize(
+    ("action", "more", "named"),
+    [
+        ("fit", ["--blocked", "allowed=a/bad.txt"], ["blocked", "allowed=a/bad.txt"]),
+        ("test", ["--blocked", "a/bad.txt", "--facets", "4"], ["facets", 4]),
+        ("test", ["--blocked", "a/bad.txt", "--alpha", "0.1"], ["alpha", "0.1"]),
+        ("test", ["--blocked", "a/bad.txt", "--seed", "3"], ["seed", 3]),
+    ],
+)
+def test_mistakes_are_one_line(folder, monkeypatch, capsys, action, more, named):
+    monkeypatch.chdir(folder)
+    capsys.readouterr()
+    assert main(["perspective", "safety", action, "run", "none.safe", "--allowed", "good.txt", *more]) == 2
+    in_a_line(capsys.readouterr().err, *named)
 
 
 def test_decoding_projects_flags_stops_and_masks(made, perspective, tokenizer):

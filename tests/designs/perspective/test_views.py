@@ -295,6 +295,9 @@ def test_a_model_without_experts_takes_surrogates_that_are_marked(tokenizer, dou
         ({"from_layer": -1}, ["from_layer", -1]),
         ({"probe": (1.0, math.nan)}, ["probe"]),
         ({"trigger_probe": math.inf}, ["probe"]),
+        ({"surrogate": True, "kinds": ("base", "second")}, ["kinds", "surrogate"]),
+        ({"surrogate": True, "gate": "own"}, ["gate", "own", "surrogate"]),
+        ({"surrogate": True, "from_layer": 1}, ["from_layer", 1, "surrogate"]),
     ],
 )
 def test_bad_settings_are_said_in_a_line(fields, named):

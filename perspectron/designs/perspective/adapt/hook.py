@@ -26,18 +26,19 @@ class Adapting(Hook):
         """The adapter of the row that began last."""
 
     def begin(self, row: Row) -> "_Adapted":
-        special, talk = row.vocabulary.specials, None
-        rest = row.unread[len(special.prefix) :]
-        if row.state is not None:
-            rest = row.unread[1:]
-            talk = Conversation(row.state, [row.unread[:1]], [row.recent], [row.drawn])
+        special = row.vocabulary.specials
+        first = max(1, len(row.unread) - len(special.bare(row.unread)))  # the prefix teaches nothing
+        rest = row.unread[first:]
         with torch.inference_mode(False):
+            state = self.model.init_state(1) if row.state is None else row.state
+            talk = Conversation(state, [row.unread[:first]], [row.recent], [row.drawn])
             adapter = Adapter(self.model) if self.path is None else Adapter.load(self.path, self.model)
-            learner = Learner(self.model, adapter, AdaptConfig.of_text(len(rest)), talk, special)
+            config = AdaptConfig.of_text(len(rest))
+            learner = Learner(self.model, adapter, config, talk, special, fresh=row.fresh)
             if self.learns and rest:
                 learner.read(rest)
-                row.unread = row.unread[-1:]
-            row.state, row.fresh = learner.conversation(traces=self.saves).state, False
+                row.unread, row.fresh = row.unread[-1:], False
+            row.state = learner.conversation(traces=self.saves).state
         self.adapter = adapter
         return _Adapted(adapter)
 

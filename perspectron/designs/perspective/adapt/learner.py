@@ -94,9 +94,10 @@ class Report:
 class Learner:
     """Reads a text and adapts the gates to it.
 
-    It begins a document, or continues a copy of a conversation of one row. The caller's adapter is changed in place;
-    the model's own weights are set to need no gradient. ConfigError: a model that has no gates to
-    adapt, or renormalises its memory, which traces do not follow.
+    It begins a document, or continues a copy of a conversation of one row. fresh: nothing was read before what this one
+    has still to read. A document's first token is not scored where the tokenizer has neither a prefix nor an end. The
+    caller's adapter is changed in place; the model's own weights are set to need no gradient. ConfigError: a model that
+    has no gates to adapt, or renormalises its memory, which traces do not follow.
     """
 
     def __init__(
@@ -106,6 +107,8 @@ class Learner:
         config: AdaptConfig = AdaptConfig(),
         conversation: Conversation | None = None,
         special: Specials = OURS,
+        *,
+        fresh: bool = False,
     ) -> None:
         self.special = special
         traced = config.estimator == "trace"
@@ -117,17 +120,17 @@ class Learner:
         self.space = (
             Subspace(adapter.up, config.subspace, adapter.config.seed) if config.estimator == "jvp" else None
         )
-        self.fresh = conversation is None
+        self.fresh = fresh or conversation is None
         begun = Conversation(model.init_state(1), [[*special.start]], [[]], [0])
         self.talk = begun if conversation is None else conversation.fork()
         require(self.talk.rows == 1, "conversation", f"of {self.talk.rows} rows", "of one; take a row")
         require(
-            len(self.talk.pending[0]) > 0,
+            conversation is None or len(self.talk.pending[0]) > 0,
             "conversation",
             "one that was stopped",
             "one with a token to go on from",
         )
-        if conversation is None:  # saved traces are of a memory that is not here
+        if self.fresh:  # saved traces are of a memory that is not here
             adapter.trace.clear()
         self.state = adapter.attach(self.talk.state.to(model.device), traces=traced)
         self.gradient: Weights = {}
@@ -148,7 +151,7 @@ class Learner:
         check_ids(ids, self.model.config.vocab_size, 0)
         counters = self.adapter.counters
         before, spent = replace(counters), self.spent
-        unread, nats = [*self.talk.pending[0], *ids], list[Tensor]()
+        unread, nats = [*self.talk.pending[0], *ids], [torch.empty(0, dtype=torch.float64)]
         while len(unread) > 1:
             n = min(self.config.every - self.since, len(unread) - 1)
             nats.append(self._piece(unread[: n + 1]))

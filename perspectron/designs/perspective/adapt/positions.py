@@ -107,7 +107,8 @@ def search(
     W, text = config.window, [*special.start, *ids]
     if len(text) <= 2 * W:
         raise DataError(
-            f"the text has {len(ids)} tokens, need at least {2 * W}: {W} to judge by and {W} to accept by"
+            f"the text has {len(ids)} tokens, need at least {2 * W + 1 - len(special.start)}: {W} to judge by and "
+            f"{W} to accept by"
         )
     generator, state, steps = stream(config.seed, "positions"), model.init_state(1), list[Step]()
     starts = {index: _places(ffn) for index, ffn in layers.items()}

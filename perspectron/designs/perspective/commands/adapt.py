@@ -58,7 +58,8 @@ class Adapt:
     merge: Path | None = None
     """Folder for a new run: the model with the adapter merged into its weights."""
     positions: bool = False
-    """Move the positions of experts towards the text instead of learning an adapter; needs --merge."""
+    """Move the positions of experts towards the text instead of learning an adapter; needs --merge, and takes no option
+    of an adapter."""
     tokens: int = 0
     """Number of tokens to read; 0 is all."""
     json: Json = False
@@ -66,11 +67,14 @@ class Adapt:
     def __call__(self) -> int:
         require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
         require(self.merge is None or not self.merge.exists(), "merge", str(self.merge), "a new folder")
+        if self.positions:
+            self._check_positions()
         config = describe(self.run).of_run()
         opened = open_model(self.run)
         model, tokenizer = opened.model, opened.tokenizer
         if self.positions:
-            return self._move(model, tokenizer, config)
+            with opened.autocast():
+                return self._move(model, tokenizer, config)
         gates(model)  # whether it has any, before the text is read
         text = read_tokens(self.text, tokenizer, self.tokens)
         if len(text) < self.learning.every:
@@ -121,9 +125,17 @@ class Adapt:
         told = ", ".join(f"{count} {name}" for name, count in counters.items())
         return answer(self.json, fields, table(title, ("", "bits per byte", "tokens/s"), rows), told, *lines)
 
+    def _check_positions(self) -> None:
+        """ConfigError: no new folder, or an option of the adapter, of which there is none."""
+        require(self.merge is not None, "merge", None, "a new folder, for a model with other positions")
+        given = {"adapter": self.adapter, "out": self.out} | vars(self.new) | vars(self.learning)
+        usual = {"adapter": None, "out": None} | vars(AdapterConfig()) | vars(AdaptConfig())
+        for name, value in given.items():
+            shown = str(value) if isinstance(value, Path) else value
+            require(value == usual[name], name, shown, "left out with --positions, which make no adapter")
+
     def _move(self, model: LanguageModel, tokenizer: Tokenizer, config: RunConfig) -> int:
         """Search positions, and write the run that has them."""
-        require(self.merge is not None, "merge", None, "a new folder, for a model with other positions")
         assert self.merge is not None
         ids = read_tokens(self.text, tokenizer, self.tokens)
         with Work("searching positions"):
@@ -147,17 +159,17 @@ class Adapt:
 
 
 def unadapted(model: LanguageModel, text: list[int], special: Specials) -> torch.Tensor:
-    """Nats of each token of a document, by the model as it is."""
-    state, nats = model.init_state(1), []
+    """Nats of each token of a document, by the model as it is; none of the first without a prefix or an end."""
+    state, nats = model.init_state(1), [torch.empty(0, dtype=torch.float64)]
     ids = [*special.start, *text]
     with torch.no_grad():
-        for at in range(0, len(text), CHUNK):
+        for at in range(0, len(ids) - 1, CHUNK):
             part, state = losses(model, Piece(ids[at : at + CHUNK + 1], state, at == 0, special.reset))
             nats.append(part[0].double().cpu())
     return torch.cat(nats)
 
 
 def in_bits(tokenizer: Tokenizer, text: list[int], nats: torch.Tensor) -> float:
-    """Bits per byte; NaN for a text without a byte."""
-    found = bits_per_byte(nats, byte_counts(tokenizer, torch.tensor(text)))
+    """Bits per byte of the tokens that have nats, a text's last; NaN for a text without a byte."""
+    found = bits_per_byte(nats, byte_counts(tokenizer, torch.tensor(text[len(text) - len(nats) :])))
     return found if math.isfinite(found) else math.nan

@@ -37,7 +37,8 @@ class SafetyOf:
     allowed: Path
     """Text file of allowed sentences, one per line."""
     blocked: tuple[str, ...]
-    """Text files of blocked sentences; NAME=FILE names their category."""
+    """Text files of blocked sentences; NAME=FILE names their category, else the file does. Files of one name are one
+    category."""
     facets: int = 8
     """Half-spaces for each category (fit only)."""
     alpha: float = 0.02
@@ -48,13 +49,23 @@ class SafetyOf:
 
     def __call__(self) -> int:
         require(len(self.blocked) > 0, "blocked", "none", "one file or more")
+        options: dict[str, Any] = {"facets": self.facets, "alpha": self.alpha, "seed": self.seed}
+        if self.action == "test":
+            for name, value in options.items():
+                require(
+                    value == getattr(SafetyOf, name),
+                    name,
+                    value,
+                    "left out: a set is tested as it was fitted",
+                )
+        files = [_named(text) for text in self.blocked]
         opened = open_model(self.run)
         model, tokenizer = opened.model, opened.tokenizer
         with Work("reading the sentences"):
             allowed_ND = _states(self.allowed, model, tokenizer)
-            blocked = {name: _states(path, model, tokenizer) for name, path in map(_named, self.blocked)}
+            found = [(name, _states(path, model, tokenizer)) for name, path in files]
+        blocked = {name: torch.cat([h_ND for own, h_ND in found if own == name]) for name, _ in found}
         if self.action == "fit":
-            options: dict[str, Any] = {"facets": self.facets, "alpha": self.alpha, "seed": self.seed}
             made = fit(model, allowed_ND, blocked, **options)
             made.save(self.file)
             fields = {"half_spaces": len(made.labels), "epsilon": made.epsilon, "alpha": made.alpha}
@@ -79,6 +90,7 @@ def _named(text: str) -> tuple[str, Path]:
         text.partition("=") if "=" in text and not Path(text).exists() else (Path(text).stem, "", text)
     )
     require(name != "", "blocked", text, "FILE or NAME=FILE")
+    require(name != "allowed", "blocked", text, "NAME=FILE with another name than allowed")
     return name, Path(path)
 
 

@@ -287,7 +287,8 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
         scores["D, Gumbel"] = collect(subject, noisy, options.tokens).scores["D"]
     if options.other:
         other = Subject(open_model(Path(options.other)), subject.split, subject.seq_len, subject.seed)
-        theirs = collect(other, replace(config, kinds=config.kinds[:2]), options.tokens)
+        alone = replace(config, kinds=config.kinds[:2]) if routed else config
+        theirs = collect(other, alone, options.tokens)
         pairs = zip(found.log_base.split(512), theirs.log_base.split(512), strict=True)
         apart = [divergence(a.double().exp(), b.double().exp()) for a, b in pairs]
         scores["D, two models"] = _joined(apart)

@@ -165,6 +165,15 @@ def test_forward_mode_along_every_direction_is_the_projected_gradient(model):
     torch.testing.assert_close(projected(space, three)[4], 6 * slope, rtol=1e-9, atol=1e-12)
 
 
+def test_forward_mode_goes_through_experts_chosen_by_a_straight_through_gate():
+    model = make(experts=True)
+    adapter, piece = started(model, traces=False)
+    space = Subspace(adapter.up, 12, seed=4)
+    found = by_jvp(model, piece, adapter.up, space, torch.arange(12))
+    gradient = by_backprop(model, [piece], adapter.up)
+    torch.testing.assert_close(projected(space, found), projected(space, gradient), rtol=1e-9, atol=1e-12)
+
+
 def test_a_subspace_larger_than_the_adapter_is_refused(model):
     with refused(ConfigError, "subspace", 10**6):
         Subspace(Adapter(model).up, 10**6, seed=0)

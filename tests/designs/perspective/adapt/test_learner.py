@@ -1,17 +1,29 @@
 """Learning from a text: what is the same without it, the guard, what is saved, and bad input."""
 
+import copy
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import perspectron.designs.perspective.adapt.learner
+from perspectron.data.specials import Specials
 from perspectron.decode.conversation import Conversation
+from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.designs.perspective.adapt import AdaptConfig, Adapter, AdapterConfig, Learner, merge
+from perspectron.designs.perspective.adapt import (
+    AdaptConfig,
+    Adapter,
+    AdapterConfig,
+    Adapting,
+    Learner,
+    merge,
+)
 from perspectron.designs.perspective.adapt.gradient import Piece, losses
 from perspectron.designs.perspective.adapt.learner import PATIENCE
+from perspectron.designs.perspective.commands.adapt import unadapted
 from perspectron.designs.perspective.pdr import Adapted
 from perspectron.model.block import of_mixer
 from perspectron.model.model import LanguageModel
@@ -201,6 +213,66 @@ def test_other_estimators_learn_too(model, estimator):
     adapter, _ = learned(model, 60, estimator=estimator, window=40, directions=2, subspace=16)
     assert adapter.counters.updates == 3
     assert max(float(up.abs().max()) for up in adapter.up.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("special", "whole", "first"),
+    [
+        (Specials((0,), frozenset((0,)), None, 0), False, [0, 70]),
+        (Specials((2, 3)), False, [2, 3, 70]),
+        (Specials((2, 3)), True, [70, 80]),
+        (Specials(stops=frozenset((1,)), end=1), False, [70, 80]),
+        (Specials(), False, [70, 80]),
+    ],
+    ids=["ours", "prefix", "whole", "end", "none"],
+)
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_row_is_read_from_its_own_first_token(tokenizer, monkeypatch, special, whole, first, learns):
+    model, read, foreign = make(2).float(), list[list[int]](), copy.copy(tokenizer)
+    foreign.specials = special
+    piece = Learner._piece
+
+    def seen(self: Learner, ids: list[int]) -> Tensor:
+        read.append(ids)
+        return piece(self, ids)
+
+    monkeypatch.setattr(Learner, "_piece", seen)
+    rows, ids = Rows(model, foreign), [70, 80, 90, 100, 110]
+    hook = Adapting(model, None, learns=learns, saves=False)
+    row = rows.add(ids, whole=whole, max_tokens=2, hooks=[hook])
+    whole_text = ids if whole else [*special.prefix, *ids]
+    if learns:
+        assert read[0][: len(first)] == first
+        assert [*read[0], *(id for part in read[1:] for id in part[1:])] == whole_text
+    assert rows.unread[row] == (1 if learns else len(whole_text))
+    assert hook.adapter is not None and (hook.adapter.counters.updates > 0) == learns
+    rows.step()
+    length_1 = rows.conversation(row).state.document_length_B
+    assert length_1 is not None and length_1.tolist() == [len(whole_text)]
+
+
+def test_a_trained_memory_is_where_a_row_begins(tokenizer):
+    """The token that begins a document does not reset what stands before it."""
+    model = make(2).float()
+    state = Learner(model, Adapter(model)).conversation().state
+    memory = of_mixer(state.layers[0]).memory_BDR
+    memory.fill_(1.0)
+    begun, found = Conversation(Adapter(model).detach(state), [[0]], [[]], [0]), []
+    for hooks in ([Adapting(model, None, learns=True, saves=False)], []):
+        rows = Rows(model, tokenizer, hooks=hooks)
+        row = rows.add([70, 80, 90], max_tokens=2, conversation=begun.fork(), fresh=True)
+        rows.step()
+        found.append(of_mixer(rows.conversation(row).state.layers[0]).memory_BDR)
+    torch.testing.assert_close(*found, rtol=0.05, atol=0.05)
+
+
+def test_without_a_prefix_or_an_end_the_first_token_is_not_scored(model):
+    ids, special = text(50), Specials()
+    learner = Learner(model, Adapter(model), AdaptConfig(every=20, lr=0.02), special=special)
+    nats = torch.cat([learner.read(ids[:1]).nats, learner.read(ids[1:]).nats])
+    plain = unadapted(model, ids, special)
+    assert len(nats) == len(plain) == 49 and learner.adapter.counters.updates == 2
+    torch.testing.assert_close(nats[:20], plain[:20], rtol=0, atol=1e-9)
 
 
 def test_no_time_is_no_learning(model):

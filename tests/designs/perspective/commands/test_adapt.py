@@ -7,7 +7,8 @@ import torch
 
 from perspectron.cli.main import main
 from perspectron.designs.perspective.adapt import AdaptConfig, Adapter
-from perspectron.opening import load
+from perspectron.designs.perspective.adapt.positions import search
+from perspectron.opening import Opened, load
 from tests.cli.small import SIZES
 from tests.refusals import in_a_line
 
@@ -93,9 +94,17 @@ def test_generate_learns_from_a_short_prompt(folder, capsys):
     capsys.readouterr()
 
 
-def test_positions_are_moved_into_a_run_of_their_own(folder, capsys):
+def test_positions_are_moved_into_a_run_of_their_own(folder, monkeypatch, capsys):
     run, text, moved = (str(folder / name) for name in ("perspective-tiny", "text.txt", "moved"))
     capsys.readouterr()
+    within = list[bool]()
+
+    def searched(*args, **kwargs):
+        within.append(torch.is_autocast_enabled("cpu"))
+        return search(*args, **kwargs)
+
+    monkeypatch.setattr("perspectron.designs.perspective.commands.adapt.search", searched)
+    monkeypatch.setattr(Opened, "autocast", lambda self: torch.autocast("cpu", torch.bfloat16))
     assert (
         main(
             [
@@ -119,6 +128,7 @@ def test_positions_are_moved_into_a_run_of_their_own(folder, capsys):
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert bool(changed) == any(step["accepted"] for step in steps)
     assert all(name.endswith("offset_EA") for name in changed)
+    assert within == [True]  # the run's own precision
 
 
 @pytest.mark.parametrize(
@@ -129,6 +139,10 @@ def test_positions_are_moved_into_a_run_of_their_own(folder, capsys):
         (["--text", "text.txt", "--rank", "0"], ["rank", 0]),
         (["--text", "text.txt", "--layers", "3"], ["layers", 3]),
         (["--text", "text.txt", "--positions"], ["merge"]),
+        (["--text", "text.txt", "--positions", "--merge", "m", "--adapter", "a"], ["adapter", "positions"]),
+        (["--text", "text.txt", "--positions", "--merge", "m", "--out", "o"], ["out", "positions"]),
+        (["--text", "text.txt", "--positions", "--merge", "m", "--rank", "2"], ["rank", 2, "positions"]),
+        (["--text", "text.txt", "--positions", "--merge", "m", "--lr", "0.5"], ["lr", "0.5", "positions"]),
         (["--text", "text.txt", "--adapter", "text.txt"], ["text.txt"]),
     ],
 )
