@@ -11,7 +11,10 @@ SHOWN = 3
 """Most folders that a line names."""
 FILES = ("manifest.json", "progress.json", "config.json", "compare.json", "scale.json", "convert.json")
 """Files by which such a folder is known."""
-QUICKSTART = (("corpus/manifest.json", "perspective/config.json"), ("model.json", "model/config.json"))
+QUICKSTART = (
+    ("corpus/manifest.json", "perspective/config.json", "transformer/config.json"),
+    ("model.json", "model/config.json"),
+)
 """Files by all of which a folder of quickstart is known, of texts or of a model."""
 
 

@@ -89,6 +89,12 @@ class Marks:
         known = max((made for made in alive if made <= calls), default=0)
         return known, alive.get(known)
 
+    def at(self, calls: int) -> LMState | None:
+        """The mark after so many calls; None where there is none."""
+        with _LOCK:
+            mark = self._kept.get(calls)
+            return None if mark is None else mark.state
+
     def cut(self, calls: int) -> "Marks":
         """The marks after at most `calls` calls, for a fork."""
         own = Marks(self._text)

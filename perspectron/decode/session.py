@@ -600,8 +600,8 @@ class Session:
     def _call(self, count: int) -> Tensor:
         """Read the next `count` tokens: the head's input after each [1,T,D]."""
         model, store, start = self._rows.model, self._rows.store, time.perf_counter()
-        state, (known, spare) = self._before_call(), self._marks.nearest(len(self._calls))
-        if known < len(self._calls) or spare is None:
+        state, spare = self._before_call(), self._marks.at(len(self._calls))
+        if spare is None:
             spare = None if self._state is None else state
             state = state if spare is None else state.fork()
         part = self._ids[self._read : self._read + count]

@@ -173,12 +173,11 @@ def attend(
     scale = K**-0.5 if scale is None else scale
     if causal and mask is not None:
         mask, causal = mask & mask.new_ones(T, T).tril(), False
-    if V > K and T > 1:  # no fused kernel takes wider values
-        q_BHTK, k = (F.pad(x, (0, V - K)) for x in (q_BHTK, k))
-        K = V
     drop = None if gradients_off() else drop
     if drop is not None or (T > 1 and (cap is not None or forward_mode())):
         return _explicit(q_BHTK * scale, k, v, mask, causal, cap, drop)
+    if V > K and T > 1:  # no fused kernel takes wider values
+        q_BHTK, k, K = F.pad(q_BHTK, (0, V - K)), F.pad(k, (0, V - K)), V
     plain = q_BHTK.device.type == "cpu" and q_BHTK.dtype in (torch.float32, torch.float64)
     if T == 1 and (V != K or plain or cap is not None):
         if B * k.shape[1] == 1:  # a product of several rows with one matrix is cut among the threads too

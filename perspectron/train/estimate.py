@@ -73,9 +73,8 @@ def require_room(config: RunConfig, device: torch.device, held: float = 1.0) -> 
     logits = train.batch_size * train.seq_len * config.model.vocab_size
     needs = weights * held + PER_LOGIT * logits * min(held, 1.0)
     if train.teacher:
-        needs += (
-            PER_FROZEN * parameters(checkpoint.load_config(Path(train.teacher)).model) + PER_LOGIT * logits
-        )
+        its = checkpoint.run_of(Path(train.teacher))
+        needs += PER_FROZEN * parameters(checkpoint.load_config(its).model) + PER_LOGIT * logits
     there = room(device)
     bound = (
         f"≤ {there / 1e9:.1f} GB, the memory free here: use a smaller --batch-size, --seq-len or --preset "

@@ -213,8 +213,8 @@ def _load_scalar(hint: Any, value: Any, where: str) -> Any:
 
 
 def require_choices(config: Any, where: str = "") -> None:
-    """ConfigError for a field of a config, or of a config in it, that is none of the values that its type lists. `load`
-    refuses it itself; a config that is made in Python can have it."""
+    """ConfigError for a field of a config, or of a config in it, whose type is `Literal`, and that is none of its
+    values. `load` refuses it itself; a config that is made in Python can have it."""
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), f"{where}{field.name}"
         if typing.get_origin(field.type) is Literal:

@@ -572,6 +572,8 @@ def test_a_quickstart_and_a_conversion_that_has_only_begun_are_no_text(tmp_path,
         (folder / name).mkdir(parents=True)
         save_config(folder / name, run)
         (folder / "index.html").write_text("what a command wrote\n" * 99)
+    (ours[0] / "transformer").mkdir()
+    save_config(ours[0] / "transformer", run)
     encode(before, tokenizer, ours[0] / "corpus")
     (ours[1] / "model.json").write_text(json.dumps(_identity(tmp_path / "text.jsonl")))
     noted(ours[2], ConvertConfig("teacher", minutes=1))

@@ -550,7 +550,7 @@ def test_an_interrupted_read_is_read_again(design: str, marked: bool, tokenizer,
     def stop(*_) -> None:
         passes[0] += 1
         if not marked:
-            monkeypatch.setattr(session._marks, "nearest", lambda calls: (0, None))
+            monkeypatch.setattr(session._marks, "at", lambda calls: None)
         if passes[0] == 4:
             raise KeyboardInterrupt
 

@@ -10,6 +10,7 @@ import perspectron
 from perspectron import presets
 from perspectron.data.loader import Batch
 from perspectron.train import estimate as precision
+from perspectron.train.checkpoint import INDEX, save_config
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import freeze
 from perspectron.util.errors import ConfigError
@@ -98,15 +99,19 @@ def test_memory_is_asked_for_what_learns_and_what_is_frozen(monkeypatch, part, e
             precision.require_room(run, torch.device("cpu"))
 
 
-def test_memory_is_asked_for_a_teacher_too(monkeypatch):
+@pytest.mark.parametrize("of_step", [False, True], ids=["run", "checkpoint"])
+def test_memory_is_asked_for_a_teacher_too(of_step, monkeypatch, tmp_path):
     config = presets.get("transformer-tiny", vocab_size=300, d_model=64, layers=2)
     its = presets.get("transformer-tiny", vocab_size=300, d_model=64, layers=6)
-    monkeypatch.setattr(precision.checkpoint, "load_config", lambda _: RunConfig(its, TrainConfig()))
-    run = RunConfig(config, TrainConfig(batch_size=1, seq_len=1, teacher="runs/large"))
+    step = tmp_path / "checkpoints" / "step-00000001"
+    step.mkdir(parents=True)
+    (step / INDEX).write_text("{}")
+    save_config(tmp_path, RunConfig(its, TrainConfig()))
+    run = RunConfig(config, TrainConfig(batch_size=1, seq_len=1, teacher=str(step if of_step else tmp_path)))
     needs = 16 * precision.parameters(config) + 4 * precision.parameters(its)
     for share, fits in ((1.1, True), (0.9, False)):
         monkeypatch.setattr(precision, "room", lambda _, share=share: share * needs)
-        with nullcontext() if fits else refused(ConfigError, "runs/large"):
+        with nullcontext() if fits else refused(ConfigError, tmp_path):
             precision.require_room(run, torch.device("cpu"))
 
 

@@ -2,10 +2,10 @@
 
 from dataclasses import fields, replace
 
-from perspectron.compare.ablations import Ablation, Change, with_mixers
+from perspectron.compare.ablations import Ablation, Change, of_mixers, with_mixers
 from perspectron.designs.drm.head import EmitterConfig
-from perspectron.designs.drm.mixer import OF_DIRECTIONS, DRMConfig
-from perspectron.designs.drm.terms import AIMS_OF_GATES, OF_GATES, OF_METRIC, Losses
+from perspectron.designs.drm.mixer import DRMConfig
+from perspectron.designs.drm.terms import OF_METRIC, Losses
 from perspectron.model.config import ModelConfig
 
 AIMS = ("spread_target", "active_target", "condition_target", "u_target", "u_floor")
@@ -22,16 +22,6 @@ def _losses(*names: str) -> Change:
     return change
 
 
-def _no_directions(config: ModelConfig) -> ModelConfig:
-    (mixer,) = (block.mixer for block in config.blocks if isinstance(block.mixer, DRMConfig))
-    usual = {name: getattr(DRMConfig, name) for name in OF_DIRECTIONS}
-    losses = {name: getattr(Losses, name) for name in (*OF_GATES, *AIMS_OF_GATES)}
-    return with_mixers(
-        config, DRMConfig, directions=0, direction_basis=0, gate_top_k=0, gate_renorm=False,
-        losses=replace(mixer.losses, **losses), **usual,
-    )  # fmt: skip
-
-
 def _no_metric(config: ModelConfig) -> ModelConfig:
     return with_mixers(_losses(*OF_METRIC)(config), DRMConfig, strength=0.0, rank=0, metric_basis=0)
 
@@ -44,7 +34,7 @@ def _no_auxiliary(config: ModelConfig) -> ModelConfig:
 
 DRM = {
     "no_directions": Ablation(
-        _no_directions,
+        of_mixers(DRMConfig, directions=0, direction_basis=0, gate_top_k=0, gate_renorm=False),
         "no learned directions or gates: v = tanh(MLP[z; e]) along the axes, before the metric bends it",
     ),
     "no_metric": Ablation(

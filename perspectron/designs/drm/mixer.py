@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from perspectron.designs.drm import op as drm
 from perspectron.designs.drm.law import Law, State, Weights, refreshes, width
-from perspectron.designs.drm.terms import AIMS_OF_GATES, OF_GATES, OF_METRIC, Losses, Tokens, terms
+from perspectron.designs.drm.terms import OF_METRIC, Losses, Tokens, terms
 from perspectron.model.mixer import Mixer
 from perspectron.model.state import register
 from perspectron.ops.attention import places
@@ -24,8 +24,6 @@ from perspectron.util.terms import Term
 
 START = 0.02  # standard deviation of the first state
 RISK_START = (0.1, 1.5)  # α, β
-OF_DIRECTIONS = ("gate_bias", "gate_temperature", "direction_norm")
-"""Fields of a config that do nothing without directions; they keep their defaults there."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +108,6 @@ class DRMConfig(MixerConfig):
         )
         require(self.clip or not self.squash, "squash", True, "false where clip = false")
         require(0 <= self.strength <= 1, "strength", self.strength, "in [0, 1]")
-        if self.directions == 0:
-            for own, names in ((self, OF_DIRECTIONS), (self.losses, (*OF_GATES, *AIMS_OF_GATES))):
-                for name in names:
-                    value, usual = getattr(own, name), getattr(type(own), name)
-                    off = value == 0 and name in OF_GATES
-                    require(off or value == usual, name, value, f"{usual} where directions = 0")
 
 
 @register

@@ -6,6 +6,7 @@ from functools import partial
 
 from perspectron.designs.drm.head import EmitterConfig
 from perspectron.designs.drm.mixer import DRMConfig, Risk
+from perspectron.designs.drm.terms import AIMS_OF_GATES, OF_GATES
 from perspectron.model.config import BlockConfig, ModelConfig, NoResidualConfig
 from perspectron.presets.table import DESIGNS, Shape, Sizes, design, preset
 from perspectron.util.config import require
@@ -15,6 +16,10 @@ def _widths(_: Shape) -> Iterable[Sizes]:
     """Sizes of a block of any width, which alone has about 30 S² weights."""
     for width in range(16, 1 << 14, 16):
         yield {"d_model": width, "d_token": width * 3 // 4, "hidden": width, "emitter": width, "rank": 8}
+
+
+OF_DIRECTIONS = ("gate_bias", "gate_temperature", "direction_norm")
+"""Fields of a mixer's config that do nothing without directions."""
 
 
 @design(
@@ -34,6 +39,13 @@ def drm(
     """One recurrent block with an emitter as its head; embeddings start at N(0, 1) (docs/designs/drm.md#head)."""
     blindspot = mixer.losses.blindspot
     require(risk or blindspot == 0, "blindspot", blindspot, "0 where risk is off")
+    if mixer.directions == 0:
+        for own, names in ((mixer, OF_DIRECTIONS), (mixer.losses, (*OF_GATES, *AIMS_OF_GATES))):
+            for key in names:
+                value, usual = getattr(own, key), getattr(type(own), key)
+                off = key in OF_GATES and value == 0
+                bound = f"{usual}{' or 0' if key in OF_GATES else ''} where directions = 0"
+                require(off or value == usual, key, value, bound)
     mixer = replace(mixer, risk=Risk() if risk else None)
     block, head = BlockConfig(mixer, None, NoResidualConfig()), EmitterConfig(emitter, stability)
     return ModelConfig(

@@ -96,9 +96,7 @@ def _dual(made: Faces, excess_H: Tensor, size: float) -> tuple[Tensor, int]:
     exact_H = torch.zeros_like(multiplier_H)
     exact_H[active_H] = torch.linalg.pinv(gram_HH[active_H][:, active_H], hermitian=True) @ excess_H[active_H]
     solves = exact_H.min() >= -tolerance and (gram_HH @ exact_H - excess_H).min() >= -tolerance
-    if solves:
-        return exact_H.clamp_min(0), sweeps
-    return (multiplier_H if sweeps > -SWEEPS else _least_squares(made, excess_H, multiplier_H)), sweeps
+    return (exact_H.clamp_min(0) if solves else _least_squares(made, excess_H, multiplier_H)), sweeps
 
 
 def _least_squares(made: Faces, excess_H: Tensor, near_H: Tensor) -> Tensor:

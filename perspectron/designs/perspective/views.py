@@ -85,9 +85,6 @@ class PerspectivesConfig:
             require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "> 0 and finite")
         require(self.seed < 2**63, "seed", self.seed, "< 2^63")
         one_of(self.gate, ("base", "own"), "gate")
-        for name in ("kinds", "gate", "from_layer") if self.surrogate else ():
-            value, usual = getattr(self, name), getattr(PerspectivesConfig, name)
-            require(value == usual, name, value, "left out with surrogate")
 
     @cached_property
     def _probe_D(self) -> Tensor:
@@ -155,7 +152,7 @@ class Perspectives(Hook):
         layers = len(model.config.blocks)
         require(config.from_layer <= layers, "from_layer", config.from_layer, f"≤ {layers}, the layers")
         require(not (config.persistent and config.surrogate), "persistent", True, "False with surrogate")
-        if config.every > 0 or {*config.kinds} & {*DRAWN}:
+        if config.every > 0 or (not config.surrogate and {*config.kinds} & {*DRAWN}):
             counts = model.init_state(1, device="meta").document_length_B is not None
             name, known = "every" if config.every > 0 else "kinds", config.every or config.kinds
             require(counts, name, known, "left out for a model whose state does not count tokens")

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import perspectron
 from perspectron import presets
-from perspectron.designs.drm import ablations
 from perspectron.designs.drm import op as drm
 from perspectron.designs.drm.head import EmitterConfig
 from perspectron.designs.drm.law import Geometry
@@ -502,14 +501,6 @@ def test_coupling_of_a_state():
         ({"damping": -0.1}, ["damping"]),
         ({"geometry_interval": 0}, ["geometry_interval", 0]),
         ({"bptt": -1}, ["bptt", -1]),
-        ({"directions": 0, "direction_basis": 0, "gate_bias": 2.0}, ["gate_bias", 2.0, "directions"]),
-        ({"directions": 0, "direction_basis": 0, "gate_temperature": 3.0}, ["gate_temperature", 3.0]),
-        ({"directions": 0, "direction_basis": 0, "direction_norm": False}, ["direction_norm", False]),
-        ({"directions": 0, "direction_basis": 0, "losses": Losses(dim_entropy=1.0)}, ["dim_entropy", 1.0]),
-        (
-            {"directions": 0, "direction_basis": 0, "losses": Losses(active_target=0.1)},
-            ["active_target", 0.1],
-        ),
     ],
 )
 def test_each_field_is_checked(changes, named):
@@ -517,14 +508,21 @@ def test_each_field_is_checked(changes, named):
         dataclasses.replace(SMALL, **changes)
 
 
-def test_without_directions_gates_may_keep_their_defaults_or_weigh_nothing():
-    for losses in (Losses(), Losses(dim_sparsity=0, dim_entropy=0, dim_variance=0, active_fraction=0)):
-        config = dataclasses.replace(SMALL, directions=0, direction_basis=0, losses=losses)
-        assert load(ModelConfig, dump(model_of(config))) == model_of(config)
-    own = dataclasses.replace(STRICT, dim_entropy=1.0)
-    changed = model_of(dataclasses.replace(SMALL, gate_bias=2.0, direction_norm=False, losses=own))
-    bare = ablations.DRM["no_directions"].change(changed).blocks[0].mixer
-    assert bare.gate_bias == DRMConfig.gate_bias and bare.losses.dim_entropy == Losses.dim_entropy
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gate_bias", 2.0), ("gate_temperature", 3.0), ("direction_norm", False), ("dim_entropy", 1.0),
+        ("active_target", 0.1),
+    ],
+)  # fmt: skip
+def test_without_directions_presets_refuse_what_gates_alone_have_and_runs_that_have_it_load(name, value):
+    with refused(ConfigError, name, value, "directions"):
+        presets.get("drm2", **{name: value})
+    if name == "dim_entropy":
+        assert presets.get("drm2", dim_entropy=0.0, dim_sparsity=0.0).blocks[0].mixer.directions == 0
+    own = {"losses": Losses(**{name: value})} if name in Losses.__dataclass_fields__ else {name: value}
+    before = model_of(dataclasses.replace(SMALL, directions=0, direction_basis=0, **own))
+    assert load(ModelConfig, dump(before)) == before
 
 
 def test_a_blindspot_needs_a_risk():

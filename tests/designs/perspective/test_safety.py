@@ -16,6 +16,7 @@ from perspectron.cli.main import main
 from perspectron.decode.generate import generate
 from perspectron.decode.processors import Mark
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.designs.perspective import projection
 from perspectron.designs.perspective.projection import SLACK, faces, hildreth, project
 from perspectron.designs.perspective.safety import Polytope, Safety, _digest, fit, of_tokens, states
 from perspectron.designs.perspective.views import Perspectives, PerspectivesConfig
@@ -101,6 +102,14 @@ def test_points_far_outside_of_many_faces_end_at_the_nearest():
         _, rest = nnls(made.normal_HD[active].T.numpy(), (h - x).numpy())
         assert rest < 1e-6 * float((h - x).norm())
     assert torch.autograd.gradcheck(lambda x: project(x, made)[0], h_ND[:1].clone().requires_grad_())
+
+
+def test_sweeps_that_end_at_no_nearest_point_are_not_the_last_word(monkeypatch):
+    made, h_ND = random_faces(40, 6, seed=4), 200 * normal(3, 6, seed=54)
+    nearest, _ = project(h_ND, made)
+    monkeypatch.setattr(projection, "hildreth", lambda gram_HH, excess_H, _: (excess_H.clamp_min(0), -7))
+    again, _ = project(h_ND, made)
+    torch.testing.assert_close(again, nearest, rtol=0, atol=1e-8 * float(h_ND.norm()))
 
 
 def test_nearly_parallel_rows_no_rows_and_more_rows_than_width():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from perspectron import presets
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.reading import read
@@ -20,6 +21,7 @@ from perspectron.designs.perspective.views import (
     save_calibration,
 )
 from perspectron.experts.router import RoutedConfig, Views
+from perspectron.model.model import build
 from perspectron.util.errors import ConfigError, NonFiniteError
 from tests.decode.conftest import drain
 from tests.refusals import refused
@@ -264,6 +266,12 @@ def test_a_stop_string_and_the_end_of_text_end_a_row_in_a_triggered_step(perspec
     assert made.finished == ["end"] and len(made.verdicts["perspectives"][0]) == 1
 
 
+def test_surrogates_need_no_count_of_tokens():
+    model = build(presets.get("gdn", vocab_size=40, d_model=16, layers=1, heads=2, hidden=16))
+    assert model.init_state(1).document_length_B is None
+    assert Perspectives(model, PerspectivesConfig(surrogate=True)).names[0] == "base"
+
+
 def test_a_model_without_experts_takes_surrogates_that_are_marked(tokenizer, double):
     if any(isinstance(block.ffn, RoutedConfig) for block in double.config.blocks):
         with refused(ConfigError, "surrogate", True):
@@ -295,9 +303,6 @@ def test_a_model_without_experts_takes_surrogates_that_are_marked(tokenizer, dou
         ({"from_layer": -1}, ["from_layer", -1]),
         ({"probe": (1.0, math.nan)}, ["probe"]),
         ({"trigger_probe": math.inf}, ["probe"]),
-        ({"surrogate": True, "kinds": ("base", "second")}, ["kinds", "surrogate"]),
-        ({"surrogate": True, "gate": "own"}, ["gate", "own", "surrogate"]),
-        ({"surrogate": True, "from_layer": 1}, ["from_layer", 1, "surrogate"]),
     ],
 )
 def test_bad_settings_are_said_in_a_line(fields, named):

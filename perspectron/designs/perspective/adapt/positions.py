@@ -72,7 +72,7 @@ def moved(
         alike_MM.sum(1) - 1
     ) / 2  # of equals the mean; the best is last
     worth_M = rank_M / (len(found_M) - 1) - 0.5
-    gradient = torch.einsum("m,m...->...", worth_M.to(noise), noise) / (len(noise) * config.sigma)
+    gradient = (worth_M.to(noise).view(-1, *(1,) * place.ndim) * noise).sum(0) / (len(noise) * config.sigma)
     most = float(gradient.abs().max())
     ties = float((alike_MM.sum(1) > 1).double().mean())
     if most == 0:

@@ -21,7 +21,7 @@ from perspectron.designs.perspective.adapt.gradient import Piece, losses
 from perspectron.designs.perspective.adapt.positions import search
 from perspectron.eval.reading import bits_per_byte, byte_counts
 from perspectron.model.model import LanguageModel
-from perspectron.opening import describe
+from perspectron.opening import Opened, describe
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.util.config import require
@@ -73,8 +73,7 @@ class Adapt:
         opened = open_model(self.run)
         model, tokenizer = opened.model, opened.tokenizer
         if self.positions:
-            with opened.autocast():
-                return self._move(model, tokenizer, config)
+            return self._move(opened, config)
         gates(model)  # whether it has any, before the text is read
         text = read_tokens(self.text, tokenizer, self.tokens)
         if len(text) < self.learning.every:
@@ -134,11 +133,12 @@ class Adapt:
             shown = str(value) if isinstance(value, Path) else value
             require(value == usual[name], name, shown, "left out with --positions, which make no adapter")
 
-    def _move(self, model: LanguageModel, tokenizer: Tokenizer, config: RunConfig) -> int:
+    def _move(self, opened: Opened, config: RunConfig) -> int:
         """Search positions, and write the run that has them."""
         assert self.merge is not None
+        model, tokenizer = opened.model, opened.tokenizer
         ids = read_tokens(self.text, tokenizer, self.tokens)
-        with Work("searching positions"):
+        with opened.autocast(), Work("searching positions"):
             steps = search(model, ids, special=tokenizer.specials)
         checkpoint.export(self.merge, config, tokenizer, model, checkpoint.Progress())
         ties = sum(step.ties for step in steps) / len(steps)
@@ -171,5 +171,6 @@ def unadapted(model: LanguageModel, text: list[int], special: Specials) -> torch
 
 def in_bits(tokenizer: Tokenizer, text: list[int], nats: torch.Tensor) -> float:
     """Bits per byte of the tokens that have nats, a text's last; NaN for a text without a byte."""
+    nats = nats[-len(text) :]  # without those of a prefix of several ids
     found = bits_per_byte(nats, byte_counts(tokenizer, torch.tensor(text[len(text) - len(nats) :])))
     return found if math.isfinite(found) else math.nan

@@ -278,6 +278,7 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     both with the 95% of resampled windows. `probe`: as `of_probe` has it; None where the first half is all wrong, or
     all right."""
     routed = not options.surrogate
+    require(routed or options.from_layer == 0, "from_layer", options.from_layer, "left out with surrogate")
     config = PerspectivesConfig(from_layer=options.from_layer, surrogate=options.surrogate, seed=subject.seed)
     found = collect(subject, config, options.tokens)
     config, rates = fit(found, config, options.target_flag)
@@ -287,8 +288,7 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
         scores["D, Gumbel"] = collect(subject, noisy, options.tokens).scores["D"]
     if options.other:
         other = Subject(open_model(Path(options.other)), subject.split, subject.seq_len, subject.seed)
-        alone = replace(config, kinds=config.kinds[:2]) if routed else config
-        theirs = collect(other, alone, options.tokens)
+        theirs = collect(other, replace(config, kinds=config.kinds[:2]), options.tokens)
         pairs = zip(found.log_base.split(512), theirs.log_base.split(512), strict=True)
         apart = [divergence(a.double().exp(), b.double().exp()) for a, b in pairs]
         scores["D, two models"] = _joined(apart)

@@ -8,6 +8,7 @@ import torch
 from perspectron.cli.main import main
 from perspectron.designs.perspective.adapt import AdaptConfig, Adapter
 from perspectron.designs.perspective.adapt.positions import search
+from perspectron.designs.perspective.commands.adapt import in_bits
 from perspectron.opening import Opened, load
 from tests.cli.small import SIZES
 from tests.refusals import in_a_line
@@ -151,3 +152,12 @@ def test_mistakes_are_told_in_a_line(folder, monkeypatch, capsys, words, named):
     capsys.readouterr()
     assert main(["perspective", "adapt", "perspective-tiny-dense", *words]) == 2
     in_a_line(capsys.readouterr().err, *named)
+
+
+def test_bits_are_of_the_tokens_that_have_bytes(tokenizer):
+    """Nats of a prefix of several ids come first, and tokens without nats do."""
+    text = tokenizer.encode("the cat sat on the mat")
+    nats = torch.rand(len(text), dtype=torch.float64)
+    before = torch.full((2,), 9.0, dtype=torch.float64)
+    assert in_bits(tokenizer, text, torch.cat([before, nats])) == in_bits(tokenizer, text, nats)
+    assert in_bits(tokenizer, text, nats[1:]) == in_bits(tokenizer, text[1:], nats[1:])

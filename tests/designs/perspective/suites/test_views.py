@@ -109,5 +109,7 @@ def test_a_model_without_experts_needs_the_surrogate(subject):
     )
     with refused(ConfigError, "perspectives"):
         suite.measure(dense, suite.Options(tokens=64))
+    with refused(ConfigError, "from_layer", 1, "surrogate"):
+        suite.measure(dense, suite.Options(tokens=64, surrogate=True, from_layer=1))
     found = suite.measure(dense, replace(suite.Options(tokens=64), surrogate=True))
     assert found["surrogate"] and found["beats"] is None and "(surrogate)" in suite.lines(found)[0]
