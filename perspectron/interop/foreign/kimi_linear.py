@@ -151,6 +151,8 @@ def _latent_weights(source: Source, there: str, here: str, D: int, mixer: Any) -
     if source.has(f"{there}.k_b_proj.weight"):
         key_HRN = source.take(f"{there}.k_b_proj.weight", H, R, N)
         value_HVR = source.take(f"{there}.v_b_proj.weight", H, V, R)
+        apart = [f"{there}.{x}_b_proj.weight" for x in "kv"]
+        source.note(apart, [f"{there}.kv_b_proj.weight"], H * (N + V), R)
     else:
         both = source.take(f"{there}.kv_b_proj.weight", H * (N + V), R).unflatten(0, (H, N + V))
         key_HNR, value_HVR = both.split([N, V], 1)
