@@ -171,6 +171,14 @@ def test_experts_that_an_earlier_version_noted_by_names_of_a_gguf_are_not_export
     assert isinstance(told, str) and names(told, "model.layers.0.mlp.experts.down_proj.weight")
 
 
+def test_an_exported_tokenizer_splits_as_the_gguf_says_not_as_its_family(tmp_path):
+    _, file = made(tmp_path, "qwen3")  # a tokenizer of GPT-2's, which keeps digits together
+    run, out, text = tmp_path / "run", tmp_path / "out", " x  12 y"
+    assert main(["import", str(file), "--out", str(run)]) == 0 == main(["export", str(run), "--hf", str(out)])
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert theirs(text).input_ids == open_model(run).tokenizer.encode(text)
+
+
 def test_a_gguf_of_a_mistral_has_its_window(tmp_path):
     folder = folder_of("mistral", tmp_path / "hf", sliding_window=7)
     write(tmp_path / "model.gguf", folder, "llama")
