@@ -122,8 +122,12 @@ def _mixture(source: Source) -> MixtureConfig:
 
 
 def _named(source: Source, other: str, name: str) -> str:
-    """Whichever of two keys the config has, `other` first."""
-    return name if source.get(other) is None else other
+    """Whichever of two names of an option the config has. CheckpointError: it has both, and they differ."""
+    if (value := source.get(other)) is None:
+        return name
+    if (own := source.values.get(name, value)) != value:  # which transformers takes
+        raise source.error(f"{other} is {value!r}, must be {name} = {own!r}, the same option")
+    return other
 
 
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
