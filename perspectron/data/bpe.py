@@ -2,7 +2,9 @@
 library trains."""
 
 import json
+import re
 import secrets
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +36,8 @@ PATTERN = "|".join(
 )
 """The pattern by which the tokenizers of this library split words."""
 
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""A byte's spelling as a token that stands for it where a character is unknown."""
 _ALIAS = "".join(chr(ord("a") + byte % 26) for byte in secrets.token_bytes(24))
 
 
@@ -69,10 +73,24 @@ class Read(NamedTuple):
     @property
     def special(self) -> list[str]:
         """Spellings of the special added tokens. The letter of a byte is none of them unless it begins or ends texts,
-        whatever the file says: texts are made of it, and some models are padded with "!"."""
-        letters = set(byte_letters()) - self.also
+        whatever the file says: texts are made of it, and some models are padded with "!". Nor is one of `fallback`."""
+        letters = self.fallback.union(set(byte_letters()) - self.also)
         tokens = (token for token in self.added if token.special or token.content in self.also)
         return [token.content for token in tokens if token.content not in letters]
+
+    @property
+    def fallback(self) -> frozenset[str]:
+        """Spellings of special added tokens that stand for the bytes of unknown characters, in a BPE that finds them by
+        these spellings. It must not give them to a word that spells one."""
+        model = self.value["model"]
+        if (
+            not isinstance(model["vocab"], dict)
+            or not model.get("byte_fallback")
+            or model.get("ignore_merges")
+        ):
+            return frozenset()
+        tokens = {token.content for token in self.added if token.special} - self.also
+        return frozenset(token for token in tokens & model["vocab"].keys() if BYTE.fullmatch(token))
 
     @property
     def ours(self) -> bool:
@@ -131,8 +149,9 @@ def aliased(file: Read) -> tuple[str, dict[str, str]]:
     """(the JSON of a tokenizer in which special tokens have secret names, so that no text can be encoded as one; these
     names by spelling). They are random letters, drawn once for each process: nobody who does not know them can write
     them. In the vocabulary, too, special tokens have only these names, as Unigram makes whatever is in it, and no merge
-    makes one. No normaliser sees a name, which it could take apart, and each is found within a word, too."""
-    value = file.value
+    makes one. No normaliser sees a name, which it could take apart, and each is found within a word, too. What stands
+    for a byte of an unknown character is in the vocabulary alone, and no merge makes it."""
+    value, fallback = file.value, file.fallback
     names = {content: f"<{_ALIAS}{_letters(i)}>" for i, content in enumerate(file.special)}
     model: dict[str, Any] = dict(value["model"])
     vocab = model["vocab"]
@@ -141,7 +160,7 @@ def aliased(file: Read) -> tuple[str, dict[str, str]]:
     else:
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
     if isinstance(model.get("merges"), list):
-        model["merges"] = [merge for merge in model["merges"] if not _touches(merge, names)]
+        model["merges"] = [merge for merge in model["merges"] if not _touches(merge, names, fallback)]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     added = [
@@ -149,14 +168,15 @@ def aliased(file: Read) -> tuple[str, dict[str, str]]:
         if token["content"] in names
         else token
         for token in value.get("added_tokens") or []
+        if token["content"] not in fallback
     ]
     # Texts are neither truncated nor padded here.
     inner = value | {"model": model, "added_tokens": added, "truncation": None, "padding": None}
     return json.dumps(inner), names
 
 
-def _touches(merge: object, names: dict[str, str]) -> bool:
-    """True of a merge of, or into, one of these tokens."""
+def _touches(merge: object, names: dict[str, str], into: Collection[str]) -> bool:
+    """True of a merge of, or into, one of the tokens that have other names, or into one of `into`."""
     match merge:
         case str():
             pair = merge.split(" ")
@@ -164,7 +184,8 @@ def _touches(merge: object, names: dict[str, str]) -> bool:
             pair = list(merge)
         case _:
             return False
-    return not names.keys().isdisjoint([*pair, "".join(pair)])
+    whole = "".join(pair)
+    return whole in into or not names.keys().isdisjoint([*pair, whole])
 
 
 def _letters(number: int) -> str:

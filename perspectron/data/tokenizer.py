@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import pre_tokenizers, trainers
 
 from perspectron.data import added, bpe, specials, world
-from perspectron.data.bpe import END_OF_TEXT, MOST_TOKENS, blank, byte_letters
+from perspectron.data.bpe import BYTE, END_OF_TEXT, MOST_TOKENS, blank, byte_letters
 from perspectron.data.specials import OURS, Specials
 from perspectron.util.errors import ConfigError, DataError
 from perspectron.util.files import remove, write_text
@@ -27,7 +27,6 @@ _TRAINING_PIECE = 2**18
 _PIECE = 2**16
 _RUN = 2**22
 _BORDER = re.compile(r"\n(?=[^\W_])|[^\W_](?= )")
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _STOP = "<|stop|>"
 """Beginning of tokens that end texts, in files that an earlier version imported."""
 TIKTOKEN = "tiktoken.model"
@@ -335,13 +334,13 @@ class Tokenizer:
                 continue
             if self._joined:
                 table[id] = f" {token}".encode()
+            elif "ByteFallback" in kinds and (byte := BYTE.fullmatch(token)):
+                table[id] = bytes([int(byte[1], 16)])
             elif token in self._added and (kinds <= _PLAIN or "ByteLevel" in kinds):
                 table[id] = token.replace("▁", " " if kinds & _SPACED else "▁").encode()
             elif "ByteLevel" in kinds:
                 data = [letters.get(letter) for letter in token]
                 table[id] = token.encode() if None in data else bytes(data)  # type: ignore[arg-type]
-            elif "ByteFallback" in kinds and (byte := _BYTE.fullmatch(token)):
-                table[id] = bytes([int(byte[1], 16)])
             elif kinds <= _PLAIN:
                 table[id] = token.replace("▁", " ").encode()
             else:

@@ -95,6 +95,29 @@ def test_what_a_user_spells_stays_text(kind, tmp_path) -> None:
     assert tokenizer.decode(tokenizer.encode("a </s> b")) == "a </s> b"
 
 
+def test_bytes_of_unknown_characters_may_be_special_tokens_which_a_user_does_not_write(tmp_path) -> None:
+    """As a trainer of the tokenizers library makes them; merges that spell one are not used."""
+    value, path = json.loads(KINDS["llama2"]().to_str()), tmp_path / "tokenizer.json"
+    vocab, merges, spelling = value["model"]["vocab"], value["model"]["merges"], "<0x41>"
+    for end in range(2, len(spelling) + 1):
+        for token in (spelling[end - 2], spelling[end - 1], spelling[:end]):
+            vocab.setdefault(token, max(vocab.values()) + 1)
+        merges.append([spelling[: end - 1], spelling[end - 1]])
+    added = [token for token in value["added_tokens"] if token["special"]]
+    value["added_tokens"] = added + [
+        added[0] | {"id": vocab[f"<0x{byte:02X}>"], "content": f"<0x{byte:02X}>"} for byte in range(256)
+    ]
+    path.write_text(json.dumps(value))
+    tokenizer, theirs = Tokenizer.load(path), PreTrainedTokenizerFast(tokenizer_file=str(path))
+    for text in ("a\nb", "naïve 漢字 ✓", "\x00\x7f"):
+        ids = tokenizer.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text == b"".join(map(tokenizer.token_bytes, ids)).decode().strip(" ")
+    assert vocab[spelling] in theirs.encode(spelling)
+    assert vocab[spelling] not in tokenizer.encode(spelling)
+    assert tokenizer.decode(tokenizer.encode(f"a {spelling}")) == f"a {spelling}"
+
+
 @pytest.mark.parametrize("kind", ["llama2", "t5"])
 def test_spaces_that_are_an_added_token_are_spaces(kind, tmp_path) -> None:
     """As Gemma has runs of them."""

@@ -1,6 +1,7 @@
 """GGUF files as runs: the weights of the folder that they were made from, and what cannot be read named."""
 
 import copy
+import json
 import shutil
 import struct
 from pathlib import Path
@@ -12,13 +13,18 @@ from safetensors.torch import load_file, save_file
 
 gguf = pytest.importorskip("gguf", reason="pip install 'perspectron[gguf]'")
 
+from perspectron.cli.main import main  # noqa: E402
+from perspectron.data import origin  # noqa: E402
 from perspectron.decode.sampling import SamplingConfig  # noqa: E402
 from perspectron.decode.steps import stepped, steps_of  # noqa: E402
 from perspectron.decode.suggested import suggested  # noqa: E402
 from perspectron.interop import foreign  # noqa: E402
+from perspectron.interop.hf.back import put_back  # noqa: E402
 from perspectron.model import half  # noqa: E402
+from perspectron.opening import open_model  # noqa: E402
 from perspectron.util.errors import CheckpointError, DataError  # noqa: E402
 from tests.gguf_models import ARCHES, KINDS, arch_of, folder_of, rounded, stacked, write  # noqa: E402
+from tests.interop import families  # noqa: E402
 from tests.refusals import names, refused  # noqa: E402
 
 transformers.logging.set_verbosity_error()
@@ -134,6 +140,43 @@ def test_a_gguf_is_the_model_of_its_folder(name, tmp_path):
     for key, weight in theirs.state_dict().items():
         close = 2e-7 if "log" in key else 0
         torch.testing.assert_close(ours.state_dict()[key], weight, rtol=close, atol=close)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["olmoe", "qwen3moe", "nemotron_h_moe", "qwen3next", "kimi-linear"])
+def test_experts_of_a_gguf_are_exported_as_transformers_has_them(name, tmp_path):
+    folder, file = made(tmp_path, name)
+    run, out, ids = tmp_path / "run", tmp_path / "out", families.text()
+    assert main(["import", str(file), "--out", str(run)]) == 0 == main(["export", str(run), "--hf", str(out)])
+    of = transformers.AutoModelForCausalLM.from_pretrained
+    theirs, told = of(out, output_loading_info=True, **families.EAGER)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    expected = of(folder, **families.EAGER).state_dict()
+    for key, weight in theirs.state_dict().items():
+        torch.testing.assert_close(weight, expected[key], rtol=2e-7, atol=2e-7)
+    families.near(open_model(run).model(ids).logits, theirs.eval()(ids).logits, 1e-4)
+
+
+def test_experts_that_an_earlier_version_noted_by_names_of_a_gguf_are_not_exported_so(tmp_path):
+    _, file = made(tmp_path, "olmoe")
+    assert main(["import", str(file), "--out", str(tmp_path / "run")]) == 0
+    came = tmp_path / "run" / origin.FOLDER
+    known = json.loads((came / origin.WEIGHTS).read_text())
+    before = {name: each for name, each in known.items() if ".experts." not in name}
+    for i in range(4):
+        for part, shape in (("gate", [6, 64, 32]), ("up", [6, 64, 32]), ("down", [6, 32, 64])):
+            before[f"model.layers.{i}.mlp.experts.{part}_proj.weight"] = ["float32", shape]
+    (came / origin.WEIGHTS).write_text(json.dumps(before))
+    told = put_back(open_model(tmp_path / "run").model, came)
+    assert isinstance(told, str) and names(told, "model.layers.0.mlp.experts.down_proj.weight")
+
+
+def test_an_exported_tokenizer_splits_as_the_gguf_says_not_as_its_family(tmp_path):
+    _, file = made(tmp_path, "qwen3")  # a tokenizer of GPT-2's, which keeps digits together
+    run, out, text = tmp_path / "run", tmp_path / "out", " x  12 y"
+    assert main(["import", str(file), "--out", str(run)]) == 0 == main(["export", str(run), "--hf", str(out)])
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert theirs(text).input_ids == open_model(run).tokenizer.encode(text)
 
 
 def test_a_gguf_of_a_mistral_has_its_window(tmp_path):

@@ -121,6 +121,12 @@ def test_published_names_and_numbers_of_layers_are_read(tmp_path):
         ({"qk_head_dim": 17}, ["qk_head_dim", 17]),
         ({"mla_use_output_gate": True}, ["mla_use_output_gate", True]),
         ({"routed_expert_hidden_size": 16}, ["routed_expert_hidden_size", 16]),
+        ({"norm_topk_prob": False, "moe_renormalize": True}, ["norm_topk_prob", "moe_renormalize", True]),
+        ({"n_group": 4, "num_expert_group": 2}, ["n_group", 4, "num_expert_group", 2]),
+        (
+            {"num_experts_per_tok": 3, "num_experts_per_token": 2},
+            ["num_experts_per_tok", 3, "num_experts_per_token", 2],
+        ),
     ],
 )
 def test_an_option_that_no_model_of_ours_has_is_named(change, named, tmp_path):

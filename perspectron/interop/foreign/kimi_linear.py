@@ -122,8 +122,12 @@ def _mixture(source: Source) -> MixtureConfig:
 
 
 def _named(source: Source, other: str, name: str) -> str:
-    """Whichever of two keys the config has, `other` first."""
-    return name if source.get(other) is None else other
+    """Whichever of two names of an option the config has. CheckpointError: it has both, and they differ."""
+    if (value := source.get(other)) is None:
+        return name
+    if (own := source.values.get(name, value)) != value:  # which transformers takes
+        raise source.error(f"{other} is {value!r}, must be {name} = {own!r}, the same option")
+    return other
 
 
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
@@ -151,6 +155,8 @@ def _latent_weights(source: Source, there: str, here: str, D: int, mixer: Any) -
     if source.has(f"{there}.k_b_proj.weight"):
         key_HRN = source.take(f"{there}.k_b_proj.weight", H, R, N)
         value_HVR = source.take(f"{there}.v_b_proj.weight", H, V, R)
+        apart = [f"{there}.{x}_b_proj.weight" for x in "kv"]
+        source.note(apart, [f"{there}.kv_b_proj.weight"], H * (N + V), R)
     else:
         both = source.take(f"{there}.kv_b_proj.weight", H * (N + V), R).unflatten(0, (H, N + V))
         key_HNR, value_HVR = both.split([N, V], 1)

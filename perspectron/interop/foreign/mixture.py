@@ -5,7 +5,6 @@ Shapes: D model width, F hidden width, E experts.
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
 from perspectron.experts.mixture import MixtureConfig
@@ -87,11 +86,8 @@ def weights(
         taken[f"{here}.bias_E"] = source.take(f"{there}.gate.e_score_correction_bias", E)
     for name, ours in (("gate", "gate_EFD"), ("up", "up_EFD"), ("down", "down_EDF"))[not ffn.gated :]:
         shape = (D, ffn.hidden) if name == "down" else (ffn.hidden, D)
-        if source.has(whole := f"{there}.experts.{name}_proj.weight"):
-            taken[f"{here}.{ours}"] = source.take(whole, E, *shape)
-        else:
-            each = [source.take(f"{there}.experts.{e}.{matrices[name]}.weight", *shape) for e in range(E)]
-            taken[f"{here}.{ours}"] = torch.stack(each)
+        each = [f"{there}.experts.{e}.{matrices[name]}.weight" for e in range(E)]
+        taken[f"{here}.{ours}"] = source.take_stack(f"{there}.experts.{name}_proj.weight", each, *shape)
         if ffn.shared:
             shape = (D, ffn.shared) if name == "down" else (ffn.shared, D)
             taken[f"{here}.shared_{name}_proj.weight"] = source.take(

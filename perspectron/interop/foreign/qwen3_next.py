@@ -37,16 +37,19 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
 
 def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
     """Weights as in Qwen3.5, once rows are regrouped by what they give, as most are already in a GGUF."""
-    if mixer.kind != "attention":
-        H, G, K, V = mixer.heads, mixer.key_heads, mixer.key_dim, mixer.value_dim
-        r, name = H // G, f"{there}.linear_attn.in_proj_"
-        if not source.has(f"{name}qkv.weight"):
-            both = source.take(f"{name}qkvz.weight", 2 * (G * K + H * V), D).unflatten(0, (G, -1))
-            *qkv, z = (x.flatten(0, 1) for x in both.split([K, K, r * V, r * V], 1))
-            source.tensors |= {f"{name}qkv.weight": torch.cat(qkv).clone, f"{name}z.weight": z.clone}
-        b, a = (
-            x.flatten(0, 1)
-            for x in source.take(f"{name}ba.weight", 2 * H, D).unflatten(0, (G, 2, r)).unbind(1)
-        )
-        source.tensors |= {f"{name}a.weight": a.clone, f"{name}b.weight": b.clone}
-    return qwen3_5.mixer_weights(source, there, here, D, mixer)
+    if mixer.kind == "attention":
+        return qwen3_5.mixer_weights(source, there, here, D, mixer)
+    H, G, K, V = mixer.heads, mixer.key_heads, mixer.key_dim, mixer.value_dim
+    r, name, rows = H // G, f"{there}.linear_attn.in_proj_", 2 * (G * K + H * V)
+    if not source.has(f"{name}qkv.weight"):
+        both = source.take(f"{name}qkvz.weight", rows, D).unflatten(0, (G, -1))
+        *qkv, z = (x.flatten(0, 1) for x in both.split([K, K, r * V, r * V], 1))
+        source.tensors |= {f"{name}qkv.weight": torch.cat(qkv).clone, f"{name}z.weight": z.clone}
+    b, a = (
+        x.flatten(0, 1) for x in source.take(f"{name}ba.weight", 2 * H, D).unflatten(0, (G, 2, r)).unbind(1)
+    )
+    source.tensors |= {f"{name}a.weight": a.clone, f"{name}b.weight": b.clone}
+    taken = qwen3_5.mixer_weights(source, there, here, D, mixer)
+    source.note([f"{name}qkv.weight", f"{name}z.weight"], [f"{name}qkvz.weight"], rows, D)
+    source.note([f"{name}a.weight", f"{name}b.weight"], [f"{name}ba.weight"], 2 * H, D)
+    return taken

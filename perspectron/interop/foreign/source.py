@@ -1,10 +1,12 @@
 """A folder of another program while it is imported; config keys and tensors that were not read are reported."""
 
+import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from perspectron.model.config import MOST_SIZE
@@ -193,6 +195,22 @@ class Source:
             ours = (names or {}).get(layer, layer)
             taken[f"{here}.{ours}{dot}{part}"] = self.take(f"{there}.{name}", *shape)
         return taken
+
+    def take_stack(self, whole: str, names: Sequence[str], *shape: int) -> Tensor:
+        """Take tensors of one shape, stacked: each by its name, or `whole`, which only a GGUF has. CheckpointError: as
+        `take`."""
+        if not self.has(whole):
+            return torch.stack([self.take(name, *shape) for name in names])
+        stack = self.take(whole, len(names), *shape)
+        self.note([whole], names, *shape)
+        return stack
+
+    def note(self, instead: Collection[str], names: Iterable[str], *shape: int) -> None:
+        """Note that tensors of these names and this shape were used, as transformers has them, `instead` of others that
+        were taken: those of a GGUF, or what was made on the way."""
+        dtypes = [getattr(torch, self.taken.pop(name)[0]) for name in instead]
+        dtype = str(functools.reduce(torch.promote_types, dtypes)).removeprefix("torch.")
+        self.taken |= {name: (dtype, list(shape)) for name in names}
 
     def has(self, name: str) -> bool:
         return name in self.tensors

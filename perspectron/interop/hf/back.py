@@ -47,6 +47,8 @@ def put_back(model: LanguageModel, came: Path) -> dict[str, Tensor] | str:
         found = _solved(importer, own, {name: shape for name, (shape, _) in places.items()})
         found = {name: _narrowed(tensor, places[name][1]) for name, tensor in found.items()}
         again = importer(found)
+        if other := found.keys() - importer.taken.keys():
+            return f"an earlier version noted {min(other)}, which transformers does not have; import it again"
     except (PerspectronError, RuntimeError, KeyError) as error:
         return f"its weights cannot be put back ({error})"
     same = all(torch.equal(tensor.to(own[name].dtype), own[name]) for name, tensor in again.items())
@@ -64,6 +66,8 @@ class _Importer:
 
     def __init__(self, kind: Kind, folder: Path, values: dict[str, Any]) -> None:
         self._kind, self._folder, self._values = kind, folder, values
+        self.taken: Mapping[str, Any] = {}
+        """The tensors of the last run by transformers' names."""
 
     def config(self) -> Any:
         return self._kind.config(Source(self._folder, self._values))
@@ -71,7 +75,8 @@ class _Importer:
     def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         source = Source(self._folder, self._values)
         source.tensors = {name: tensor.clone for name, tensor in tensors.items()}
-        return self._kind.weights(source, self._kind.config(source))
+        weights, self.taken = self._kind.weights(source, self._kind.config(source)), source.taken
+        return weights
 
 
 def _solved(

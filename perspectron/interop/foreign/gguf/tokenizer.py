@@ -59,6 +59,8 @@ ENDS = ("</s>", "<eos>")
 LONGEST = 1024
 """Most characters of a SentencePiece token, as every split of it is tried."""
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
+CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
+"""Takes tokenizer.json as it is, where classes of families split texts as their first models did."""
 
 
 class _Metadata:
@@ -141,7 +143,7 @@ def files(container: Container) -> dict[str, dict[str, Any]]:
     whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **made}
     return {
         "tokenizer.json": whole | {"post_processor": _begins(roles["bos"], data) if first else None},
-        "tokenizer_config.json": {"add_bos_token": first, **spellings, **template},
+        "tokenizer_config.json": {**CLASS, "add_bos_token": first, **spellings, **template},
         "generation_config.json": dict(zip(ROLES, (roles["bos"], ends, roles["padding"]), strict=True)),
     }
 
@@ -185,6 +187,7 @@ def _world(data: _Metadata, roles: dict[str, int | None], ends: Any) -> dict[str
     return {
         "tokenizer.json": json.loads(text),
         "tokenizer_config.json": {
+            **CLASS,
             "add_bos_token": False,
             **({"chat_template": template} if template else {}),
         },
