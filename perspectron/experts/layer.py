@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from perspectron.experts.router import Choice, Routed, RoutedConfig, Views, wider
 from perspectron.experts.ternary import int8, ternary
 from perspectron.experts.torus import balance, gini, likeness, neighbour_delta, nudged, smoothness
 from perspectron.ops import experts
-from perspectron.ops.dispatch import forward_mode, once_differentiable, recorder
+from perspectron.ops.dispatch import once_differentiable, recorder
 from perspectron.util import ranks
 from perspectron.util.streams import normal_slices
 from perspectron.util.terms import Term
@@ -210,7 +211,8 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(y_ND: Tensor, gate_N: Tensor) -> Tensor:
-        return y_ND.clone() if forward_mode() else y_ND.view_as(y_ND)  # `jvp` gives no view
+        # `jvp` gives no view; here forward mode is switched off, so that `forward_mode()` is False
+        return y_ND.view_as(y_ND) if forward_ad._current_level < 0 else y_ND.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
