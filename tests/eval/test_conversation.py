@@ -1,6 +1,7 @@
 """Facts told in a conversation: who sees all answers all, who sees little guesses, and nothing else tells."""
 
 import itertools
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,11 +125,11 @@ def test_what_a_table_of_positions_does_not_reach_is_named(subject):
 
 
 def test_no_table_of_positions_is_read_past_its_end(subject):
-    needed = next(
-        positions
-        for positions in range(1, 500)
-        if measure(subject(Copying(10_000, positions=positions)), FEW)["distances"]["64"] is not None
-    )
+    def enough(positions: int) -> bool:
+        return measure(subject(Copying(10_000, positions=positions)), FEW)["distances"]["64"] is not None
+
+    sizes = range(1, 500)
+    needed = sizes[bisect_left(sizes, True, key=enough)]
     for positions in range(needed, needed + 8):
         measure(subject(Copying(10_000, positions=positions)), FEW)
 
