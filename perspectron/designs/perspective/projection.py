@@ -3,8 +3,8 @@
 
 The dual, min ½ λᵀGλ − λᵀr with λ ≥ 0, G = N Nᵀ and r = N h − b, is solved by block principal pivoting (Júdice and
 Pires 1994); where it does not end, by Hildreth's sweeps, which are cyclic projections with the one number for each
-half-space that they need to end at the nearest point; where these are too many, as least squares with λ ≥ 0 (Lawson and
-Hanson 1974). Everything is float64.
+half-space that they need to end at the nearest point; where they do not, as least squares with λ ≥ 0 (Lawson and Hanson
+1974). Everything is float64.
 
 Shapes: N points, H half-spaces, A active ones, D width.
 """
