@@ -4,8 +4,7 @@ python benchmarks/clean.py transformer=RUN transformer=RUN perspective2=RUN … 
 
 Runs of one name are seeds of a design; the first name is the reference. Both scores are measured of each document.
 Differences have two intervals: over seeds, paired, and over documents, of the means over seeds. The split is read
-once: what exists is not written again, and the program must be that of a commit, which is recorded as the one that
-froze the choices.
+once: what exists is not written again, and the program must be that of a commit, which is recorded.
 """
 
 import math
@@ -144,7 +143,7 @@ def main() -> None:
         if args.json in (None, "-") or Path(args.json).exists():
             raise SystemExit(f"--json: {args.json}, must be a new file: the clean split is read once")
         if "changes" in commit():
-            raise SystemExit(f"commit: {commit()}, must be without: choices are frozen before the reading")
+            raise SystemExit(f"commit: {commit()}, must be without: a reading names the program that read")
     torch.set_num_threads(args.threads)
     shapes = f"clean split, sha256 {listed()[1].sha256}"
     runs = defaultdict[str, list[dict[str, Any]]](list)

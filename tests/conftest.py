@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = long.drawn(kept)
     there = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in there])
-    items[:] = kept
+    items[:] = long.in_order(kept)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

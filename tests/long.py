@@ -84,3 +84,10 @@ def shortened(items: list[pytest.Item], whole: bool) -> list[pytest.Item]:
         count: int = cases[0].get_closest_marker("few").args[0]
         kept.update(item.nodeid for item in some(cases, max(1, count // 2) if whole else count, key))
     return [item for item in items if item.nodeid in kept]
+
+
+def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Modules with slow tests come first. Processes take tests from the end of one another's lists, so these modules
+    stay whole, and what their tests share is made once."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    return sorted(items, key=lambda item: item.path not in slow)

@@ -99,6 +99,18 @@ def test_the_page_of_long_memories_is_what_the_results_say():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python docs/memory.py"
 
 
+def test_the_page_of_sizes_is_what_the_studies_say():
+    sizes = script("sizes")
+    found = sizes.read()
+    for path, text in sizes.pages(found).items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python docs/sizes.py"
+    found.cells[0][sizes.WINDOWS] += 0.5
+    changed = sizes.pages(found)[sizes.PAGE].splitlines()
+    rows = zip(changed, sizes.PAGE.read_text(encoding="utf-8").splitlines(), strict=True)
+    differ = {line.split(" | ")[0].removeprefix("| ") for line, other in rows if line != other}
+    assert differ and differ <= {*sizes.NAMES.values(), *sizes.PAIRS}
+
+
 # ---------------------------------------------------------------- records
 
 

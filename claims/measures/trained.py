@@ -41,7 +41,7 @@ def scale(results: Results, file: str) -> str:
     plan = results.get(file)["plan"]
     size, tokens, data = plan["params"] / 1e6, plan["tokens"] / 1e6, Path(plan["data"]).name
     seeds = f"{len(plan['seeds'])} seed{'s' if len(plan['seeds']) > 1 else ''}"
-    start = "" if file == "reference/results" else ", embeddings of 0.02"
+    start = "" if file == "reference/results" else ", version 0.1 (superseded: embeddings of 0.02)"
     return f"at {size:.3g} M parameters and {tokens:.3g} M tokens of {data}, {seeds}{start}"
 
 

@@ -63,6 +63,7 @@ class Rows:
         V, known = tokenizer.vocab_size, model.config.vocab_size
         require(known >= V, "vocab_size of the tokenizer", V, f"≤ that of the model, {known}")
         if store is not None:
+            require(isinstance(store, PrefixStore), "store", store, "a PrefixStore, or None")
             require(chunk == store.chunk, "chunk", chunk, f"that of the store, {store.chunk}")
             require(
                 store.model.number == model.number, "store", "of another model", "of the model of the rows"

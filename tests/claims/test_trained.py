@@ -12,7 +12,7 @@ from perspectron.eval.recall import SOLVED
 from tests.claims.conftest import SEEDS, bins, cell, comparison, recalled, recalls
 
 SCALE = "at 2 M parameters and 3 M tokens of stdlib, 3 seeds"
-FIRST = f"{SCALE}, embeddings of 0.02"  # of the first comparison
+FIRST = f"{SCALE}, version 0.1 (superseded: embeddings of 0.02)"  # of the first comparison
 
 
 @pytest.fixture

@@ -355,6 +355,8 @@ def test_the_store_of_another_model_is_refused(tokenizer) -> None:
     for made in (Rows, Session):
         with refused(ConfigError, "store"):
             made(model, tokenizer, chunk=CHUNK, store=PrefixStore(other, chunk=CHUNK))
+        with refused(ConfigError, "store", 5, "PrefixStore"):
+            made(model, tokenizer, chunk=CHUNK, store=5)
 
 
 @pytest.mark.parametrize("statement", ["SELECT page", "SELECT DISTINCT"])

@@ -9,6 +9,7 @@ half-space that they need to end at the nearest point; where they do not, as lea
 Shapes: N points, H half-spaces, A active ones, D width.
 """
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -110,10 +111,15 @@ def _least_squares(made: Faces, excess_H: Tensor, near_H: Tensor) -> Tensor:
     try:
         found, _ = nnls(rows.cpu().numpy(), wanted.numpy(), maxiter=100 * len(near_H))
     except RuntimeError:
-        return near_H
-    u_H = torch.from_numpy(found).to(near_H)
-    left = 1 - (excess_H / size) @ u_H
-    return size * u_H / left if left > 0 else near_H
+        found = None
+    if found is not None:
+        u_H = torch.from_numpy(found).to(near_H)
+        if (left := 1 - (excess_H / size) @ u_H) > 0:
+            return size * u_H / left
+    warnings.warn(
+        "a projection on the polytope ends inside it, but perhaps not at the nearest point", stacklevel=2
+    )
+    return near_H
 
 
 def _least(value_H: Tensor, among_H: Tensor, count: int) -> Tensor:

@@ -112,6 +112,19 @@ def test_sweeps_that_end_at_no_nearest_point_are_not_the_last_word(monkeypatch):
     torch.testing.assert_close(again, nearest, rtol=0, atol=1e-8 * float(h_ND.norm()))
 
 
+def test_a_projection_that_may_not_be_the_nearest_says_so(monkeypatch):
+    made, h_ND = random_faces(40, 6, seed=4), 200 * normal(1, 6, seed=54)
+    monkeypatch.setattr(projection, "hildreth", lambda gram_HH, excess_H, _: (excess_H.clamp_min(0), -7))
+
+    def endless(*_, **__):
+        raise RuntimeError("Maximum number of iterations reached.")
+
+    monkeypatch.setattr("scipy.optimize.nnls", endless)
+    with pytest.warns(UserWarning, match="nearest"):
+        x_ND, _ = project(h_ND, made)
+    assert (x_ND @ made.normal_HD.T - made.offset_H).max() <= SLACK
+
+
 def test_nearly_parallel_rows_no_rows_and_more_rows_than_width():
     row = torch.nn.functional.normalize(normal(1, 5), dim=1)
     close = torch.nn.functional.normalize(row + 1e-9 * normal(30, 5, seed=2), dim=1)

@@ -4,7 +4,7 @@ import math
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import tyro
@@ -50,7 +50,7 @@ class Adapt:
     text: Path
     """Text to learn from."""
     adapter: Path | None = None
-    """Continue with this saved adapter; its rank, layers and seed apply."""
+    """Continue with this saved adapter, which has its own rank, layers and seed."""
     new: AdapterConfig = field(default_factory=AdapterConfig)
     learning: AdaptConfig = field(default_factory=AdaptConfig)
     out: Path | None = None
@@ -69,6 +69,10 @@ class Adapt:
         require(self.merge is None or not self.merge.exists(), "merge", str(self.merge), "a new folder")
         if self.positions:
             self._check_positions()
+        elif self.adapter is not None:
+            without(
+                vars(self.new), AdapterConfig(), f"left out with --adapter: those of {self.adapter} apply"
+            )
         config = describe(self.run).of_run()
         opened = open_model(self.run)
         model, tokenizer = opened.model, opened.tokenizer
@@ -127,11 +131,11 @@ class Adapt:
     def _check_positions(self) -> None:
         """ConfigError: no new folder, or an option of the adapter, of which there is none."""
         require(self.merge is not None, "merge", None, "a new folder, for a model with other positions")
-        given = {"adapter": self.adapter, "out": self.out} | vars(self.new) | vars(self.learning)
-        usual = {"adapter": None, "out": None} | vars(AdapterConfig()) | vars(AdaptConfig())
-        for name, value in given.items():
-            shown = str(value) if isinstance(value, Path) else value
-            require(value == usual[name], name, shown, "left out with --positions, which make no adapter")
+        why = "left out with --positions, which make no adapter"
+        for name, path in (("adapter", self.adapter), ("out", self.out)):
+            require(path is None, name, str(path), why)
+        without(vars(self.new), AdapterConfig(), why)
+        without(vars(self.learning), AdaptConfig(), why)
 
     def _move(self, opened: Opened, config: RunConfig) -> int:
         """Search positions, and write the run that has them."""
@@ -156,6 +160,12 @@ class Adapt:
         shown = table("nats of fresh tokens, the last 20 steps", ("block", "before", "after", "kept"), rows)
         told = f"{len(kept)} of {len(steps)} steps kept; {ties:.0%} of trials lost exactly as much as another"
         return answer(self.json, fields, shown, told, f"merged into {self.merge}")
+
+
+def without(given: dict[str, Any], usual: AdapterConfig | AdaptConfig, why: str) -> None:
+    """ConfigError for the first value that is not the usual one."""
+    for name, value in given.items():
+        require(value == getattr(usual, name), name, value, why)
 
 
 def unadapted(model: LanguageModel, text: list[int], special: Specials) -> torch.Tensor:

@@ -145,6 +145,11 @@ def test_positions_are_moved_into_a_run_of_their_own(folder, monkeypatch, capsys
         (["--text", "text.txt", "--positions", "--merge", "m", "--rank", "2"], ["rank", 2, "positions"]),
         (["--text", "text.txt", "--positions", "--merge", "m", "--lr", "0.5"], ["lr", "0.5", "positions"]),
         (["--text", "text.txt", "--adapter", "text.txt"], ["text.txt"]),
+        (["--text", "text.txt", "--adapter", "text.txt", "--rank", "2"], ["rank", 2, "adapter", "text.txt"]),
+        (
+            ["--text", "text.txt", "--adapter", "text.txt", "--layers", "0"],
+            ["layers", 0, "adapter", "text.txt"],
+        ),
     ],
 )
 def test_mistakes_are_told_in_a_line(folder, monkeypatch, capsys, words, named):
