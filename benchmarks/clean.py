@@ -100,7 +100,7 @@ def made_up() -> tuple[dict[str, list[Opened]], list[str], str]:
 
 def asked(runs: Sequence[str]) -> tuple[list[tuple[str, Path]], int]:
     """The last steps of NAME=RUN, and the tokens of a window, which they share."""
-    found, windows = list[tuple[str, Path]](), set[int]()
+    found, windows, seeds = list[tuple[str, Path]](), set[int](), defaultdict[str, list[int]](list)
     if len({Path(text.partition("=")[2]).resolve() for text in runs}) != len(runs):
         raise SystemExit(f"runs: {' '.join(runs)}, must differ: one that is given twice is no other seed")
     for name, _, run in (text.partition("=") for text in runs):
@@ -108,6 +108,11 @@ def asked(runs: Sequence[str]) -> tuple[list[tuple[str, Path]], int]:
         found.append((name, checkpoint.path_of(Path(run), train.steps)))
         open_model(found[-1][1])  # what cannot be read is told before the split is
         windows.add(train.seq_len)
+        seeds[name].append(train.seed)
+    if len({tuple(each) for each in seeds.values()}) != 1:
+        raise SystemExit(
+            f"seeds: {dict(seeds)}, must be the same of all names, in one order: they are paired"
+        )
     if len(windows) != 1:
         raise SystemExit(f"seq_len: {sorted(windows)}, must be one and the same of all runs")
     return found, windows.pop()

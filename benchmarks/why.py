@@ -12,6 +12,7 @@ written after each arm, and a call that finds the file does only what it lacks.
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from perspectron.train.heldout import heldout
 from perspectron.train.loop import Trainer
 from perspectron.train.optim import OptimConfig
 from perspectron.util import plot
+from perspectron.util.config import load
 
 TESTS = ("tests/model/test_near.py",)
 ARMS = (
@@ -119,11 +121,11 @@ def trained(
     """A model of an arm between its updates: what it does, and its loss on dev in bits per byte."""
     config = presets.solve(arm, size, vocab_size=tokenizer.vocab_size, seq_len=256)
     steps = looks[-1]
-    lr = rate(arm.partition("[")[0], size)
+    lr = rate(presets.design_of(config), size)
     train = TrainConfig(
         data=str(run.parent / "text"), measured_on="dev", steps=steps, batch_size=8, seq_len=256, seed=seed,
         dtype="float32", device="cpu", eval_every=steps, eval_tokens=1 << 15, save_every=steps, keep=1,
-        optim=OptimConfig(lr=lr, warmup=warmup(steps)),
+        optim=replace(load(OptimConfig, presets.training(arm), arm), lr=lr, warmup=warmup(steps)),
     )  # fmt: skip
     trainer, found = Trainer(run, RunConfig(config, train), tokenizer, shards), list[dict[str, Any]]()
     for step in looks:

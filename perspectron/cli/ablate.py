@@ -16,8 +16,10 @@ from perspectron.eval.suites import OF_TEXT
 from perspectron.model.census import active_parameters
 from perspectron.opening import describe
 from perspectron.presets import DESIGNS, design_of
+from perspectron.presets.table import OF_TRAINING
 from perspectron.train.checkpoint import run_of
 from perspectron.train.config import RunConfig
+from perspectron.train.optim import OptimConfig
 from perspectron.util.config import between_commas, one_of, require
 from perspectron.util.files import locked
 
@@ -27,7 +29,8 @@ class Ablate:
     """Retrain the design of a run with parts removed, at the same parameters, text, tokenizer and learning rate, and
     report.
 
-    All other optimizer settings are those of `compare`. Each arm is trained from nothing and without a teacher.
+    The optimizer, its groups of weights, betas and decay are the run's, the schedule is that of `compare`. Each arm is
+    trained from nothing and without a teacher.
 
     Example: perspectron ablate runs/letters --over no_first_values,no_gqa --out runs/ablate
 
@@ -76,7 +79,10 @@ class Ablate:
             console.print(f"{self.run} {how}; here each arm is trained from nothing, without a teacher")
         with locked(self.out), Work("encoding the text and planning"):
             settings = self.settings(config, tuple(made))
-            what = plan(self.out, "ablations", settings, lambda _: made, threads_for(self.jobs))
+            optim = replace(
+                OptimConfig(), **{name: getattr(config.train.optim, name) for name in OF_TRAINING}
+            )
+            what = plan(self.out, "ablations", settings, lambda _: made, threads_for(self.jobs), optim)
         return finish(self.out, what, self.jobs, console)
 
     def settings(self, config: RunConfig, arms: tuple[str, ...]) -> Settings:

@@ -22,6 +22,7 @@ from perspectron.cli.progress import Work
 from perspectron.compare import measure, pool, results, run
 from perspectron.compare.plan import (
     PLAN,
+    STUDY,
     Plan,
     Settings,
     check_designs,
@@ -35,7 +36,6 @@ from perspectron.compare.pool import Ended
 from perspectron.compare.report import tables
 from perspectron.compare.report.summary import STREAMING, ranked
 from perspectron.compare.run import Cell, Rate
-from perspectron.compare.scaling import STUDY
 from perspectron.data import absolute, with_encoding
 from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.train.estimate import slow
@@ -153,7 +153,8 @@ class Compare:
         settings = self.settings()
         self._require_effect(settings)
         if self.quick:
-            short = f"seeds: {self.seeds}, tokens: {self.tokens}, one learning rate for all designs"
+            one = len(self.rates) * len(self.warmups) == 1
+            short = f"seeds: {self.seeds}, tokens: {self.tokens}{', one learning rate for all designs' if one else ''}"
             say(f"a first look ({short}), from which no conclusion follows")
         vocab_size = vocabulary_in(self.data, self.vocab_size)
         check_designs(replace(settings, vocab_size=vocab_size))  # said before the text is read
@@ -176,8 +177,8 @@ class Compare:
             return results.write_page(self.report[0])
         whole = results.merged(self.report)
         require(not (out / PLAN).exists(), "out", str(out), "a folder without a comparison of its own")
-        out.mkdir(parents=True, exist_ok=True)
-        results.write(out, whole)
+        with locked(out):
+            results.write(out, whole)
         return out / results.PAGE
 
     def _require_effect(self, settings: Settings) -> None:

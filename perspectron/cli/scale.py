@@ -19,11 +19,20 @@ from perspectron.cli.console import Console, progress
 from perspectron.cli.options import BatchSize, Device, Jobs, SeqLen, count, table
 from perspectron.cli.progress import Work
 from perspectron.compare import pool, run, scaling
-from perspectron.compare.plan import Plan, models_of_designs, plan, threads_for, vocabulary_in
+from perspectron.compare.plan import (
+    PLAN,
+    STUDY,
+    Plan,
+    models_of_designs,
+    plan,
+    threads_for,
+    threads_of,
+    vocabulary_in,
+)
 from perspectron.compare.report.scaling import CROSSING, crossing_rows, sentence, write
 from perspectron.compare.report.summary import WINDOWS
 from perspectron.compare.run import Rate
-from perspectron.compare.scaling import STUDY, Point, Study
+from perspectron.compare.scaling import Point, Study
 from perspectron.data import absolute, with_encoding
 from perspectron.eval.timing import Setting, seconds_per_step
 from perspectron.presets import title
@@ -137,9 +146,10 @@ class Scale:
             for name in GROWING:
                 study = replace(study, **{name: max(getattr(known, name), getattr(study, name), key=len)})
             return study
+        require(not (out / PLAN).is_file(), "out", str(out), "another folder: a comparison is there")
         scaling.checked(study)
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(out / STUDY, dump(study))
+        with locked(out):
+            write_json(out / STUDY, dump(study))
         return study
 
     def _ratios(self) -> list[float]:
@@ -249,7 +259,8 @@ def _estimate(
             continue
         models = {name: arm.model for name, arm in what.arms.items() if name in left}
         optims = {name: what.arms[name].optim for name in models}
-        each = seconds_per_step(models, Setting(s.batch_size, s.seq_len, s.device), [s.dtype], 1, optims)
+        with threads_of(s.threads):
+            each = seconds_per_step(models, Setting(s.batch_size, s.seq_len, s.device), [s.dtype], 1, optims)
         seconds += sum(min(each[name][s.dtype]) * what.arms[name].steps * left[name] for name in models)
         cells += left.total()
     if not cells:

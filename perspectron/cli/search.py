@@ -13,7 +13,7 @@ from perspectron.cli.console import progress
 from perspectron.cli.options import BatchSize, Device, Encoding, Jobs, SeqLen, count
 from perspectron.cli.progress import Work
 from perspectron.compare import pool, search
-from perspectron.compare.plan import Settings, plan, threads_for
+from perspectron.compare.plan import PLAN, Settings, plan, threads_for
 from perspectron.data import absolute, with_encoding
 from perspectron.train.estimate import slow
 from perspectron.util.config import between_commas, require
@@ -78,10 +78,12 @@ class Search:
             self.tokens,
             "in increasing order, like 300k,1M,3M",
         )
+        bound = "left out: with one number of tokens every candidate is trained to the end"
+        require(len(rungs) > 1 or self.keep == Search.keep, "keep", self.keep, bound)
         space = search.read_space(self.space, self.design)
         everyone = search.candidates(self.design, space, self.candidates, self.seed)
         whole = len(search.candidates(self.design, space, sys.maxsize, 0))
-        begun = (self.out / search.SPACE).is_file()  # with the seed by which it is known
+        begun = (self.out / PLAN).is_file()  # with the seed by which it is known
         bound = f"left out: the space has {whole} combinations, all of which are tried"
         require(begun or self.seed == 0 or whole > self.candidates, "seed", self.seed, bound)
         data = absolute(with_encoding(self.data, self.encoding))

@@ -34,6 +34,7 @@ from perspectron.util.machine import pick_device
 
 VERSION = 2
 PLAN, DATA, ASKED = "compare.json", "data", "asked.json"
+STUDY = "scale.json"  # of `perspectron scale`, which has comparisons in folders of its own
 REFERENCE = "transformer"  # the arm that others are matched to, if it is one of them
 CURVE_TOKENS = 32768  # measured during training
 ROUNDS = 4  # of timing, after one that is left out
@@ -186,9 +187,10 @@ def plan(
     settings: Settings,
     models: Callable[[Settings], Models],
     threads: int,
+    optim: OptimConfig | None = None,
 ) -> Plan:
     """Plan that is kept in `out`, made if there is none. models: makes the arms from settled settings. threads: per
-    training, where the settings leave them open.
+    training, where the settings leave them open. optim: of all arms, where their names do not say it.
 
     ConfigError for a folder of another version or with other settings.
     """
@@ -200,17 +202,20 @@ def plan(
             same = model == known.arms[name].model
             require(same, "out", str(out), f"a new folder: {name} is a different model there")
         return known
+    require(
+        not (out / STUDY).is_file(), "out", str(out), "another folder: a study of perspectron scale is there"
+    )
     size = settings.vocab_size or presets.vocabulary(settings.params)
     settings = replace(settings, vocab_size=size, threads=settings.threads or threads)
     clear(out, settings)
     tokenizer, shards = prepare(out, settings)
     made = models(replace(settings, vocab_size=tokenizer.vocab_size))  # little text has fewer
-    with _threads(settings.threads):
+    with threads_of(settings.threads):
         settings = replace(settings, dtype=_dtype(settings, made, shards))
         flops = {name: _train_flops(model, settings) for name, (model, _, _) in made.items()}
         steps = _steps(settings, {name: model for name, (model, _, _) in made.items()}, flops)
     arms = {
-        name: Arm(model, steps[name], flops[name], about, source, optimizer_in(name, model))
+        name: Arm(model, steps[name], flops[name], about, source, optim or optimizer_in(name, model))
         for name, (model, about, source) in made.items()
     }
     dumped = {
@@ -242,7 +247,7 @@ def asked(settings: Settings) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads_of(count: int) -> Iterator[None]:
     """Use as many threads as a training will, so that timings here are those of the trainings."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
@@ -293,6 +298,11 @@ def models_of_designs(settings: Settings) -> Models:
     for name in settings.arms:
         design, _ = presets.variant(name)
         model = presets.solve(name, settings.params, **budget, state=state)
+        vocabulary, positions = budget["vocab_size"], model.positions
+        bound = f"left out: every design has the {vocabulary} tokens of the text"
+        require(model.vocab_size == vocabulary, f"{name}: vocab_size", model.vocab_size, bound)
+        bound = f"≥ seq_len = {settings.seq_len}"
+        require(positions == 0 or positions >= settings.seq_len, f"{name}: positions", positions, bound)
         if settings.match == "state" and state is None:
             state = state_bytes(model, settings.seq_len)
             bound = f"a design with a fixed-size state; {name}'s grows with the text"

@@ -34,7 +34,7 @@ from perspectron.util.numbers import short
 from perspectron.util.stats import interval
 
 VERSION = 3
-STUDY, RESULTS, PAGE, KEPT = "scale.json", "scale-results.json", "scale.html", "kept.json"
+RESULTS, PAGE, KEPT = "scale-results.json", "scale.html", "kept.json"
 WARMUP = 0.2
 FAR = 10.0  # crossings further from the trained sizes than by this factor are not reported
 MOST_MOVED = 1000.0  # largest factor that is reported for how far a crossing moves

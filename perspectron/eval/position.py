@@ -50,11 +50,13 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     the interval of the gain is above 0, False if it is not (no proof of the contrary), None where it was not measured,
     for a reason that `why` gives. past: gain in bits per byte by more context than N, with a 95% interval over the
     stretches (Student's t). longest: tokens of a stretch. carried: read past the training window; designs with a
-    table of positions stop at its end. DataError without a document of two tokens."""
+    table of positions stop at its end, in the same stretches. DataError without a document of two tokens."""
     most = options.tokens // options.stretches if options.tokens else subject.text.tokens
     table = subject.model.config.positions
-    length = longest(subject.text, options.stretches, min(most, table) if table else most)
+    length = longest(subject.text, options.stretches, most)
     ids_NT, learned_NT = stretches(subject.text, length, options.stretches)
+    if 0 < table < length:  # the beginnings of what other designs read
+        length, ids_NT, learned_NT = table, ids_NT[:, : table + 1], learned_NT[:, :table]
     whole_NT = torch.cat([nats(subject, ids_BT)[0] for ids_BT in ids_NT.split(ROWS)]).masked_fill(
         ~learned_NT, 0
     )

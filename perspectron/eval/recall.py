@@ -104,13 +104,16 @@ def config_for(design: str, task: Task, d_model: int = 64, layers: int = 2) -> M
 
     Embeddings start at about unit length at least. At the 0.02 of a model for text, what the first layer writes drowns
     the tokens, and 500 steps leave even the transformer at the guess of 1/pairs in recall (docs/lab-notes.md). A window
-    is half a text, as `presets.solve` has it: one that saw all of it would leave nothing to the other layers.
+    that the name does not give is half a text, as `presets.solve` has it: one that saw all of it would leave nothing to
+    the other layers.
     """
     config = presets.small(
         design, vocab_size=task.vocab_size, d_model=d_model, layers=layers, seq_len=2 * task.length
     )
-    blocks = tuple(_within(block, max(1, task.length // 2)) for block in config.blocks)
-    return replace(config, blocks=blocks, embedding_std=max(config.embedding_std, config.d_token**-0.5))
+    if "window" not in presets.variant(design)[1]:
+        blocks = tuple(_within(block, max(1, task.length // 2)) for block in config.blocks)
+        config = replace(config, blocks=blocks)
+    return replace(config, embedding_std=max(config.embedding_std, config.d_token**-0.5))
 
 
 def _within(block: BlockConfig, window: int) -> BlockConfig:

@@ -162,7 +162,7 @@ def variant(name: str) -> tuple[Design, dict[str, Any]]:
     design, with_parts, given = _parts(name)
     table = DESIGNS[one_of(design, DESIGNS, "design")]
     known = sizes_of(table.make)
-    given = {key: value for key, value in given.items() if key not in OF_TRAINING}
+    given = {key: value for key, value in given.items() if not _of_training(key, value)}
     for key, value in given.items():
         require(key != table.knob, f"{name}: key", key, "left out: it is solved to match the parameters")
         load(known[one_of(key, known, f"{name}: key")].hint, value, f"{name}: {key}")
@@ -176,7 +176,12 @@ def training(name: str) -> dict[str, Any]:
     {}
     """
     *_, given = _parts(name)
-    return {key: value for key, value in given.items() if key in OF_TRAINING}
+    return {key: value for key, value in given.items() if _of_training(key, value)}
+
+
+def _of_training(key: str, value: Any) -> bool:
+    """True for an option of the optimizer. A number of `groups` is a size: groups of a mixer's heads."""
+    return key in OF_TRAINING and not (key == "groups" and isinstance(value, int))
 
 
 @cache

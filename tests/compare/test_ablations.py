@@ -22,6 +22,7 @@ from perspectron.model.model import LanguageModel
 from perspectron.presets import small
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.optim import OptimConfig
 from perspectron.util import registry
 from perspectron.util.errors import ConfigError
 from tests.refusals import refused
@@ -228,15 +229,23 @@ def test_all_parts_are_those_that_this_model_has(tmp_path, monkeypatch, capsys):
     encode(open_corpus(str(tmp_path / "text.txt"), 0.2, dev=0.1), tokenizer, tmp_path / "data")
     tokenizer.save(tmp_path / "data" / "tokenizer.json")
     model = presets.get("perspective2-tiny", gated=True, vocab_size=tokenizer.vocab_size)
-    train = TrainConfig(data=str(tmp_path / "data"), heldout=0.2, measured_on="dev", seq_len=8)
+    muon = OptimConfig(optimizer="muon", weight_decay=0.0, groups="plain")
+    train = TrainConfig(data=str(tmp_path / "data"), heldout=0.2, measured_on="dev", seq_len=8, optim=muon)
     checkpoint.save_config(tmp_path / "run", RunConfig(model, train))
     assert main(["ablate", str(tmp_path / "run")]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert "gated" not in listed and "no_gqa" in listed
-    made = []
-    monkeypatch.setattr("perspectron.cli.ablate.finish", lambda _, what, *rest: made.extend(what.arms) or 0)
+    made, optims = [], []
+
+    def finish(_, what, *rest):
+        made.extend(what.arms)
+        optims.extend(arm.optim for arm in what.arms.values())
+        return 0
+
+    monkeypatch.setattr("perspectron.cli.ablate.finish", finish)
     assert main(["ablate", str(tmp_path / "run"), "--tokens", "1k", "--out", str(tmp_path / "out")]) == 0
     assert made == ["perspective2", *listed] and "from nothing" not in capsys.readouterr().err
+    assert {(one.optimizer, one.weight_decay, one.groups) for one in optims} == {("muon", 0.0, "plain")}
     checkpoint.save_config(tmp_path / "run", RunConfig(model, replace(train, init=str(tmp_path / "other"))))
     assert main(["ablate", str(tmp_path / "run"), "--tokens", "1k", "--out", str(tmp_path / "again")]) == 0
     assert "trained from nothing" in capsys.readouterr().err

@@ -152,6 +152,8 @@ def test_a_text_too_short_for_a_window_is_refused(text, tmp_path):
         (["--designs", ","], ["designs"]),
         (["--designs", "gla[heads=2,heads=4]"], ["design", "gla[heads=2,heads=4]"]),
         (["--designs", "gla[optimizer=sgd]"], ["optimizer", "sgd"]),
+        (["--designs", "gla,gla[vocab_size=64]"], ["gla[vocab_size=64]", "vocab_size", 64]),
+        (["--designs", "gla,gpt2[positions=16]"], ["gpt2[positions=16]", "positions", 16, "seq_len", 256]),
         (["--params", "50k", "--vocab-size", "32768"], ["params", 1_048_576]),
         (["--params", "many"], ["params", "many"]),
         (["--params", "5MB"], ["params", "5MB"]),
@@ -192,6 +194,31 @@ def test_text_that_was_encoded_for_other_settings_is_not_taken(text, tmp_path):
     before = (out / "data" / "manifest.json").read_bytes()
     assert plan(out, "designs", settings(text), models_of_designs, threads=1) == made
     assert (out / "data" / "manifest.json").read_bytes() == before
+
+
+def test_the_text_of_a_study_is_not_a_comparisons_nor_the_other_way_round(text, tmp_path, capsys):
+    out = tmp_path / "out"
+    plan(out, "designs", settings(text), models_of_designs, threads=1)
+    before = (out / "data" / "tokenizer.json").read_bytes()
+    study = ["scale", "--designs", "gla", "--sizes", "60k,120k", "--data", str(text), "--vocab-size", "270"]
+    assert main([*study, "--out", str(out)]) == 2
+    in_a_line(capsys.readouterr().err, "out", out)
+    assert (out / "data" / "tokenizer.json").read_bytes() == before and not (out / plans.STUDY).exists()
+    (other := tmp_path / "study").mkdir()
+    (other / plans.STUDY).write_text("{}")
+    with refused(ConfigError, "out", other):
+        plan(other, "designs", settings(text), models_of_designs, threads=1)
+
+
+def test_a_number_of_groups_is_a_size_and_a_word_the_optimizers(text, tmp_path):
+    own = settings(text, arms=("ssd[groups=2]", "ssd[groups=plain]", "perspective2[groups=1]"))
+    arms = plan(tmp_path, "designs", own, models_of_designs, threads=1).arms
+    mixers = [
+        next(block.mixer for block in arm.model.blocks if hasattr(block.mixer, "groups"))
+        for arm in arms.values()
+    ]
+    assert [mixer.groups for mixer in mixers] == [2, 1, 1]
+    assert [arm.optim.groups for arm in arms.values()] == ["own", "plain", "own"]
 
 
 def test_other_models_under_the_same_names_are_refused(text, tmp_path):

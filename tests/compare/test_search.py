@@ -168,6 +168,7 @@ def test_a_search_that_could_not_be_planned_leaves_its_folder_to_another(text, t
         ("heads = [1]", ["--params", "10"], ["params", 10]),
         ("heads = [1]", ["--tokens", "1M,300k"], ["tokens", "1M,300k"]),
         ("heads = [1]", ["--keep", "1"], ["keep", 1]),
+        ("heads = [1, 2]", ["--tokens", "4k", "--keep", "2"], ["keep", 2]),
         ("heads = [1]", ["--dev", "0"], ["dev", 0.0]),
         ("heads = [1]", ["--design", "glb"], ["design", "glb"]),
     ],

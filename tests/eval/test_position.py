@@ -3,6 +3,7 @@
 import itertools
 import math
 from copy import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from perspectron import presets
+from perspectron.data import encode, open_corpus
 from perspectron.eval import position, reading
 from perspectron.eval.position import Options, measure
 from perspectron.eval.reading import longest, nats, span, stretches
@@ -172,6 +174,25 @@ def test_the_default_reads_past_8192_tokens_where_the_text_does(subject, periodi
     found = measure(subject)
     assert found["longest"] == 16384
     assert found["falls_past"] == {"128": False, "512": False, "2048": False, "8192": False}
+
+
+def test_a_design_with_a_table_reads_the_beginnings_of_what_others_read(subject, text, tmp_path, monkeypatch):
+    """Also where documents that are too short for others would be long enough for its table."""
+    for i in range(16):
+        (tmp_path / f"{i:02}.txt").write_text(f"{i}: " + "quick brown fox and " * (20 if i < 8 else 200))
+    split = encode(open_corpus(str(tmp_path), heldout=0.5), text[0], tmp_path / "data").split("train")
+    read = dict[str, list[torch.Tensor]]()
+
+    def kept(one, ids_BT):
+        read.setdefault(one.model.config.name, []).append(ids_BT)
+        return nats(one, ids_BT)
+
+    monkeypatch.setattr(position, "nats", kept)
+    for design in ("gpt2", "gla"):
+        measure(replace(subject(design), split=split), Options(tokens=4 * 256, stretches=4, contexts=()))
+    short, whole = (torch.cat(parts) for parts in read.values())
+    assert short.shape[1] == 65 < whole.shape[1]
+    assert short.tolist() == whole[:, :65].tolist()
 
 
 @pytest.mark.parametrize("design", ["gpt2", "adr", "lens"])

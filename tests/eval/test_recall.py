@@ -235,6 +235,7 @@ def test_the_small_perspective_model_is_what_the_profile_says():
     }
     assert kinds == {"quick": ["pdr"] * 2, "full": ["pdr"] * 3 + ["window_gqa"], "long": ["pdr"] * 2}
     assert config_for("perspective", task, 64, 4).blocks[3].mixer.window == task.length // 2
+    assert config_for("perspective2[window=8]", task).blocks[1].mixer.window == 8
 
 
 def subject_in(folder: Path, **known: object) -> Subject:

@@ -84,7 +84,8 @@ def sections(results: dict[str, Any]) -> list[Section]:
         _suite("calibration", "Calibration", rows, [], [tables.calibration(rows, noun)],
                "With one seed, the interval comes from bootstrapping windows of text."),
         _suite("robustness", "Robustness", rows, [], [tables.robustness(rows, noun)]),
-        Section("trainings", "Trainings", "", (), [tables.rates(rows, noun), tables.cells(rows, noun)]),
+        Section("trainings", "Trainings", "", (),
+                [tables.rates(rows, noun, plan["rate_share"] == 1), tables.cells(rows, noun)]),
         _conditions(plan, results["conditions"]),
     ]  # fmt: skip
     parts = [replace(part, tables=[table for table in part.tables if table.rows]) for part in parts]
@@ -199,7 +200,8 @@ def _loss_note(plan: dict[str, Any]) -> str:
 def _recall_note(rows: Sequence[Row]) -> str:
     options: dict[str, Any] = next((row.recall["options"] for row in rows if "options" in row.recall), {})
     size = f"{options.get('layers')} layers of width {options.get('d_model')}"
-    return f"Models of {size}, trained from scratch on each task; profile {options.get('profile')}."
+    how = f"trained from scratch on each task; profile {options.get('profile')}"
+    return f"Models of {size} (or as their names say), {how}."
 
 
 def _cost_note(rows: Sequence[Row], apart: bool) -> str:

@@ -44,7 +44,9 @@ def html(found: dict[str, Any]) -> str:
             f"the rate is {study['rates'][0]:g} at the smallest size, as it was given, from there by N^{FALL}"
         )
     elif study["rates"]:
-        rates = f"rates are the best at the smallest size, between those tried, from there by N^{FALL}"
+        rates = (
+            f"rates are the best at the smallest size, of those tried or between them, from there by N^{FALL}"
+        )
     sections = [part for score in SCORES for part in _section(found, score)]
     sections.append(
         Section("conditions", "Conditions", f"All sizes have one vocabulary; {rates}.", facts=facts)

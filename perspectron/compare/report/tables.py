@@ -262,15 +262,19 @@ def _harmed(suite: dict[str, Any]) -> dict[str, Any]:
     return {name: bits for name, bits in harms.items() if bits is not None}
 
 
-def rates(rows: Sequence[Row], noun: str) -> Table:
-    """Loss of each learning rate and warm-up tried; none where a single one was asked for."""
+def rates(rows: Sequence[Row], noun: str, whole: bool = False) -> Table:
+    """Loss of each learning rate and warm-up tried; none where a single one was asked for. whole: by whole ones."""
     tried = {row.title: {_rate(line): line for line in row.entry["rates"]} for row in rows}
     columns = sorted({at for lines in tried.values() for at in lines})
     body = []
     for row in rows if columns else ():
         cells = [_tried(tried[row.title].get(at), at == _rate(row.entry)) for at in columns]
         body.append([Cell(row.title), *cells])
-    caption = "Bits per byte after a short training, by learning rate and warm-up; the chosen one is bold"
+    chosen = all(_rate(row.entry) in tried[row.title] for row in rows)
+    caption = (
+        f"Bits per byte after a {'whole' if whole else 'short'} training, by learning rate and warm-up; the chosen one "
+        f"is bold{'' if chosen else ', or lies between those tried'}"
+    )
     heads = [rate(lr) + (f", {percent(warmup, 0)} warm-up" if warmup else "") for lr, warmup in columns]
     return Table(caption, [noun, *heads], body)
 
