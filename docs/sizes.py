@@ -32,6 +32,7 @@ NAMES = {
 }  # fmt: skip
 PAIRS = {
     "… both parts, less neither": (BOTH, PLAIN),
+    "… all parts and Muon, less both parts": (MUON, BOTH),
     "Perspective 2, less the transformer with both parts": ("perspective2", BOTH),
     "… less the one with all parts and Muon": ("perspective2", MUON),
     "KDA, less the transformer": ("kda", PLAIN),
