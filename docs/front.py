@@ -62,7 +62,7 @@ PARTS = (
 """Files of `parts`, each of a design without the two parts, with each of them and, last, with both."""
 PARTS_HEAD = (
     "| 2 M parameters, 3 M tokens of `stdlib`, 3 seeds | neither part: windows | memory carried | "
-    "both parts: windows | memory carried | state |"
+    "both parts: windows | memory carried | state, both |"
 )
 
 
@@ -82,7 +82,9 @@ def read() -> Measured:
     rows, better = ranked(_json("reference/results.json")), parts[0][0]
     parts.sort(key=lambda pair: pair[1].mean or math.inf)
     clean = _json("clean.json")["results"]["designs"]
-    for name, row in _json("clean_one_head.json")["results"]["designs"].items():  # read later, beside the first
+    for name, row in _json("clean_one_head.json")["results"][
+        "designs"
+    ].items():  # read later, beside the first
         first = next(iter(clean.values()))
         for score in SCORES:
             pair = paired(row[score]["seeds"], first[score]["seeds"])

@@ -124,6 +124,8 @@ class Scale:
     def _study(self, out: Path) -> Study:
         """The study of the options, or of the folder to resume. ConfigError: another study began in the folder."""
         known = _known(out)
+        other = (out / PLAN).is_file() and (known is None or not scaling.planned(out, known))
+        require(not other, "out", str(out), "another folder: a comparison is there")
         if self.resume is not None:
             alone = self == Scale(resume=self.resume, minutes=self.minutes, jobs=self.jobs)
             require(alone, "resume", str(out), "the only option besides --minutes and --jobs")
@@ -146,7 +148,6 @@ class Scale:
             for name in GROWING:
                 study = replace(study, **{name: max(getattr(known, name), getattr(study, name), key=len)})
             return study
-        require(not (out / PLAN).is_file(), "out", str(out), "another folder: a comparison is there")
         scaling.checked(study)
         with locked(out):
             write_json(out / STUDY, dump(study))

@@ -78,12 +78,12 @@ class Search:
             self.tokens,
             "in increasing order, like 300k,1M,3M",
         )
+        begun = (self.out / PLAN).is_file()  # with all by which it is known
         bound = "left out: with one number of tokens every candidate is trained to the end"
-        require(len(rungs) > 1 or self.keep == Search.keep, "keep", self.keep, bound)
+        require(begun or len(rungs) > 1 or self.keep == Search.keep, "keep", self.keep, bound)
         space = search.read_space(self.space, self.design)
         everyone = search.candidates(self.design, space, self.candidates, self.seed)
         whole = len(search.candidates(self.design, space, sys.maxsize, 0))
-        begun = (self.out / PLAN).is_file()  # with the seed by which it is known
         bound = f"left out: the space has {whole} combinations, all of which are tried"
         require(begun or self.seed == 0 or whole > self.candidates, "seed", self.seed, bound)
         data = absolute(with_encoding(self.data, self.encoding))

@@ -201,6 +201,9 @@ def plan(
         for name, (model, _, _) in models(replace(known.settings, vocab_size=size)).items():
             same = model == known.arms[name].model
             require(same, "out", str(out), f"a new folder: {name} is a different model there")
+        for name, arm in known.arms.items():
+            same = optim is None or (arm.optim or OptimConfig()).optimizer == optim.optimizer
+            require(same, "out", str(out), f"a new folder: {name} is trained by another optimizer there")
         return known
     require(
         not (out / STUDY).is_file(), "out", str(out), "another folder: a study of perspectron scale is there"

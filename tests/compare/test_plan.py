@@ -14,9 +14,12 @@ from perspectron import presets
 from perspectron.cli.compare import _summary
 from perspectron.cli.main import main
 from perspectron.compare import plan as plans
+from perspectron.compare import scaling
 from perspectron.compare.plan import Settings, models_of_designs, plan
 from perspectron.model.census import active_parameters
 from perspectron.model.model import build
+from perspectron.train.optim import OptimConfig
+from perspectron.util.config import dump
 from perspectron.util.errors import ConfigError, DataError
 from tests.refusals import in_a_line, names, refused
 
@@ -203,11 +206,25 @@ def test_the_text_of_a_study_is_not_a_comparisons_nor_the_other_way_round(text, 
     study = ["scale", "--designs", "gla", "--sizes", "60k,120k", "--data", str(text), "--vocab-size", "270"]
     assert main([*study, "--out", str(out)]) == 2
     in_a_line(capsys.readouterr().err, "out", out)
+    known = scaling.Study(("gla",), (60_000, 120_000), data=str(text), vocab_size=270)
+    kept = {"version": scaling.VERSION, "study": dump(known), "ids": "0", "rates": {}, "cells": []}
+    (out / scaling.RESULTS).write_text(json.dumps(kept))
+    for again in ([*study, "--out", str(out)], ["scale", "--resume", str(out)]):
+        assert main(again) == 2
+        in_a_line(capsys.readouterr().err, "out", out)
     assert (out / "data" / "tokenizer.json").read_bytes() == before and not (out / plans.STUDY).exists()
     (other := tmp_path / "study").mkdir()
     (other / plans.STUDY).write_text("{}")
     with refused(ConfigError, "out", other):
         plan(other, "designs", settings(text), models_of_designs, threads=1)
+
+
+def test_arms_keep_the_optimizer_that_they_began_with(text, tmp_path):
+    own = settings(text, arms=("gla",))
+    plan(tmp_path, "ablations", own, models_of_designs, threads=1, optim=OptimConfig())
+    assert plan(tmp_path, "ablations", own, models_of_designs, threads=1, optim=OptimConfig(beta2=0.99))
+    with refused(ConfigError, "out", tmp_path, "gla", "optimizer"):
+        plan(tmp_path, "ablations", own, models_of_designs, threads=1, optim=OptimConfig(optimizer="muon"))
 
 
 def test_a_number_of_groups_is_a_size_and_a_word_the_optimizers(text, tmp_path):

@@ -148,6 +148,24 @@ def test_a_search_that_could_not_be_planned_leaves_its_folder_to_another(text, t
         in_a_line(capsys.readouterr().err, "params", 10)
 
 
+def test_a_search_that_began_with_one_number_of_tokens_keeps_what_it_was_given(text, tmp_path, capsys):
+    (tmp_path / "space.toml").write_text("heads = [1, 2]")
+    (out := tmp_path / "out").mkdir()
+    (out / "compare.json").write_text("{}")
+    command = [
+        "search",
+        "--design",
+        "gla",
+        "--space",
+        str(tmp_path / "space.toml"),
+        "--data",
+        str(text),
+        *OPTIONS,
+    ]
+    assert main([*command, "--out", str(out), "--tokens", "4k", "--keep", "2"]) == 2
+    assert "keep" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("space", "options", "named"),
     [

@@ -85,7 +85,7 @@ def sections(results: dict[str, Any]) -> list[Section]:
                "With one seed, the interval comes from bootstrapping windows of text."),
         _suite("robustness", "Robustness", rows, [], [tables.robustness(rows, noun)]),
         Section("trainings", "Trainings", "", (),
-                [tables.rates(rows, noun, plan["rate_share"] == 1), tables.cells(rows, noun)]),
+                [tables.rates(rows, noun, plan.get("rate_share") == 1), tables.cells(rows, noun)]),
         _conditions(plan, results["conditions"]),
     ]  # fmt: skip
     parts = [replace(part, tables=[table for table in part.tables if table.rows]) for part in parts]

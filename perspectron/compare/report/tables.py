@@ -270,7 +270,7 @@ def rates(rows: Sequence[Row], noun: str, whole: bool = False) -> Table:
     for row in rows if columns else ():
         cells = [_tried(tried[row.title].get(at), at == _rate(row.entry)) for at in columns]
         body.append([Cell(row.title), *cells])
-    chosen = all(_rate(row.entry) in tried[row.title] for row in rows)
+    chosen = all(_rate(row.entry) in tried[row.title] for row in rows if tried[row.title])
     caption = (
         f"Bits per byte after a {'whole' if whole else 'short'} training, by learning rate and warm-up; the chosen one "
         f"is bold{'' if chosen else ', or lies between those tried'}"
