@@ -129,7 +129,9 @@ def train(
     sources = joined([str(data)] if isinstance(data, str | Path) else [str(source) for source in data or ()])
     one = bool(sources) + (texts is not None)
     require(one == 1 or (one == 0 and config.init != ""), "data, text", f"{one} of them", "one of them given")
-    assignments = (tuple(f"{key}={json.dumps(value)}" for key, value in (sizes or {}).items()),)
+    assignments = (
+        tuple(f"{key}={_written(key, value)}" for key, value in (sizes or {}).items() if value is not None),
+    )
     command = Train(
         train=config, out=None if out is None else Path(out), preset=preset, set=assignments if sizes else (),
         minutes=minutes, tokens=None if tokens is None else str(round(tokens) if isinstance(tokens, float) else tokens),
@@ -140,6 +142,16 @@ def train(
         return _with_texts(command, texts, quiet)
     given = (*command.given, "data") if sources else command.given
     return _trained(replace(command, train=replace(config, data=sources or config.data), given=given), quiet)
+
+
+def _written(key: str, value: Any) -> str:
+    """A size as the command line has it. ConfigError: JSON has no such value."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{key} = {value!r}, must be a number, a text, a truth value, or a list of these"
+        ) from None
 
 
 def _settings(options: Mapping[str, Any]) -> TrainConfig:

@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -89,6 +90,12 @@ def test_sizes_are_those_of_the_design_that_is_named():
         block, _ = run.model.config.blocks
         assert presets.variant_of(run.model.config) == design and block.mixer.heads == 2
         assert run.model.config.d_model == 16 and bool(run.model.config.shift) == shift
+
+
+def test_a_size_of_none_is_the_usual_one():
+    sizes = {"layers": 2, "d_model": 16, "vocab_size": 300, "kv_heads": None}
+    made = perspectron.train(text=TEXT, steps=1, design="transformer", sizes=sizes, seq_len=16, quiet=True)
+    assert len(made.model.config.blocks) == 2
 
 
 def test_a_design_may_name_its_optimizer():
@@ -177,6 +184,15 @@ def test_of_another_runs_text_no_more_is_held_out_than_by_it():
         (ConfigError, "resume", {"resume": 5}),
         (ConfigError, "design", {"text": TEXT, "design": 3}),
         (ConfigError, "sizes", {"text": TEXT, "sizes": ["d_model"]}),
+        (ConfigError, "shift", {"text": TEXT, "sizes": {"shift": {"k"}}, "steps": 1}),
+        (ConfigError, "layers", {"text": TEXT, "sizes": {"layers": np.int64(2)}, "steps": 1}),
+        (
+            ConfigError,
+            "input_conv",
+            {"text": TEXT, "sizes": {"input_conv": [], "input_swish": True}, "steps": 1},
+        ),
+        (ConfigError, "compile", {"text": TEXT, "compile": True, "recompute": True, "steps": 1}),
+        (ConfigError, "lora", {"text": TEXT, "init": "none", "lora": "rank=8,rank=4", "steps": 1}),
         (ConfigError, "minutes", {"text": TEXT, "minutes": "1"}),
         (ConfigError, "epochs", {"text": TEXT, "epochs": "1"}),
         (ConfigError, "params", {"text": TEXT, "params": "300k", "steps": 1}),

@@ -7,14 +7,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from perspectron import presets
 from perspectron.data import Corpus, Shards
+from perspectron.data.loader import Batch
 from perspectron.data.vocabulary import BYTES
 from perspectron.eval.timing import Dtype, Setting, stepper, take_turns, timed
 from perspectron.model.census import active_parameters
 from perspectron.model.config import ModelConfig
+from perspectron.model.model import LanguageModel
+from perspectron.train import lora
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER, precisions, room
+from perspectron.train.optim import freeze
 from perspectron.train.prepare import training_batches
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
@@ -128,13 +135,24 @@ def _in_time(model: Callable[[float], ModelConfig], train: TrainConfig, seconds:
 def seconds_of(model: ModelConfig, train: TrainConfig) -> float:
     """Seconds of an update here, measured on a few, or on a single one that takes SLOW or longer."""
     device = pick_device(train.device)
-    step = stepper(model, Setting(train.batch_size, train.seq_len, train.device), train.optim)
+    step = stepper(
+        model, Setting(train.batch_size, train.seq_len, train.device), train.optim, partial(_as_in, train)
+    )
     dtypes: list[Dtype] = precisions(device) if train.dtype == "auto" else [train.dtype]
     turns = {dtype: timed(partial(step, dtype), device) for dtype in dtypes}
     found = min(turn() for turn in turns.values())
     if found < SLOW:
         found = min(map(min, take_turns(turns, ROUNDS, warmup=0).values()))
     return found * train.accumulate
+
+
+def _as_in(train: TrainConfig, model: LanguageModel, ids_BT: Tensor) -> None:
+    """Let a model learn what it does in this training, and recompute what it does."""
+    model.recompute = train.recompute
+    freeze(model, train.only)
+    if train.lora:
+        starts_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+        lora.adapt(model, lora.LoraConfig.parse(train.lora), Batch(ids_BT, ids_BT, starts_BT, ids_BT.numel()))
 
 
 def settled(
@@ -156,7 +174,6 @@ def settled(
         if budget.passes is not None:
             tokens = budget.passes * training_batches(config, text).windows * train.seq_len
         steps = math.ceil(tokens / batch)
-    design, size = presets.design_of(config.model), active_parameters(config.model)
     every = max(1, -(-steps // MEASURED))
     found: dict[str, Any] = {
         "eval_every": every,
@@ -166,7 +183,7 @@ def settled(
     found = {name: value for name, value in found.items() if name not in given}
     rates: dict[str, Any] = {"warmup": presets.warmup(steps)}
     if not train.init:
-        rates["lr"] = presets.rate(design, size)
+        rates["lr"] = presets.rate(presets.design_of(config.model), active_parameters(config.model))
     rates = {name: value for name, value in rates.items() if name not in given}
     if "groups" not in given and not train.lora:
         rates["groups"] = "own"

@@ -133,7 +133,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     if streamed:
         carried = (
             f"{streamed['bits_per_byte']:.3f}, memory carried through each document ({streamed['context']:,.0f} "
-            f"tokens before a target on average), attention to the last {window:,}; "
+            f"tokens before a target on average), attention to at most the last {window:,}; "
             f"{streamed['state_bytes']:,} bytes of state"
         )
     return [

@@ -131,13 +131,19 @@ def check(config: ModelConfig, setting: Setting) -> None:
 
 
 def stepper(
-    config: ModelConfig, setting: Setting, optim: OptimConfig | None = None
+    config: ModelConfig,
+    setting: Setting,
+    optim: OptimConfig | None = None,
+    prepare: Callable[[LanguageModel, Tensor], None] | None = None,
 ) -> Callable[[Dtype], None]:
-    """A function that makes one training step of a random model, by AdamW unless another optimizer is named."""
+    """A function that makes one training step of a random model, by AdamW unless another optimizer is named. prepare:
+    called with the model and the ids [B, T] that it reads, before the optimizer is made."""
     device = pick_device(setting.device)
     model = build(config).to(device).train()
     draw, shape = torch.Generator().manual_seed(0), (setting.batch_size, setting.seq_len + 1)
     ids_BT = torch.randint(config.vocab_size, shape, generator=draw).to(device)
+    if prepare is not None:
+        prepare(model, ids_BT[:, :-1])
     optimizer = optimizer_of(model, optim or OptimConfig())
 
     def step(dtype: Dtype) -> None:

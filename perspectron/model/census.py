@@ -261,7 +261,10 @@ def _weights(model: LanguageModel, formats: Mapping[str, str]) -> Iterator[tuple
         {"positions"} if model.config.head is None else {"positions", "embedding"}
     )  # a token reads a row
     for name, module in model.named_modules():
-        times = 1 + (users[int(name.split(".")[1])] if ".ffn" in name else 0)
+        places = name.split(".")
+        times = 1 + (
+            users[int(places[1])] if places[2:3] == ["ffn"] else 0
+        )  # norm and shift are each block's own
         weights = [(own, p.shape, p.nbytes) for own, p in module.named_parameters(recurse=False)]
         if isinstance(packed := getattr(module, "packed", None), Packed):
             weights.append(("weight", torch.Size(cast(Any, module).shape), packed.nbytes))

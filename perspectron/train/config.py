@@ -105,6 +105,8 @@ class TrainConfig:
         require(0 <= self.teacher_mix <= 1, "teacher_mix", self.teacher_mix, "in [0, 1]")
         bound = "0 without teacher, a run to distil from"
         require(not self.teacher_mix or self.teacher != "", "teacher_mix", self.teacher_mix, bound)
+        bound = "false with recompute, which torch.compile does not read"
+        require(not (self.compile and self.recompute), "compile", self.compile, bound)
         if self.lora:
             LoraConfig.parse(self.lora)
             require(self.init != "", "lora", self.lora, "beside init, the run whose weights it adapts")

@@ -17,12 +17,13 @@ from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.train import checkpoint, lora
 from perspectron.train.config import RunConfig
-from perspectron.train.optim import freeze
+from perspectron.train.optim import by_muon, freeze
 from perspectron.util import ranks
 from perspectron.util.config import require
 from perspectron.util.machine import Peak, free_memory, memory, resident
 
 PER_PARAMETER = 16  # bytes in training: weight, gradient and two moments, float32
+PER_MOMENT = 4  # bytes
 PER_FROZEN = 4  # bytes of a weight that does not learn
 PER_LOGIT = 12  # logits, their logarithms of probabilities, their gradient
 LONG = 20.0  # seconds, of all ranks, after which no more passes are begun to choose a precision
@@ -67,6 +68,7 @@ def require_room(config: RunConfig, device: torch.device, held: float = 1.0) -> 
     every = list(model.parameters())
     size, learned = (sum(p.numel() for p in own) for own in (every, [p for p in every if p.requires_grad]))
     weights = PER_FROZEN * (size - learned) + PER_PARAMETER * learned
+    weights -= PER_MOMENT * sum(p.numel() for p in by_muon(model, train.optim))
     if train.lora:
         adapters, merged = lora.sizes(model, lora.LoraConfig.parse(train.lora))
         weights = PER_FROZEN * (size + merged) + PER_PARAMETER * adapters
@@ -99,7 +101,8 @@ def estimate(model: LanguageModel, batch: Batch, config: RunConfig, device: torc
     with without_trace(model), Peak() as peak:
         seconds = min(training_pass(model, batch, device, config.train.dtype) for _ in range(2))
     used = torch.cuda.max_memory_allocated(device) if cuda else before + (peak.bytes or 0)
-    return Estimate(seconds * config.train.accumulate, used + 8 * learned)
+    moments = 2 * learned - sum(local_part(p).numel() for p in by_muon(model, config.train.optim))
+    return Estimate(seconds * config.train.accumulate, used + PER_MOMENT * moments)
 
 
 def autocast(device: torch.device, dtype: str) -> torch.autocast:

@@ -38,7 +38,9 @@ class LoraConfig:
     @classmethod
     def parse(cls, text: str) -> "LoraConfig":
         """Parse such a text. ConfigError, naming the field: it is malformed."""
-        return load(cls, dict(assignment(part.strip()) for part in filter(None, text.split(","))), "lora")
+        pairs = [assignment(part.strip()) for part in filter(None, text.split(","))]
+        require(len(dict(pairs)) == len(pairs), "lora", text, "one in which each field is given once")
+        return load(cls, dict(pairs), "lora")
 
 
 def adapt(model: LanguageModel, config: LoraConfig, sample: Batch) -> None:

@@ -117,16 +117,11 @@ def optimizer_of(model: nn.Module, config: OptimConfig) -> AdamW:
     biases), without, one for each other pair of factors in the recipe, and with Muon one of the blocks' matrices
     outside of it. A module names in `no_decay` its parameters that are stacked vectors, one a head. `rate` of a group
     is its factor of the learning rate."""
-    recipe = recipe_of(model, config.groups)
-    stacked = {id(getattr(m, name)) for m in model.modules() for name in getattr(m, "no_decay", ())}
+    recipe, stacked = recipe_of(model, config.groups), _stacked(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    matrices = {name: p for name, p in trained.items() if p.ndim >= 2 and id(p) not in stacked}
-    hidden = [
-        p
-        for name, p in matrices.items()
-        if name.startswith("blocks.") and p.ndim == 2 and id(p) not in recipe
-    ]
-    known = {id(p) for p in hidden} if config.optimizer == "muon" else set()
+    matrices = {name for name, p in trained.items() if p.ndim >= 2 and id(p) not in stacked}
+    hidden = by_muon(model, config)
+    known = {id(p) for p in hidden}
     shared: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, 1.0): [], (1.0, 0.0): []}
     for name, p in trained.items():
         if id(p) not in known:
@@ -136,6 +131,23 @@ def optimizer_of(model: nn.Module, config: OptimConfig) -> AdamW:
         for (rate, decay), params in shared.items()
     ]
     return Muon(groups, hidden, config) if known else AdamW(groups, **_options(config))
+
+
+def by_muon(model: nn.Module, config: OptimConfig) -> list[nn.Parameter]:
+    """The matrices for which Muon keeps one moment: of the blocks, if they learn and are not in the recipe."""
+    if config.optimizer != "muon":
+        return []
+    apart = {*recipe_of(model, config.groups), *_stacked(model)}
+    return [
+        p
+        for name, p in model.named_parameters()
+        if name.startswith("blocks.") and p.ndim == 2 and p.requires_grad and id(p) not in apart
+    ]
+
+
+def _stacked(model: nn.Module) -> set[int]:
+    """Ids of the parameters that are stacked vectors."""
+    return {id(getattr(m, name)) for m in model.modules() for name in getattr(m, "no_decay", ())}
 
 
 def _options(config: OptimConfig) -> dict[str, Any]:
@@ -162,7 +174,8 @@ def learning_rate(step: float, steps: int, config: OptimConfig) -> float:
         fall = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
     else:
         fall = min(1.0, (steps - step) / max(1.0, config.cooldown * steps))
-        fall = 1.0 if step < falls_at(steps, config) else fall  # where rounding has it a little below
+        whole = step == int(step)  # of an update, where rounding has it a little below
+        fall = 1.0 if whole and step < falls_at(steps, config) else fall
     return config.lr * (config.final + (1 - config.final) * max(0.0, fall))
 
 

@@ -1,17 +1,22 @@
 """What is chosen for the minutes, the tokens or the passes that there are."""
 
+from dataclasses import replace
+from importlib.util import find_spec
+
 import pytest
 
 from perspectron import presets
-from perspectron.data import open_corpus
+from perspectron.data import Tokenizer, encode, open_corpus
 from perspectron.eval import budget, timing
 from perspectron.eval.budget import Budget, sized
 from perspectron.model.census import active_parameters
-from perspectron.train.config import TrainConfig
+from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.optim import optimizer_of
 from perspectron.util.errors import ConfigError
 from tests.refusals import refused
 
 MANY = 1e12
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="pip install 'perspectron[lora]'")
 
 
 @pytest.fixture
@@ -64,6 +69,42 @@ def test_a_slow_update_is_timed_once(monkeypatch, takes, dtype, wanted):
     train = TrainConfig(dtype=dtype, accumulate=2, device="cpu")
     assert budget.seconds_of(presets.get("transformer-tiny"), train) == pytest.approx(2 * takes)
     assert sorted(calls) == sorted(wanted)
+
+
+@pytest.mark.parametrize("part", [
+    {"only": ("*norm*",)}, {"recompute": True}, pytest.param({"lora": "rank=1", "init": "x"}, marks=needs_peft),
+])  # fmt: skip
+def test_what_is_timed_is_the_training_that_was_asked_for(monkeypatch, part):
+    made = []
+
+    def kept(model, optim):
+        made.append(model)
+        return optimizer_of(model, optim)
+
+    monkeypatch.setattr(timing, "optimizer_of", kept)
+    train = TrainConfig(batch_size=2, seq_len=16, dtype="float32", device="cpu", **part)
+    budget.seconds_of(presets.get("transformer-tiny", vocab_size=300, d_model=32, layers=2), train)
+    (model,) = made
+    learned, every = (
+        sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (False, True)
+    )
+    assert model.recompute == train.recompute
+    assert (learned == every) == train.recompute and learned
+
+
+def test_a_run_of_no_design_is_settled_where_it_begins_with_its_weights(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("One line of many.\n" * 3000)
+    corpus = open_corpus(str(tmp_path / "text.txt"), 0.1)
+    tokenizer = Tokenizer.train(["One line of many."], 260)
+    text = encode(corpus, tokenizer, tmp_path / "data")
+    model = replace(presets.get("transformer-tiny", vocab_size=260), name="mamba-130m")
+    config = RunConfig(model, TrainConfig(init="x", seq_len=16, batch_size=2))
+    made = budget.settled(config, frozenset(), Budget(tokens=3200), text, 0.0)
+    assert made.train.steps == 100 and made.train.optim.lr == config.train.optim.lr
+    with refused(ConfigError, "mamba-130m"):
+        budget.settled(
+            replace(config, train=replace(config.train, init="")), frozenset(), Budget(tokens=3200), text, 0.0
+        )
 
 
 def test_a_long_text_is_estimated_from_the_share_that_was_read(tmp_path, monkeypatch):

@@ -226,6 +226,12 @@ def test_cosine_schedule_at_known_points():
     assert learning_rate(109, 110, config) == pytest.approx(0.2, rel=0.01)
 
 
+def test_between_two_updates_a_constant_rate_falls_where_it_begins_to():
+    config = OptimConfig(lr=1.0, schedule="constant", warmup=0, final=0.0, cooldown=0.25)
+    for step in (7.5, 7.6, 7.9, 8.0):
+        assert learning_rate(step, 10, config) == pytest.approx((10 - step) / 2.5)
+
+
 def test_constant_schedule_with_cooldown_at_known_points():
     config = OptimConfig(lr=1.0, schedule="constant", warmup=5, final=0.0, cooldown=0.2)
     at = {0: 0.2, 4: 1.0, 5: 1.0, 79: 1.0, 80: 1.0, 90: 0.5, 95: 0.25, 99: 0.05, 100: 0.0}

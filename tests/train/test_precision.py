@@ -9,10 +9,11 @@ import torch
 import perspectron
 from perspectron import presets
 from perspectron.data.loader import Batch
+from perspectron.model.model import LanguageModel
 from perspectron.train import estimate as precision
 from perspectron.train.checkpoint import INDEX, save_config
 from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.optim import freeze
+from perspectron.train.optim import OptimConfig, freeze
 from perspectron.util.errors import ConfigError
 from tests.refusals import refused
 
@@ -95,6 +96,18 @@ def test_memory_is_asked_for_what_learns_and_what_is_frozen(monkeypatch, part, e
     size = precision.parameters(config)
     for share, fits in ((1.3, True), (0.9, False)):
         monkeypatch.setattr(precision, "room", lambda _, share=share: share * each * size)
+        with nullcontext() if fits else refused(ConfigError, config.name):
+            precision.require_room(run, torch.device("cpu"))
+
+
+def test_muon_keeps_one_moment_for_its_matrices(monkeypatch):
+    config = presets.get("transformer-tiny", vocab_size=300, d_model=64, layers=2)
+    run = RunConfig(config, TrainConfig(batch_size=1, seq_len=1, optim=OptimConfig(optimizer="muon")))
+    with torch.device("meta"):
+        turned = sum(p.numel() for p in LanguageModel(config).blocks.parameters() if p.ndim == 2)
+    needs = 16 * precision.parameters(config) - 4 * turned + 12 * 300
+    for there, fits in ((needs + 1, True), (needs - 1, False)):
+        monkeypatch.setattr(precision, "room", lambda _, there=there: there)
         with nullcontext() if fits else refused(ConfigError, config.name):
             precision.require_room(run, torch.device("cpu"))
 
