@@ -68,18 +68,19 @@ PARTS_HEAD = (
 
 class Measured(NamedTuple):
     """The committed results: designs of the reference runs, best first; the transformer that they are compared with;
-    each design with neither part and with both; and the reading of the clean split."""
+    each design with neither part, where it can be without, and with both; and the reading of the clean split."""
 
     rows: list[Row]
     better: Row
-    parts: list[tuple[Row, Row]]
+    parts: list[tuple[Row | None, Row]]
     clean: dict[str, Any]
 
 
 def read() -> Measured:
     """The results."""
-    parts = [_neither_and_both(name) for name in PARTS]
-    rows, better = ranked(_json("reference/results.json")), parts[0][0]
+    pairs = [_neither_and_both(name) for name in PARTS]
+    rows, better = ranked(_json("reference/results.json")), pairs[0][0]
+    parts = [*pairs, *((None, row) for row in ranked(_json("parts/small-state.json")))]
     parts.sort(key=lambda pair: pair[1].mean or math.inf)
     clean = _json("clean.json")["results"]["designs"]
     for name, row in _json("clean_one_head.json")["results"][
@@ -148,9 +149,13 @@ def parts_table(measured: Measured) -> str:
     """The table of results/README.md of both scores with and without the two parts."""
     lines = [PARTS_HEAD, "|---|---|---|---|---|---|"]
     for neither, both in measured.parts:
-        losses = [fixed(row.average(score)) for row in (neither, both) for score in (WINDOWS, STREAMING)]
-        name = title(neither.name.partition("[")[0])
-        cells = [f"**{name}**" if _ours(neither.name) else name, *losses, size(_streaming(both))]
+        losses = [
+            fixed(row.average(score)) if row else ""
+            for row in (neither, both)
+            for score in (WINDOWS, STREAMING)
+        ]
+        name = title(neither.name.partition("[")[0] if neither else both.name)
+        cells = [f"**{name}**" if _ours(both.name) else name, *losses, size(_streaming(both))]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
