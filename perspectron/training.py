@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from numbers import Real
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,9 +69,9 @@ def train(
     (default: in runs/, named after the text). resume: a run to go on with; only more `steps` may be given with it.
     minutes, tokens (such as 2e6 or "20M"), epochs, steps: how long to train, one of them. design, params: the model's
     design, and its parameters (default: what the time or the tokens can train). sizes: instead of params, sizes of
-    the design to replace, and vocab_size beside it. preset: instead of a design, a preset with such sizes. quiet:
-    print no progress. options: any field of `perspectron.train.config.TrainConfig` or of its `optim`, such as lr,
-    batch_size, seq_len, init, lora, tokenizer, template, device or seed.
+    the design to replace (None: the design's own), and vocab_size beside it. preset: instead of a design, a preset with
+    such sizes. quiet: print no progress. options: any field of `perspectron.train.config.TrainConfig` or of its
+    `optim`, such as lr, batch_size, seq_len, init, lora, tokenizer, template, device or seed.
 
     An interrupt saves the run and ends as KeyboardInterrupt, which names it; a second one ends at once. Every other
     error is a PerspectronError: ConfigError for what is not allowed, DataError for a text that cannot be read or is too
@@ -123,17 +124,16 @@ def train(
         for other, instead in {"preset": preset, "init": options.get("init")}.items():
             require(not instead or model[name] is None, name, model[name], f"left out with {other}")
     require(params is None or params >= 1, "params", params, "≥ 1")
-    solved = params is None or set(sizes or ()) <= {"vocab_size"}
+    given_sizes = {key: value for key, value in (sizes or {}).items() if value is not None}
+    solved = params is None or set(given_sizes) <= {"vocab_size"}
     require(solved, "params", params, "left out with sizes other than vocab_size")
     config = _settings({**options, "steps": steps} if steps is not None else options)
     sources = joined([str(data)] if isinstance(data, str | Path) else [str(source) for source in data or ()])
     one = bool(sources) + (texts is not None)
     require(one == 1 or (one == 0 and config.init != ""), "data, text", f"{one} of them", "one of them given")
-    assignments = (
-        tuple(f"{key}={_written(key, value)}" for key, value in (sizes or {}).items() if value is not None),
-    )
+    assignments = (tuple(f"{key}={_written(key, value)}" for key, value in given_sizes.items()),)
     command = Train(
-        train=config, out=None if out is None else Path(out), preset=preset, set=assignments if sizes else (),
+        train=config, out=None if out is None else Path(out), preset=preset, set=assignments if given_sizes else (),
         minutes=minutes, tokens=None if tokens is None else str(round(tokens) if isinstance(tokens, float) else tokens),
         epochs=epochs, given=(*options, *(["steps"] if steps is not None else ())), began=time.monotonic(),
         design=design or presets.DESIGN, params=params or 0,
@@ -147,8 +147,8 @@ def train(
 def _written(key: str, value: Any) -> str:
     """A size as the command line has it. ConfigError: JSON has no such value."""
     try:
-        return json.dumps(value)
-    except (TypeError, ValueError):
+        return json.dumps(value, default=methodcaller("item"))  # of NumPy's numbers
+    except (AttributeError, TypeError, ValueError):
         raise ConfigError(
             f"{key} = {value!r}, must be a number, a text, a truth value, or a list of these"
         ) from None

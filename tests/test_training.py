@@ -93,7 +93,7 @@ def test_sizes_are_those_of_the_design_that_is_named():
 
 
 def test_a_size_of_none_is_the_usual_one():
-    sizes = {"layers": 2, "d_model": 16, "vocab_size": 300, "kv_heads": None}
+    sizes = {"layers": np.int64(2), "d_model": 16, "vocab_size": 300, "kv_heads": None}
     made = perspectron.train(text=TEXT, steps=1, design="transformer", sizes=sizes, seq_len=16, quiet=True)
     assert len(made.model.config.blocks) == 2
 
@@ -185,7 +185,7 @@ def test_of_another_runs_text_no_more_is_held_out_than_by_it():
         (ConfigError, "design", {"text": TEXT, "design": 3}),
         (ConfigError, "sizes", {"text": TEXT, "sizes": ["d_model"]}),
         (ConfigError, "shift", {"text": TEXT, "sizes": {"shift": {"k"}}, "steps": 1}),
-        (ConfigError, "layers", {"text": TEXT, "sizes": {"layers": np.int64(2)}, "steps": 1}),
+        (ConfigError, "layers", {"text": TEXT, "sizes": {"layers": np.arange(2)}, "steps": 1}),
         (
             ConfigError,
             "input_conv",

@@ -149,7 +149,8 @@ def stepper(
     def step(dtype: Dtype) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
             objective = model(ids_BT[:, :-1], targets=ids_BT[:, 1:]).objective()
-        objective.backward()
+        if objective.requires_grad:  # else the first update of the training says why not
+            objective.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

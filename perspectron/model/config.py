@@ -165,8 +165,6 @@ class ModelConfig:
         positive(self, "embedding_std", "norm_eps", "embedding_factor", "logits_factor")
         require(len(self.blocks) <= MOST_BLOCKS, "blocks", len(self.blocks), f"≤ {MOST_BLOCKS}")
         _require_sizes(self, "")
-        for name in ("shift", "input_conv"):
-            require(getattr(self, name) != (), name, "nothing", "false, or one or more inputs")
         alone = self.input_conv is False or self.shift is False
         require(alone, "input_conv", self.input_conv, "false with shift")
         require(

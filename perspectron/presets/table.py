@@ -270,7 +270,9 @@ def made(make: Make, name: str, overrides: Sizes) -> ModelConfig:
     if overrides.get("first_values"):
         require(_leans(config), "first_values", True, f"false in {name}: no mixer's values lean on another's")
     for reads in ("shift", "input_conv"):
-        if overrides.get(reads):
+        given = overrides.get(reads)
+        require(given is None or given is False or bool(given), reads, given, "false, or one or more inputs")
+        if given:
             require(
                 _reads_before(config), reads, True, f"false in {name}, which reads the token before by itself"
             )
