@@ -506,6 +506,6 @@ def test_training_what_gets_no_gradient_is_one_line(tmp_path, text, capsys):
     ]
     command += ["--preset", "perspective-tiny"]
     at = command.index("--steps")
-    for each in (command, [*command[:at], "--minutes", "0.5", *command[at + 2 :]]):
+    for each in (command, [*command[:at], "--minutes", "0.5", *command[at + 2 :], "--out", f"{out}-timed"]):
         assert main([*each, *sizes, "--only", "*.route_proj.*"]) == 2
         in_a_line(capsys.readouterr().err.splitlines()[-1], "only")
