@@ -67,12 +67,7 @@ class Adapt:
     def __call__(self) -> int:
         require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
         require(self.merge is None or not self.merge.exists(), "merge", str(self.merge), "a new folder")
-        if self.positions:
-            self._check_positions()
-        elif self.adapter is not None:
-            without(
-                vars(self.new), AdapterConfig(), f"left out with --adapter: those of {self.adapter} apply"
-            )
+        self._check_adapter()
         config = describe(self.run).of_run()
         opened = open_model(self.run)
         model, tokenizer = opened.model, opened.tokenizer
@@ -128,8 +123,14 @@ class Adapt:
         told = ", ".join(f"{count} {name}" for name, count in counters.items())
         return answer(self.json, fields, table(title, ("", "bits per byte", "tokens/s"), rows), told, *lines)
 
-    def _check_positions(self) -> None:
-        """ConfigError: no new folder, or an option of the adapter, of which there is none."""
+    def _check_adapter(self) -> None:
+        """ConfigError: an option of a new adapter beside a saved one; with positions, any option of an adapter, or no
+        new folder."""
+        if not self.positions:
+            if self.adapter is not None:
+                why = f"left out with --adapter: those of {self.adapter} apply"
+                without(vars(self.new), AdapterConfig(), why)
+            return
         require(self.merge is not None, "merge", None, "a new folder, for a model with other positions")
         why = "left out with --positions, which make no adapter"
         for name, path in (("adapter", self.adapter), ("out", self.out)):
