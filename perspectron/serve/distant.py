@@ -107,7 +107,10 @@ class DistantStates(States):
         if lease is not None:
             lease.check()
         self._objects.put(f"{at}/{version}", data)
-        os.replace(path, kept := self._local(at, version))
+        try:
+            os.replace(path, kept := self._local(at, version))
+        except OSError as error:
+            raise StorageError(f"{name}: not written ({error.strerror or error})") from None
         for other in before:
             with contextlib.suppress(StorageError):
                 self._objects.delete(f"{at}/{other}")

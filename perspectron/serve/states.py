@@ -16,7 +16,7 @@ from perspectron.decode.said import Said, said_in
 from perspectron.decode.session import Session
 from perspectron.model.appended import read_metadata
 from perspectron.util.config import require
-from perspectron.util.errors import PerspectronError, StateError
+from perspectron.util.errors import PerspectronError, StateError, StorageError
 from perspectron.util.files import parse_json, remove, safe_join, sweep, temporary_beside
 from perspectron.util.lease import Lease, Leases
 from perspectron.util.objects import Folder
@@ -94,6 +94,15 @@ class States:
             known = ", ".join(self._names()[:8]) or "none are saved"
             raise Missing(f"state {name!r} is not there; there are: {known}")
         return path
+
+    def open(self, name: str) -> BinaryIO:
+        """The file of a saved state to read, which stays as it is when the state is deleted or saved anew meanwhile.
+        Missing as `found`."""
+        path = self.found(name)
+        try:
+            return open(path, "rb")
+        except FileNotFoundError:
+            raise Missing(f"state {name!r} is not there; it was deleted meanwhile") from None
 
     def list(self) -> list[About]:
         """All states, the oldest first; files that are not states are left out."""
@@ -203,7 +212,7 @@ class States:
         return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
 
     def delete(self, name: str, lease: Lease | None = None) -> None:
-        """Delete a state. Missing: it is not there. Busy as `save`."""
+        """Delete a state. Missing: it is not there. Busy as `save`. StorageError: it cannot be deleted."""
         path = self.found(name)
         if lease is not None:
             lease.check()
@@ -211,7 +220,10 @@ class States:
 
     def _forget(self, path: Path) -> None:
         """Remove a file and what is in memory of it."""
-        remove(path)
+        try:
+            remove(path)
+        except OSError as error:
+            raise StorageError(f"{path.name}: not deleted ({error.strerror or error})") from None
         with self._lock:
             self._held.pop(path, None)
 

@@ -34,7 +34,7 @@ from perspectron.train.prepare import training_batches
 from perspectron.train.resume import resume, set_aside
 from perspectron.util import ranks
 from perspectron.util.config import require
-from perspectron.util.errors import CheckpointError, NonFiniteError
+from perspectron.util.errors import BackendError, CheckpointError, NonFiniteError
 from perspectron.util.files import locked, sweep, write_json
 from perspectron.util.hooks import first_non_finite
 from perspectron.util.machine import in_large_pages, pick_device, signals
@@ -392,7 +392,9 @@ def _due(step: int, every: int) -> bool:
 
 def compiled(model: LanguageModel) -> Callable[..., Any]:
     """torch.compile of all but mixers, experts and dropout, which run as they are: unrolling time takes minutes, and
-    dropout's generators cannot be traced."""
+    dropout's generators cannot be traced. Raises BackendError for a CPU without a C++ compiler."""
+    if next(model.parameters()).device.type == "cpu":
+        _require_cpp_compiler()
     for module in model.modules():
         if isinstance(module, Dropout):
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
@@ -403,3 +405,16 @@ def compiled(model: LanguageModel) -> Callable[..., Any]:
             block.ffn.forward = torch.compiler.disable(block.ffn.forward)
     result: Callable[..., Any] = torch.compile(model)
     return result
+
+
+def _require_cpp_compiler() -> None:
+    """Without it torch.compile raises at the first step, many frames deep."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # they load the compiler, which takes a second
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise BackendError(
+            "torch.compile found no C++ compiler. Install one, name it in CXX, or train without compile"
+        ) from error

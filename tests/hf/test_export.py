@@ -1,7 +1,9 @@
 """A run becomes a folder of transformers and a run again; without the package the folder loads too."""
 
+import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from perspectron.cli import export as command
 from perspectron.cli.main import main
 from perspectron.data import Tokenizer, encode, open_corpus
 from perspectron.data.template import Template
-from perspectron.interop.hf import PerspectronConfig, PerspectronForCausalLM, fast_tokenizer
+from perspectron.interop.hf import PerspectronConfig, PerspectronForCausalLM, fast_tokenizer, remote
 from perspectron.interop.hf.card import card
 from perspectron.interop.hf.modeling import _share
 from perspectron.model.model import build
@@ -117,6 +119,29 @@ def test_what_transformers_saved_in_few_bits_is_read(run, tmp_path):
         assert weights[name].is_floating_point() == weight.is_floating_point(), name
         if weight.is_floating_point():
             torch.testing.assert_close(weights[name].float(), weight, rtol=2**-8, atol=0)
+
+
+def test_the_guide_names_what_the_code_in_the_folder_needs(run):
+    """Every module imports at its start what it cannot do without; those of Triton's kernels are imported for a GPU."""
+    model, _ = perspectron.load(run)
+    imports = [
+        name
+        for text in remote.sources(model.config).values()
+        for node in ast.parse(text).body
+        for name in (
+            [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level
+            else [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        )
+    ]  # fmt: skip
+    needed = (
+        {name.partition(".")[0] for name in imports} - sys.stdlib_module_names - {"transformers", "triton"}
+    )
+    assert {"torch", "msgspec"} <= needed
+    guide = (Path(__file__).parents[2] / "docs/guides/transformers.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\w+", guide.partition("That code needs")[2].partition(", and has no")[0])) - {
+        "and"
+    }
+    assert named == needed
 
 
 @pytest.mark.slow

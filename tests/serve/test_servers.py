@@ -1,6 +1,7 @@
 """Several servers over one store: any goes on with any conversation, also one that another was killed in."""
 
 import contextlib
+import errno
 import itertools
 import os
 import signal
@@ -147,8 +148,11 @@ def test_a_copy_stays_as_long_as_it_is_asked_for(tmp_path, tokenizer, monkeypatc
     assert not copy.is_file()
 
 
+@pytest.mark.parametrize("what", ["", "/log"])
 @pytest.mark.parametrize("kind", [States, DistantStates])
-def test_a_state_that_is_deleted_while_it_is_asked_for_is_missing(kind, tmp_path, tokenizer, monkeypatch):
+def test_a_state_that_is_deleted_while_it_is_asked_for_is_missing(
+    kind, what, tmp_path, tokenizer, monkeypatch
+):
     one, objects = served(tmp_path / "a", tokenizer), objects_of(f"memory://servers{next(NUMBERS)}")
     if kind is DistantStates:
         one.states = DistantStates(tmp_path / "a", objects, "states/tiny", Leases(objects))
@@ -162,9 +166,40 @@ def test_a_state_that_is_deleted_while_it_is_asked_for_is_missing(kind, tmp_path
 
     monkeypatch.setattr(one.states, "found", vanishing)
     with TestClient(create([one]), base_url="http://localhost") as client:
-        assert client.get("/v1/states/x/log").status_code == 404
+        assert client.get(f"/v1/states/x{what}").status_code == 404
     with pytest.raises(Missing):
         one.states.load("x", one.engine.session(), anew=True)
+
+
+def test_a_download_is_of_the_state_that_was_asked_for(tmp_path, tokenizer):
+    one = served(tmp_path / "a", tokenizer)
+    one.states.save("x", one.engine.session().read("The cat"))
+    before = one.states.found("x").read_bytes()
+    with one.states.open("x") as file:
+        one.states.save("x", one.engine.session().read("The dog sat"))
+        assert file.read() == before != one.states.found("x").read_bytes()
+
+
+@pytest.mark.parametrize("kind", [States, DistantStates])
+def test_a_state_that_cannot_be_deleted_or_moved_is_a_fault_of_storage(
+    kind, tmp_path, tokenizer, monkeypatch
+):
+    one, objects = served(tmp_path / "a", tokenizer), objects_of(f"memory://servers{next(NUMBERS)}")
+    if kind is DistantStates:
+        one.states = DistantStates(tmp_path / "a", objects, "states/tiny", Leases(objects))
+    one.states.save("x", one.engine.session().read("The cat"))
+
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with TestClient(create([one]), base_url="http://localhost") as client:
+        monkeypatch.setattr(Path, "unlink", read_only)
+        answer = client.delete("/v1/states/x")
+        assert answer.status_code == 507 and "Read-only file system" in answer.text
+        monkeypatch.undo()
+        monkeypatch.setattr(os, "replace", read_only)
+        answer = client.post("/v1/states", json={"id": "y", "prompt": "a"})
+        assert answer.status_code == 507 and "Read-only file system" in answer.text
 
 
 @pytest.mark.parametrize("kind", [States, DistantStates])

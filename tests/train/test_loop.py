@@ -345,6 +345,21 @@ def test_measuring_the_precision_leaves_no_trace(runs, tmp_path, model):
     assert auto.model.fingerprint() == told.model.fingerprint()
 
 
+def test_compile_without_a_compiler_is_refused_by_name(tmp_path):
+    """In another process: torch remembers a compiler that it found."""
+    text = tmp_path / "text.txt"
+    text.write_text("Some text to train on, and more of it. " * 400)
+    code = (
+        "import os, sys; os.environ['PATH'] = os.environ['CXX'] = '/nowhere'; from perspectron.cli.main import main;"
+        f"sys.exit(main(['train', '--data', {str(text)!r}, '--out', {str(tmp_path / 'run')!r}, '--preset', 'gla-tiny',"
+        "'--steps', '2', '--seq-len', '32', '--compile']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "no C++ compiler" in done.stderr
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
 @pytest.mark.parametrize("name", ["cuda", "cuda:7", "abacus"])
 def test_a_device_that_is_not_there_is_refused(runs, tmp_path, monkeypatch, name):
     real = torch.empty

@@ -1,6 +1,6 @@
 """A model's code as files beside its weights, for `trust_remote_code`: one file for each module that our model imports,
-with imports of our other modules made relative. It needs torch, numpy, safetensors and xxhash, not perspectron. A table
-of the parts that the model has replaces the registry, so no designs are looked for."""
+with imports of our other modules made relative. It needs some packages, which the guide names, but not
+perspectron. A table of the parts that the model has replaces the registry, so no designs are looked for."""
 
 import ast
 from pathlib import Path
