@@ -22,7 +22,7 @@ from perspectron.serve.engine import Event, Job, log
 from perspectron.serve.served import Served
 from perspectron.serve.web import schema
 from perspectron.serve.web.asked import check, constraint_of, given_to, prompt_of, sampling_of, tokens_of
-from perspectron.serve.web.hearing import back, heard, turn
+from perspectron.serve.web.hearing import back, heard, result, turn
 from perspectron.serve.web.likely import Completed, Mark, chatted, marks_of
 from perspectron.serve.web.metrics import Metrics
 from perspectron.serve.web.writing import Writing
@@ -246,8 +246,8 @@ class Answers:
         found = list[list[Mark]]()
         for ids in read:
             session = self.served.engine.session() if begun is None else begun
-            task = self.served.engine.run(session.likely(ids, count, shares=body.cache_prompt))
-            pairs = await heard(request, asyncio.wrap_future(task))
+            task = session.likely(ids, count, shares=body.cache_prompt)
+            pairs = await result(request, self.served.engine.run(task))
             prefix = len(ids) - len(self.served.tokenizer.specials.bare(ids))
             unsaid = max(len(ids) - len(pairs), 0 if begun is not None else max(1, prefix))
             first = [Mark(id, None, ()) for id in ids[:unsaid]]
@@ -270,9 +270,9 @@ class Answers:
         if shared < len(own) and not (answered and shared):
             return session, [bare], len(session.tokens)
         if shared < len(own):
-            task = self.served.engine.run(back(session, begins + shared))
+            task = back(session, begins + shared)
             try:
-                session = await heard(request, asyncio.wrap_future(task))
+                session = await result(request, self.served.engine.run(task))
             except ConfigError:
                 raise ConfigError(
                     f"messages: state {body.state!r} comes from a file without the beginning of its text, and cannot "

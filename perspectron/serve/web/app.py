@@ -6,7 +6,6 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -29,7 +28,7 @@ from perspectron.serve.web import schema
 from perspectron.serve.web.about import drawn_of, ids_of, model_of, texts, words
 from perspectron.serve.web.answers import Answers
 from perspectron.serve.web.guard import Guard, refusal
-from perspectron.serve.web.hearing import Gone, back, heard, turn
+from perspectron.serve.web.hearing import Gone, back, result, turn
 from perspectron.serve.web.likely import shown
 from perspectron.serve.web.metrics import Metrics
 from perspectron.serve.web.writing import saved, writing
@@ -107,7 +106,7 @@ class App:
         served = self.served(body.model)
         served.states.path(body.id, "id")
         ids = await _ids(served, body.prompt, request)
-        session = await _result(request, served.engine.run(_reading(served.engine, ids)))
+        session = await result(request, served.engine.run(_reading(served.engine, ids)))
         about = await saved(served.states, body.id, session)
         return JSONResponse(asdict(about), 201)
 
@@ -152,7 +151,7 @@ class App:
         served = self.served(body.model)
         served.states.path(body.id, "id")
         session = await self._loaded(served, id)
-        session = await _result(request, served.engine.run(back(session, body.token)))
+        session = await result(request, served.engine.run(back(session, body.token)))
         about = await saved(served.states, body.id, session, id)
         return JSONResponse(asdict(about), 201)
 
@@ -173,7 +172,7 @@ class App:
         served = self.served(body.model)
         on = await _ids(served, body.on, request)
         a, b = [await self._loaded(served, name) for name in (id, body.other)]
-        found = await _result(request, served.engine.run(_later(diffing(a, b, on))))
+        found = await result(request, served.engine.run(_later(diffing(a, b, on))))
         told = asdict(found) | {"mean": found.mean if found.kl else None}
         told["spelled"] = [[shown(served.tokenizer, token) for token, _ in each] for each in found.next]
         return JSONResponse({"id": id, "object": "state.diff", **told})
@@ -188,7 +187,7 @@ class App:
         ask = await _ids(served, body.ask, request)
         session = await self._loaded(served, id)
         steps = bisecting(session, ask, until, max_tokens=asked)
-        found = await _result(request, served.engine.run(_later(steps)))
+        found = await result(request, served.engine.run(_later(steps)))
         return JSONResponse({"id": id, "object": "state.bisect", **asdict(found)})
 
     async def rebase(self, id: schema.Name, body: schema.Rebase, request: Request) -> JSONResponse:
@@ -207,7 +206,7 @@ class App:
             yield from begun.reading(ids)
             return (yield from rebasing(session, begun, replayed))
 
-        found = await _result(request, reader.engine.run(_later(steps())))
+        found = await result(request, reader.engine.run(_later(steps())))
         parent = id if reader is served else ""  # it is a state of another model
         about = await saved(reader.states, body.id, found.session, parent)
         told = {"replayed": found.tokens, "after": found.prefix, "encoded": found.encoded}
@@ -219,7 +218,7 @@ class App:
         served.states.path(body.id, "id")
         on = await _ids(served, body.on, request)
         a, b = [await self._loaded(served, name) for name in (id, body.other)]
-        found = await _result(request, served.engine.run(_later(merging(a, b, on))))
+        found = await result(request, served.engine.run(_later(merging(a, b, on))))
         about = await saved(served.states, body.id, found.session, id)
         return JSONResponse(asdict(about) | {"kl": found.kl, "alone": found.alone}, 201)
 
@@ -271,7 +270,7 @@ class App:
         if action == "save":
             if held is None:
                 raise Missing(f"slot {id} holds nothing; send a completion with id_slot = {id} first")
-            session = await _result(request, served.engine.run(held.rereading()))
+            session = await result(request, served.engine.run(held.rereading()))
             about = await asyncio.to_thread(served.slot_files.save, body.filename, session)
         else:
             session = await asyncio.to_thread(served.slot_files.load, body.filename, served.engine.session())
@@ -290,15 +289,14 @@ async def _ids(served: Served, prompt: str | list[int], request: Request) -> lis
     return await served.ids(prompt, turn(request, served.encoding))
 
 
-def create(models: Sequence[Served], *, key: str | None = None, close: bool = True) -> FastAPI:
-    """The application. close: when it ends, its engines finish what they have and stop."""
+def create(models: Sequence[Served], *, key: str | None = None) -> FastAPI:
+    """The application. When it ends, its engines finish what they have and stop."""
     app = App(models)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        if close:
-            await asyncio.gather(*(asyncio.to_thread(served.engine.close) for served in models))
+        await asyncio.gather(*(asyncio.to_thread(served.engine.close) for served in models))
 
     refused: dict[int | str, dict[str, Any]] = {
         code: {"description": "An error object"} for code in (400, 401, 403, 404, 409, 413, 429, 503, 507)
@@ -422,8 +420,3 @@ def _later(steps: Generator[int, None, T]) -> Generator[int, None, T]:
     """The same task, with a pause before it does anything."""
     yield 0
     return (yield from steps)
-
-
-async def _result(request: Request, future: "Future[T]") -> T:
-    """The result of a task of the engine, which is given up when the client leaves."""
-    return await heard(request, asyncio.wrap_future(future))

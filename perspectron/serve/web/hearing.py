@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Generator
+from concurrent.futures import Future
 from typing import TypeVar
 
 from fastapi import Request
@@ -32,6 +33,11 @@ async def heard(request: Request, work: Awaitable[T]) -> T:
     finally:
         left.cancel()
         task.cancel()
+
+
+async def result(request: Request, task: Future[T]) -> T:
+    """The result of a task of the engine, which is given up if the client disconnects. Gone: it did."""
+    return await heard(request, asyncio.wrap_future(task))
 
 
 @contextlib.asynccontextmanager
