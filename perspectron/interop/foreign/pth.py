@@ -134,12 +134,12 @@ def _tensors(path: Path, device: str) -> dict[str, Tensor]:
 def _config(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """The config that fla would have for tensors of these shapes. CheckpointError: one of them is missing."""
 
-    def size(name: str, axis: int, axes: int = 2) -> int:
+    def size(name: str, axis: int) -> int:
         shape = shapes.get(name)
         if shape is None:
             raise CheckpointError(f"{path}: it has no weights {name}, so it is no RWKV-7")
-        if len(shape) != axes:
-            raise CheckpointError(f"{path}: weights {name} have shape {list(shape)}, must have {axes} axes")
+        if len(shape) != 2:
+            raise CheckpointError(f"{path}: weights {name} have shape {list(shape)}, must have 2 axes")
         return shape[axis]
 
     layers = 1 + max((int(m[1]) for name in shapes if (m := _LAYER.fullmatch(name))), default=0)
