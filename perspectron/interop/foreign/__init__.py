@@ -177,6 +177,7 @@ def load(source: Source, made: LanguageModel) -> None:
     source.open_weights()
     require_memory(made, source.itemsize)
     config = kind.config(source)
+    source.shapes = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
     weights = kind.weights(source, config)
     source.done()
     if config != made.config:

@@ -33,4 +33,4 @@ def mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str
     """The weights of attention or of Mamba-2's mixer."""
     if mixer.kind == "attention":
         return decoder.attention_weights(source, f"{there}.self_attn", here, D, mixer)
-    return mamba2.mixer_weights(source, f"{there}.mamba", here, D, mixer)
+    return source.take_all(f"{there}.mamba", here, mamba2.NAMES)

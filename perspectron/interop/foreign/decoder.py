@@ -297,16 +297,9 @@ def weights(
 
 def network_weights(source: Source, there: str, here: str, D: int, ffn: Any) -> dict[str, Tensor]:
     """The weights of a gated network, or of a mixture of experts."""
-    take = mixture.weights if isinstance(ffn, MixtureConfig) else gated_weights
-    return take(source, there, here, D, ffn)
-
-
-def gated_weights(source: Source, there: str, here: str, D: int, ffn: SwiGLUConfig) -> dict[str, Tensor]:
-    """The weights of a gated network."""
-    F, shapes = ffn.hidden, dict[str, tuple[int, ...]]()
-    for name, rows, columns in (("gate_proj", F, D), ("up_proj", F, D), ("down_proj", D, F)):
-        shapes |= {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if ffn.bias else {})
-    return source.take_all(there, here, shapes)
+    if isinstance(ffn, MixtureConfig):
+        return mixture.weights(source, there, here, D, ffn)
+    return source.take_all(there, here)
 
 
 def attention_weights(
@@ -324,9 +317,7 @@ def attention_weights(
             for x, n in zip("qkv", (H, G, G), strict=True)
         )
         taken[f"{here}.qkv_proj.{part}"] = torch.cat([*parts])
-    taken[f"{here}.o_proj.weight"] = source.take(f"{there}.{out}.weight", D, H * K)
-    if mixer.bias if mixer.out_bias is None else mixer.out_bias:
-        taken[f"{here}.o_proj.bias"] = source.take(f"{there}.{out}.bias", D)
+    taken |= source.take_all(f"{there}.{out}", f"{here}.o_proj")
     if mixer.qk_norm != "none":
         widths = (K, K) if mixer.qk_norm == "head" else (H * K, G * K)
         for ours, theirs, width in zip(("q_norm", "k_norm"), norms, widths, strict=True):

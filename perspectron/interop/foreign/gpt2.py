@@ -41,13 +41,13 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     taken = {
         **decoder.outer(source, f"{top}wte.weight", config),
         "positions.weight": source.take(f"{top}wpe.weight", config.positions, D),
-        **_pair(source, f"{top}ln_f", "norm", D),
+        **source.take_all(f"{top}ln_f", "norm"),
     }
     for i in range(len(config.blocks)):
         old, new = f"{top}h.{i}", f"blocks.{i}"
         source.drop(f"{old}.attn.bias", f"{old}.attn.masked_bias")  # the causal mask
         for there, here in (("ln_1", "mixer_norm"), ("ln_2", "ffn_norm")):
-            taken |= _pair(source, f"{old}.{there}", f"{new}.{here}", D)
+            taken |= source.take_all(f"{old}.{there}", f"{new}.{here}")
         for there, here, rows, columns in (
             ("attn.c_attn", "mixer.qkv_proj", D, 3 * D), ("attn.c_proj", "mixer.o_proj", D, D),
             ("mlp.c_fc", "ffn.up_proj", D, F), ("mlp.c_proj", "ffn.down_proj", F, D),
@@ -55,7 +55,3 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
             taken[f"{new}.{here}.weight"] = source.take(f"{old}.{there}.weight", rows, columns).T.contiguous()
             taken[f"{new}.{here}.bias"] = source.take(f"{old}.{there}.bias", columns)
     return taken
-
-
-def _pair(source: Source, there: str, here: str, width: int) -> dict[str, Tensor]:
-    return {f"{here}.{part}": source.take(f"{there}.{part}", width) for part in ("weight", "bias")}

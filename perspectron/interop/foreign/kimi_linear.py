@@ -1,8 +1,8 @@
 """Kimi Linear: Kimi Delta Attention in most layers, latent attention without positions in the others, and a mixture of
 experts in all but the first layers.
 
-Shapes: D model width, H heads, K head width of Kimi Delta Attention, W taps; of latent attention R latent width, and N,
-P and V the widths of a head's own part of a key, of the part that heads share, and of a value.
+Shapes: D model width, H heads; of latent attention R latent width, and N, P and V the widths of a head's own part of a
+key, of the part that heads share, and of a value.
 """
 
 from typing import Any
@@ -141,7 +141,7 @@ def _network(source: Source, there: str, here: str, D: int, ffn: Any) -> dict[st
     plain = there.replace("block_sparse_moe", "mlp")
     if any(name.startswith(f"{plain}.") for name in source.tensors):
         there = plain
-    return decoder.gated_weights(source, there, here, D, ffn)
+    return source.take_all(there, here)
 
 
 def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
@@ -172,15 +172,13 @@ def _latent_weights(source: Source, there: str, here: str, D: int, mixer: Any) -
 
 
 def _linear_weights(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
-    H, K, W = mixer.heads, mixer.head_dim, mixer.conv
-    wide = H * K
-    shapes: dict[str, tuple[int, ...]] = {
-        **{f"{x}_{part}_proj.weight": (K, D) if part == "a" else (wide, K) for x in "fg" for part in "ab"},
-        "b_proj.weight": (H, D), "dt_bias": (wide,), "o_norm.weight": (K,), "o_proj.weight": (D, wide),
-    }  # fmt: skip
-    names = {f"{x}_{part}_proj": f"{x}_proj.{i}" for x in "fg" for i, part in enumerate("ab")}
-    taken = source.take_all(there, here, shapes, names | {"o_norm": "norm"})
-    for ours, theirs, shape in (("qkv_proj", "proj", (wide, D)), ("conv1d", "conv1d", (wide, 1, W))):
+    joined = ("qkv_proj", "conv1d", "f_proj", "g_proj", "A_log")
+    taken = source.take_all(there, here, {"norm": "o_norm"}, but=joined)
+    for x in "fg":
+        for i, part in enumerate("ab"):
+            taken |= source.take_all(f"{there}.{x}_{part}_proj", f"{here}.{x}_proj.{i}")
+    H, wide = mixer.heads, mixer.heads * mixer.head_dim
+    for ours, theirs, shape in (("qkv_proj", "proj", (wide, D)), ("conv1d", "conv1d", (wide, 1, mixer.conv))):
         parts = [source.take(f"{there}.{x}_{theirs}.weight", *shape) for x in "qkv"]
         taken[f"{here}.{ours}.weight"] = torch.cat(parts)
     return taken | {f"{here}.A_log": source.take(f"{there}.A_log", 1, 1, H, 1).flatten()}

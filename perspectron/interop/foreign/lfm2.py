@@ -1,6 +1,6 @@
 """LFM2: a gated short convolution or attention, then a SwiGLU, in every block.
 
-Shapes: D model width, F width of a network, W taps.
+Shapes: D model width, F width of a network.
 """
 
 from dataclasses import replace
@@ -78,15 +78,8 @@ def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[st
         return decoder.attention_weights(
             source, f"{there}.self_attn", here, D, mixer, out="out_proj", norms=norms
         )
-    shapes: dict[str, tuple[int, ...]] = {
-        "in_proj.weight": (3 * D, D), "conv.weight": (D, 1, mixer.conv), "out_proj.weight": (D, D)
-    }  # fmt: skip
-    if mixer.bias:
-        shapes |= {"in_proj.bias": (3 * D,), "conv.bias": (D,), "out_proj.bias": (D,)}
-    return source.take_all(f"{there}.conv", here, shapes, {"conv": "conv1d", "out_proj": "o_proj"})
+    return source.take_all(f"{there}.conv", here, {"conv1d": "conv", "o_proj": "out_proj"})
 
 
 def _network(source: Source, there: str, here: str, D: int, ffn: SwiGLUConfig) -> dict[str, Tensor]:
-    F = ffn.hidden
-    shapes = {"w1.weight": (F, D), "w3.weight": (F, D), "w2.weight": (D, F)}
-    return source.take_all(there, here, shapes, {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"})
+    return source.take_all(there, here, {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})

@@ -1,6 +1,6 @@
 """Mamba and Falcon Mamba, whose mixers are the only parts of their blocks; Falcon's has norms without weights.
 
-Shapes: D model width, I inner width, N state size of a channel, R rank of the step sizes, W taps.
+Shapes: D model width.
 """
 
 import math
@@ -54,17 +54,4 @@ def _model(source: Source, **norms: Any) -> ModelConfig:
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     embedding = "backbone.embeddings.weight"
     older = embedding.replace("embeddings", "embedding")  # as the authors' own files have it
-    return mamba2.weights(source, config, _mixer, older if source.has(older) else embedding)
-
-
-def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
-    I, N, R = mixer.expand * D, mixer.state, mixer.low(D)  # noqa: E741
-    shapes: dict[str, tuple[int, ...]] = {
-        "in_proj.weight": (2 * I, D), "conv1d.weight": (I, 1, mixer.conv), "x_proj.weight": (R + 2 * N, I),
-        "dt_proj.weight": (I, R), "dt_proj.bias": (I,), "A_log": (I, N), "D": (I,), "out_proj.weight": (D, I),
-    }  # fmt: skip
-    if mixer.bias:
-        shapes |= {"in_proj.bias": (2 * I,), "out_proj.bias": (D,)}
-    if mixer.conv_bias:
-        shapes["conv1d.bias"] = (I,)
-    return source.take_all(there, here, shapes, mamba2.NAMES)
+    return mamba2.weights(source, config, older if source.has(older) else embedding)

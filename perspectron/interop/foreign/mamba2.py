@@ -1,6 +1,6 @@
 """Mamba-2, whose mixers are the only parts of its blocks. Bamba and Granite have its mixers, too.
 
-Shapes: D model width, I inner width, H heads, G groups, N rows of state, C channels of the convolution.
+Shapes: D model width, I inner width.
 """
 
 import math
@@ -17,7 +17,8 @@ HARMLESS = (
     "chunk_size", "norm_before_gate", "rescale_prenorm_residual", "residual_in_fp32", "rms_norm", "time_step_floor",
     "time_step_max", "time_step_min", "time_step_rank",
 )  # fmt: skip
-NAMES = {"out_proj": "o_proj"}
+NAMES = {"o_proj": "out_proj"}
+"""Names of a mixer's parts by ours, where they differ."""
 
 
 class Keys(NamedTuple):
@@ -47,17 +48,16 @@ def config(source: Source) -> ModelConfig:
 
 
 def weights(
-    source: Source, config: ModelConfig, mixer: decoder.Mixer | None = None,
-    embedding: str = "backbone.embeddings.weight",
-) -> dict[str, Tensor]:  # fmt: skip
-    """Weights of a model of mixers alone. mixer: takes a mixer's; None: Mamba-2's. embedding: its name there."""
+    source: Source, config: ModelConfig, embedding: str = "backbone.embeddings.weight"
+) -> dict[str, Tensor]:
+    """Weights of a model of mixers alone. embedding: the file's name of the embedding's."""
     D = config.d_model
     taken = decoder.outer(source, embedding, config)
     taken["norm.weight"] = source.take("backbone.norm_f.weight", D)
-    for i, block in enumerate(config.blocks):
+    for i in range(len(config.blocks)):
         there, here = f"backbone.layers.{i}", f"blocks.{i}"
         taken[f"{here}.mixer_norm.weight"] = source.take(f"{there}.norm.weight", D)
-        taken |= (mixer or mixer_weights)(source, f"{there}.mixer", f"{here}.mixer", D, block.mixer)
+        taken |= source.take_all(f"{there}.mixer", f"{here}.mixer", NAMES)
     return taken
 
 
@@ -93,22 +93,3 @@ def _limit(source: Source) -> tuple[float, float | None]:
     if len(limit) != 2 or any(type(x) not in (int, float) for x in limit) or not max(0, limit[0]) <= limit[1]:
         raise source.error(f"time_step_limit is {written}, must be a number ≥ 0 and one that is no smaller")
     return max(0.0, float(limit[0])), None if limit[1] == math.inf else float(limit[1])
-
-
-def mixer_weights(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
-    """Weights of Mamba-2's mixer."""
-    I = mixer.inner(D)  # noqa: E741
-    H, C = I // mixer.head_dim, I + 2 * mixer.groups * mixer.state
-    shapes: dict[str, tuple[int, ...]] = {
-        "in_proj.weight": (I + C + H, D), "conv1d.weight": (C, 1, mixer.conv), "dt_bias": (H,), "A_log": (H,),
-        "D": (H,), "out_proj.weight": (D, I),
-    }  # fmt: skip
-    if mixer.norm != "none":
-        shapes["norm.weight"] = (I,)
-    if mixer.bias:
-        shapes["in_proj.bias"] = (I + C + H,)
-    if mixer.bias if mixer.out_bias is None else mixer.out_bias:
-        shapes["out_proj.bias"] = (D,)
-    if mixer.conv_bias:
-        shapes["conv1d.bias"] = (C,)
-    return source.take_all(there, here, shapes, NAMES)

@@ -1,6 +1,6 @@
 """Nemotron-H: one part in each layer, Mamba-2, attention without positions, a network of relu², or a mixture of such.
 
-Shapes: D model width, F width of a network.
+Shapes: D model width.
 """
 
 from typing import Any
@@ -124,22 +124,14 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
         mixer: Any = block.mixer
         ours = "ffn" if mixer is None else "mixer"
         taken[f"{here}.{ours}_norm.weight"] = source.take(f"{there}.norm.weight", D)
-        if mixer is None:
-            taken |= _network_weights(source, f"{there}.mixer", f"{here}.ffn", D, block.ffn)
+        if isinstance(block.ffn, MixtureConfig):
+            taken |= mixture.weights(
+                source, f"{there}.mixer", f"{here}.ffn", D, block.ffn, shared="shared_experts"
+            )
+        elif mixer is None:
+            taken |= source.take_all(f"{there}.mixer", f"{here}.ffn")
         elif mixer.kind == "attention":
             taken |= decoder.attention_weights(source, f"{there}.mixer", f"{here}.mixer", D, mixer)
         else:
-            taken |= mamba2.mixer_weights(source, f"{there}.mixer", f"{here}.mixer", D, mixer)
+            taken |= source.take_all(f"{there}.mixer", f"{here}.mixer", mamba2.NAMES)
     return taken
-
-
-def _network_weights(source: Source, there: str, here: str, D: int, ffn: Any) -> dict[str, Tensor]:
-    if isinstance(ffn, MixtureConfig):
-        return mixture.weights(source, there, here, D, ffn, shared="shared_experts")
-    shapes: dict[str, tuple[int, ...]] = {
-        "up_proj.weight": (ffn.hidden, D),
-        "down_proj.weight": (D, ffn.hidden),
-    }
-    if ffn.bias:
-        shapes |= {"up_proj.bias": (ffn.hidden,), "down_proj.bias": (D,)}
-    return source.take_all(there, here, shapes)

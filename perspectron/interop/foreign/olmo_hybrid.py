@@ -1,7 +1,7 @@
 """OLMo Hybrid: Gated DeltaNet in most layers, with norms before each part, and attention in the others, with norms
 after each part and across all heads of queries and keys. Files store the convolutions of q, k and v separately.
 
-Shapes: D model width, H heads of values, G heads of keys, K and V head widths, W taps.
+Shapes: D model width, H heads of values, G heads of keys, K and V head widths.
 """
 
 from typing import Any
@@ -82,11 +82,7 @@ def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[st
     there = f"{there}.linear_attn"
     H, G, K, V = mixer.heads, mixer.key_heads, mixer.key_dim, mixer.value_dim
     rows = (("q", G * K), ("k", G * K), ("v", H * V))
-    shapes: dict[str, tuple[int, ...]] = {
-        "g_proj.weight": (H * V, D), "a_proj.weight": (H, D), "b_proj.weight": (H, D), "A_log": (H,), "dt_bias": (H,),
-        "o_proj.weight": (D, H * V), "o_norm.weight": (V,),
-    }  # fmt: skip
-    return source.take_all(there, here, shapes, {"o_norm": "norm"}) | {
+    return source.take_all(there, here, {"norm": "o_norm"}, but=("qkv_proj", "conv1d")) | {
         f"{here}.qkv_proj.weight": torch.cat(
             [source.take(f"{there}.{x}_proj.weight", n, D) for x, n in rows]
         ),

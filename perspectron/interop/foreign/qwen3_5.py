@@ -3,7 +3,7 @@ except those of Gated DeltaNet, are stored minus 1.
 
 In `qwen3_5`, the text's config is in `text_config`, and weights for images stand beside the text's.
 
-Shapes: D model width, H heads of queries or of values, G heads of keys, K and V head widths, W taps.
+Shapes: D model width, H heads of queries, K head width.
 """
 
 from functools import partial
@@ -25,9 +25,10 @@ HARMLESS = (
     "vision_start_token_id",
 )  # fmt: skip
 NAMES = {
-    "in_proj_qkv": "qkv_proj", "in_proj_z": "g_proj", "in_proj_a": "a_proj", "in_proj_b": "b_proj",
-    "out_proj": "o_proj",
+    "qkv_proj": "in_proj_qkv", "g_proj": "in_proj_z", "a_proj": "in_proj_a", "b_proj": "in_proj_b",
+    "o_proj": "out_proj",
 }  # fmt: skip
+"""Names of the parts of Gated DeltaNet by ours, where they differ."""
 
 
 def config(source: Source, ties: Source | None = None) -> ModelConfig:
@@ -70,19 +71,9 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
 
 
 def mixer_weights(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
-    take = _attention if mixer.kind == "attention" else _linear
-    return take(source, there, here, D, mixer)
-
-
-def _linear(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
-    H, G, K, V = mixer.heads, mixer.key_heads, mixer.key_dim, mixer.value_dim
-    C = 2 * G * K + H * V
-    shapes: dict[str, tuple[int, ...]] = {
-        "in_proj_qkv.weight": (C, D), "in_proj_z.weight": (H * V, D), "in_proj_a.weight": (H, D),
-        "in_proj_b.weight": (H, D), "conv1d.weight": (C, 1, mixer.conv), "A_log": (H,), "dt_bias": (H,),
-        "norm.weight": (V,), "out_proj.weight": (D, H * V),
-    }  # fmt: skip
-    return source.take_all(f"{there}.linear_attn", here, shapes, NAMES)
+    if mixer.kind == "attention":
+        return _attention(source, there, here, D, mixer)
+    return source.take_all(f"{there}.linear_attn", here, NAMES)
 
 
 def _attention(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:

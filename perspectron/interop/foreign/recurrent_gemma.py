@@ -1,7 +1,7 @@
 """RecurrentGemma: RG-LRU or sliding-window attention, then a network gated by GELU, in every block. Norm weights are
 stored minus 1.
 
-Shapes: D model width, I inner width, H blocks of the gates and heads, K width of a block, W taps.
+Shapes: D model width, H blocks of the gates and heads, K width of a block.
 """
 
 from typing import Any
@@ -19,6 +19,11 @@ HARMLESS = ("final_w_init_variance_scale", "max_position_embeddings", "w_init_va
 RECURRENT, ATTENTION = "recurrent", "attention"
 PATTERN = [RECURRENT, RECURRENT, ATTENTION]
 NORMS = {"mixer_norm": "temporal_pre_norm", "ffn_norm": "channel_pre_norm"}
+NAMES = {
+    "x_proj": "linear_x", "y_proj": "linear_y", "o_proj": "linear_out", "conv1d": "conv_1d",
+    "decay_I": "rg_lru.recurrent_param",
+}  # fmt: skip
+"""Names of the parts of RG-LRU by ours."""
 
 
 def config(source: Source) -> ModelConfig:
@@ -68,15 +73,8 @@ def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[st
     there = f"{there}.temporal_block"
     if mixer.kind == "attention":
         return decoder.attention_weights(source, there, here, D, mixer)
-    I, H, K = mixer.width(D), mixer.heads, mixer.width(D) // mixer.heads  # noqa: E741
-    shapes: dict[str, tuple[int, ...]] = {
-        "linear_x.weight": (I, D), "linear_x.bias": (I,), "linear_y.weight": (I, D), "linear_y.bias": (I,),
-        "linear_out.weight": (D, I), "linear_out.bias": (D,), "conv_1d.weight": (I, 1, mixer.conv),
-        "conv_1d.bias": (I,),
-    }  # fmt: skip
-    names = {"linear_x": "x_proj", "linear_y": "y_proj", "linear_out": "o_proj", "conv_1d": "conv1d"}
-    taken = source.take_all(there, here, shapes, names)
-    taken[f"{here}.decay_I"] = source.take(f"{there}.rg_lru.recurrent_param", I)
+    H, K = mixer.heads, mixer.width(D) // mixer.heads
+    taken = source.take_all(there, here, NAMES, but=("gates",))
     gates = [f"{there}.rg_lru.{name}_gate" for name in ("input", "recurrent")]
     weight = torch.cat([source.take(f"{gate}_weight", H, K, K) for gate in gates], -1)  # [in, out]
     bias = torch.cat([source.take(f"{gate}_bias", H, K) for gate in gates], -1)

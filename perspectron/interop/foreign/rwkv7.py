@@ -1,7 +1,7 @@
 """RWKV-7 in fla's format: a norm of the embedding, then a time mix and a channel mix in each layer, which become two
 blocks of ours. The author's own files are mapped to the same names (`pth`).
 
-Shapes: D model width, H heads, K = D/H head width, F width of a channel mix, R a low rank.
+Shapes: D model width, H heads, K = D/H head width.
 """
 
 import torch
@@ -20,6 +20,11 @@ MIXES = "rwkvag"
 LOW = {"w": "decay_low_rank_dim", "a": "a_low_rank_dim", "v": "v_low_rank_dim", "g": "gate_low_rank_dim"}
 """Config keys of the low ranks, by the letters of their outputs."""
 SILENT = {"w": 64, "a": 64, "v": 16, "g": 128}
+TIME = {f"{name}_low": f"{name}_lora.lora" for name in LOW} | {
+    "norm_weight": "g_norm.weight", "norm_bias": "g_norm.bias",
+}  # fmt: skip
+CHANNEL = {"mix_D": "x_k", "k_proj": "key", "v_proj": "value"}
+"""Names of the parts of a time mix and of a channel mix by ours, where they differ."""
 FUSED_EPS = 1e-6
 """Epsilon that fla's kernel for unit keys adds to the squared length; without the kernel, a tiny length is clamped."""
 GROUP_EPS = "group_norm_eps"
@@ -82,35 +87,18 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
             f"blocks.{i + 1}.mixer_norm": f"{there}.ffn_norm",
         }
         taken |= _time(source, f"{there}.attn", f"blocks.{i}.mixer", D, config.blocks[i].mixer)
-        taken |= _channel(source, f"{there}.ffn", f"blocks.{i + 1}.mixer", D, config.blocks[i + 1].mixer)
+        taken |= source.take_all(f"{there}.ffn", f"blocks.{i + 1}.mixer", CHANNEL)
     for here, name in norms.items():
-        for part in ("weight", "bias"):
-            taken[f"{here}.{part}"] = source.take(f"{name}.{part}", D)
+        taken |= source.take_all(name, here)
     return taken
 
 
 def _time(source: Source, there: str, here: str, D: int, mixer: object) -> dict[str, Tensor]:
     K: int = getattr(mixer, "head_dim", 0)
     if source.has(f"{there}.x_x"):
-        taken = {"mix_6D": source.take(f"{there}.x_x", 6, D)}
+        mix_6D = source.take(f"{there}.x_x", 6, D)
     else:
-        mixes = [source.take(f"{there}.x_{name}", 1, 1, D).flatten() for name in MIXES]
-        taken = {"mix_6D": torch.stack(mixes)}
-    taken |= {f"{name}_proj.weight": source.take(f"{there}.{name}_proj.weight", D, D) for name in "rkvo"}
-    for name in LOW:
-        if name == "v" and getattr(mixer, "layer", 0) == 0:
-            continue
-        R = getattr(mixer, f"{name}_rank")
-        shapes = {"0.weight": (R, D), "2.weight": (D, R)} | ({} if name == "g" else {"2.bias": (D,)})
-        for part, shape in shapes.items():
-            taken[f"{name}_low.{part}"] = source.take(f"{there}.{name}_lora.lora.{part}", *shape)
-    taken |= {name: source.take(f"{there}.{name}", D) for name in ("k_k", "k_a")}
-    taken["r_k"] = source.take(f"{there}.r_k", D // K, K).flatten()
-    taken |= {f"norm_{part}": source.take(f"{there}.g_norm.{part}", D) for part in ("weight", "bias")}
-    return {f"{here}.{name}": tensor for name, tensor in taken.items()}
-
-
-def _channel(source: Source, there: str, here: str, D: int, mixer: object) -> dict[str, Tensor]:
-    F: int = getattr(mixer, "hidden", 0)
-    shapes = {"x_k": (D,), "key.weight": (F, D), "value.weight": (D, F)}
-    return source.take_all(there, here, shapes, {"x_k": "mix_D", "key": "k_proj", "value": "v_proj"})
+        mix_6D = torch.stack([source.take(f"{there}.x_{name}", 1, 1, D).flatten() for name in MIXES])
+    r_k = source.take(f"{there}.r_k", D // K, K).flatten()
+    taken = {f"{here}.mix_6D": mix_6D, f"{here}.r_k": r_k}
+    return taken | source.take_all(there, here, TIME, but=("mix_6D", "r_k"))

@@ -51,6 +51,8 @@ class Source:
         self.tensors: dict[str, Callable[[], Tensor]] = {}
         self.itemsize = 4
         """Bytes of a weight in memory."""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Shapes of the tensors of the model that is read, by our names."""
         self.taken: dict[str, tuple[str, list[int]]] = {}
         """Dtype and shape of each tensor that was used."""
         self._asked, self._inner = set[str](), list[Source]()
@@ -181,19 +183,17 @@ class Source:
         return tensor
 
     def take_all(
-        self,
-        there: str,
-        here: str,
-        shapes: Mapping[str, tuple[int, ...]],
-        names: Mapping[str, str] | None = None,
+        self, there: str, here: str, names: Mapping[str, str] | None = None, but: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Take tensors of these names and shapes within `there`, under our names within `here`. names: our names of
-        layers that differ. CheckpointError: as `take`."""
+        """Take the tensors of our module `here`, each by its name within `there`. names: the file's names of the
+        module's parts by ours, where they differ. but: our names of parts to leave out. CheckpointError: as `take`."""
         taken = {}
-        for name, shape in shapes.items():
-            layer, dot, part = name.partition(".")
-            ours = (names or {}).get(layer, layer)
-            taken[f"{here}.{ours}{dot}{part}"] = self.take(f"{there}.{name}", *shape)
+        for ours, shape in self.shapes.items():
+            if ours.startswith(f"{here}."):
+                part, dot, rest = ours.removeprefix(f"{here}.").partition(".")
+                if part not in but:
+                    theirs = (names or {}).get(part, part)
+                    taken[ours] = self.take(f"{there}.{theirs}{dot}{rest}", *shape)
         return taken
 
     def take_stack(self, whole: str, names: Sequence[str], *shape: int) -> Tensor:

@@ -39,8 +39,8 @@ def put_back(model: LanguageModel, came: Path) -> dict[str, Tensor] | str:
         return "it was imported from no known family"
     if sum(math.prod(shape) for shape, _ in places.values()) * BYTES > memory():
         return "there is too little memory to find out where each weight came from"
-    importer = _Importer(kind, came, values)
     own = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
+    importer = _Importer(kind, came, values, {name: tuple(weight.shape) for name, weight in own.items()})
     try:
         if importer.config() != model.config:
             return "it has another config than the one that it was imported with"
@@ -62,10 +62,13 @@ def widened(weights: Mapping[str, Tensor], came: Path) -> bool:
 
 
 class _Importer:
-    """A family's importer, run on a folder with given tensors in place of the folder's."""
+    """A family's importer, run on a folder with given tensors in place of the folder's. shapes: of the model's tensors,
+    by our names."""
 
-    def __init__(self, kind: Kind, folder: Path, values: dict[str, Any]) -> None:
-        self._kind, self._folder, self._values = kind, folder, values
+    def __init__(
+        self, kind: Kind, folder: Path, values: dict[str, Any], shapes: dict[str, tuple[int, ...]]
+    ) -> None:
+        self._kind, self._folder, self._values, self._shapes = kind, folder, values, shapes
         self.taken: Mapping[str, Any] = {}
         """The tensors of the last run by transformers' names."""
 
@@ -74,6 +77,7 @@ class _Importer:
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         source = Source(self._folder, self._values)
+        source.shapes = self._shapes
         source.tensors = {name: tensor.clone for name, tensor in tensors.items()}
         weights, self.taken = self._kind.weights(source, self._kind.config(source)), source.taken
         return weights
