@@ -15,9 +15,8 @@ from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from perspectron.experts.mixture import Mixture, MixtureConfig
-from perspectron.interop.foreign import mixture
+from perspectron.interop.foreign import decoder, mixture
 from perspectron.interop.foreign.source import Source
-from perspectron.model.ffn import SwiGLUConfig
 from perspectron.util.errors import CheckpointError
 from tests.interop import families
 from tests.interop.families import HEADS, OUTER, Family
@@ -146,7 +145,7 @@ def test_a_mixture_with_a_gated_shared_network_is_that_of_qwen3_next(normed, tmp
     theirs = modeling_qwen3_next.Qwen3NextSparseMoeBlock(settings)
     families.redraw(theirs, 1)
     source = parts_of(theirs, tmp_path, **values)
-    first, *_ = mixture.networks(source, 4, lambda: SwiGLUConfig(1), normed=True, shared=512)
+    first, *_ = decoder.networks(source, 4, normed=True, shared=512)
     assert first == MixtureConfig(19, 7, 3, normed=normed, shared=13, shared_gate=True)
     ours = layer_of(first, mixture.weights(source, "mlp", "ffn", 32, first))
     source.done()

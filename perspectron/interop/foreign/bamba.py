@@ -30,7 +30,5 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
 
 
 def mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
-    """The weights of attention or of Mamba-2's mixer."""
-    if mixer.kind == "attention":
-        return decoder.attention_weights(source, f"{there}.self_attn", here, D, mixer)
+    """The weights of Mamba-2's mixer."""
     return source.take_all(f"{there}.mamba", here, mamba2.NAMES)

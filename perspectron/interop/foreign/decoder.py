@@ -64,6 +64,31 @@ def network(
     )
 
 
+def networks(
+    source: Source, layers: int, *, normed: bool, experts: int = 128, used: int = 8, hidden: int = 768,
+    shared: int | None = None,
+) -> list[FFNConfig]:  # fmt: skip
+    """The network of each layer in configs like Qwen's: a mixture in every `decoder_sparse_step`-th layer that is not
+    in `mlp_only_layers`, else a gated network. normed, experts, used, hidden: defaults. shared: default hidden width
+    of a shared network with a gate, None if the family has none."""
+    only, step = source.items("mlp_only_layers"), source.number("decoder_sparse_step", 1)
+    E = mixture.count(source, "num_experts", "num_local_experts", silent=experts)
+    mixed: FFNConfig | None = None
+    if E:
+        source.must("hidden_act", ("silu",), "silu")
+        F = 0 if shared is None else source.number("shared_expert_intermediate_size", shared)
+        mixed = MixtureConfig(
+            source.number("moe_intermediate_size", hidden), E, mixture.chosen(source, E, used),
+            normed=bool(source.must("norm_topk_prob", (True, False), normed)), shared=F, shared_gate=F > 0,
+        )  # fmt: skip
+    flags = [mixed is not None and i not in only and (i + 1) % step == 0 for i in range(layers)]
+    other = None if all(flags) else network(source)
+    if other is None:
+        source.get("intermediate_size")
+    found = [mixed if flag else other for flag in flags]
+    return [each for each in found if each is not None]
+
+
 def flag(source: Source, name: str, silent: bool) -> bool:
     """A flag, `silent` if it is missing. Null is false where `silent` is false, else refused."""
     missing = name not in source.values
@@ -268,6 +293,8 @@ def weights(
     config: ModelConfig,
     *,
     mixer: Mixer | None = None,
+    attention: Callable[..., dict[str, Tensor]] | None = None,
+    place: str = "self_attn",
     norms: dict[str, str] | Callable[[Source, str, BlockConfig], dict[str, str]] = PRE,
     network: str = "mlp",
     gated: Network | None = None,
@@ -276,10 +303,11 @@ def weights(
     head: str = "lm_head.weight",
     one: bool = False,
 ) -> dict[str, Tensor]:
-    """A decoder's weights by our names. mixer: takes those of a layer's mixer; None is attention. norms: the file's
-    names of a layer's norms by ours, or a function that gives them. network, last: the file's names of networks and of
-    the last norm. gated: takes those of a network; None is `network_weights`. top, head: prefix of all names, and name
-    of the head. one: the file holds weights of norms minus 1."""
+    """A decoder's weights by our names. mixer: takes those of mixers other than attention. attention: takes those of
+    attention; None is `attention_weights`. place: the file's name of attention. norms: the file's names of a layer's
+    norms by ours, or a function that gives them. network, last: the file's names of networks and of the last norm.
+    gated: takes those of a network; None is `network_weights`. top, head: prefix of all names, and name of the head.
+    one: the file holds weights of norms minus 1."""
     D = config.d_model
     taken = outer(source, f"{top}embed_tokens.weight", config, head)
     taken["norm.weight"] = norm(source, f"{top}{last}.weight", D, one=one)
@@ -287,10 +315,12 @@ def weights(
         there, here = f"{top}layers.{i}", f"blocks.{i}"
         for ours, theirs in (norms(source, there, block) if callable(norms) else norms).items():
             taken[f"{here}.{ours}.weight"] = norm(source, f"{there}.{theirs}.weight", D, one=one)
-        if mixer is None:
-            taken |= attention_weights(source, f"{there}.self_attn", f"{here}.mixer", D, block.mixer, one=one)
+        own: Any = block.mixer
+        if mixer is None or own.kind == "attention":
+            take = attention or attention_weights
+            taken |= take(source, f"{there}.{place}", f"{here}.mixer", D, own, one=one)
         else:
-            taken |= mixer(source, there, f"{here}.mixer", D, block.mixer)
+            taken |= mixer(source, there, f"{here}.mixer", D, own)
         taken |= (gated or network_weights)(source, f"{there}.{network}", f"{here}.ffn", D, block.ffn)
     return taken
 

@@ -68,7 +68,7 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     for i, block in enumerate(config.blocks):
         there, here = f"model.layers.{i}", f"blocks.{i}"
         attention: Any = block.beside
-        taken |= bamba.mixer(source, there, f"{here}.beside", D, attention)
+        taken |= decoder.attention_weights(source, f"{there}.self_attn", f"{here}.beside", D, attention)
         H, G, K = attention.heads, attention.groups, attention.width(D)
         (read,), (gives,), (keys,) = factors["attention_in"], factors["attention_out"], factors["key"]
         _fold(taken, f"{here}.beside.qkv_proj", [(H * K, 1.0), (G * K, keys), (G * K, 1.0)], read)

@@ -4,6 +4,7 @@ Shapes: D model width, F width of a network.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -61,23 +62,14 @@ def _hidden(source: Source) -> int:
 
 
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
+    attention = partial(decoder.attention_weights, out="out_proj", norms=("q_layernorm", "k_layernorm"))
     return decoder.weights(
-        source,
-        config,
-        mixer=_mixer,
-        norms=NORMS,
-        network="feed_forward",
-        gated=_network,
+        source, config, mixer=_mixer, attention=attention, norms=NORMS, network="feed_forward", gated=_network,
         last="embedding_norm",
-    )
+    )  # fmt: skip
 
 
 def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
-    if mixer.kind == "attention":
-        norms = ("q_layernorm", "k_layernorm")
-        return decoder.attention_weights(
-            source, f"{there}.self_attn", here, D, mixer, out="out_proj", norms=norms
-        )
     return source.take_all(f"{there}.conv", here, {"conv1d": "conv", "o_proj": "out_proj"})
 
 

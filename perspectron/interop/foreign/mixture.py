@@ -3,14 +3,13 @@
 Shapes: D model width, F hidden width, E experts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from perspectron.experts.mixture import MixtureConfig
 from perspectron.experts.router import MOST_EXPERTS
 from perspectron.interop.foreign.source import Source
-from perspectron.util.config import FFNConfig
 
 HARMLESS = ("output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "moe_shared_expert_overlap")
 """Keys that concern training alone."""
@@ -29,31 +28,6 @@ def count(source: Source, *names: str, silent: int, least: int = 0) -> int:
 def chosen(source: Source, experts: int, silent: int = 8) -> int:
     """Number of experts per token."""
     return source.number("num_experts_per_tok", silent, most=experts)
-
-
-def networks(
-    source: Source, layers: int, dense: Callable[[], FFNConfig], *, normed: bool, experts: int = 128, used: int = 8,
-    hidden: int = 768, shared: int | None = None,
-) -> list[FFNConfig]:  # fmt: skip
-    """The network of each layer in configs like Qwen's: a mixture in every `decoder_sparse_step`-th layer that is not
-    in `mlp_only_layers`, else `dense`. normed, experts, used, hidden: defaults. shared: default hidden width of a
-    shared network with a gate, None if the family has none."""
-    only, step = source.items("mlp_only_layers"), source.number("decoder_sparse_step", 1)
-    E = count(source, "num_experts", "num_local_experts", silent=experts)
-    mixed: FFNConfig | None = None
-    if E:
-        source.must("hidden_act", ("silu",), "silu")
-        F = 0 if shared is None else source.number("shared_expert_intermediate_size", shared)
-        mixed = MixtureConfig(
-            source.number("moe_intermediate_size", hidden), E, chosen(source, E, used),
-            normed=bool(source.must("norm_topk_prob", (True, False), normed)), shared=F, shared_gate=F > 0,
-        )  # fmt: skip
-    flags = [mixed is not None and i not in only and (i + 1) % step == 0 for i in range(layers)]
-    other = None if all(flags) else dense()
-    if other is None:
-        source.get("intermediate_size")
-    found = [mixed if flag else other for flag in flags]
-    return [each for each in found if each is not None]
 
 
 def nemotron(source: Source) -> MixtureConfig:

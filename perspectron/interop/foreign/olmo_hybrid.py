@@ -77,8 +77,6 @@ def _norms(source: Source, there: str, block: BlockConfig) -> dict[str, str]:
 
 
 def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
-    if mixer.kind == "attention":
-        return decoder.attention_weights(source, f"{there}.self_attn", here, D, mixer)
     there = f"{there}.linear_attn"
     H, G, K, V = mixer.heads, mixer.key_heads, mixer.key_dim, mixer.value_dim
     rows = (("q", G * K), ("k", G * K), ("v", H * V))

@@ -67,18 +67,17 @@ def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     source.drop_all(*LEFT)
     inner = "model.language_model."
     top = inner if source.has(f"{inner}norm.weight") else "model."
-    return decoder.weights(source, config, mixer=mixer_weights, top=top, one=True)
+    return decoder.weights(source, config, mixer=linear, attention=attention, top=top, one=True)
 
 
-def mixer_weights(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
-    if mixer.kind == "attention":
-        return _attention(source, there, here, D, mixer)
+def linear(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
+    """Weights of Gated DeltaNet."""
     return source.take_all(f"{there}.linear_attn", here, NAMES)
 
 
-def _attention(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
+def attention(source: Source, there: str, here: str, D: int, mixer: Any, *, one: bool) -> dict[str, Tensor]:
     """Weights of gated attention. Queries and gates are in one matrix, head by head; gates are split off first."""
-    H, K, name = mixer.heads, mixer.width(D), f"{there}.self_attn.q_proj"
+    H, K, name = mixer.heads, mixer.width(D), f"{there}.q_proj"
     gates = {}
     for part in ("weight", "bias") if mixer.bias else ("weight",):
         inner = (D,) if part == "weight" else ()
@@ -86,4 +85,4 @@ def _attention(source: Source, there: str, here: str, D: int, mixer: Any) -> dic
         q, gate = (x.flatten(0, 1) for x in both.unbind(1))
         gates[f"{here}.gate_proj.{part}"] = gate
         source.tensors[f"{name}.{part}"] = q.clone
-    return gates | decoder.attention_weights(source, f"{there}.self_attn", here, D, mixer, one=True)
+    return gates | decoder.attention_weights(source, there, here, D, mixer, one=one)

@@ -15,5 +15,5 @@ def config(source: Source) -> ModelConfig:
         source, decoder.rope(source), key_heads=4, qk_norm="head", window=window,
         bias=decoder.flag(source, "attention_bias", False),
     )  # fmt: skip
-    networks = mixture.networks(source, count, lambda: decoder.network(source), normed=False)
+    networks = decoder.networks(source, count, normed=False)
     return decoder.model(source, "qwen3_moe", [attention] * count, networks, longest=32_768)

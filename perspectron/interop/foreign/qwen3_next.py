@@ -23,22 +23,19 @@ HARMLESS = (
 def config(source: Source) -> ModelConfig:
     mixers = qwen3_5.mixers(source, key_heads=2)
     source.must("use_sliding_window", (False,), False)  # transformers ignores it
-    networks = mixture.networks(
-        source, len(mixers), lambda: decoder.network(source), normed=True, experts=512, used=10, hidden=512,
-        shared=512,
-    )  # fmt: skip
+    networks = decoder.networks(
+        source, len(mixers), normed=True, experts=512, used=10, hidden=512, shared=512
+    )
     return decoder.model(source, "qwen3_next", mixers, networks, longest=32_768)
 
 
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     source.drop_all("mtp.")
-    return decoder.weights(source, config, mixer=_mixer, one=True)
+    return decoder.weights(source, config, mixer=_linear, attention=qwen3_5.attention, one=True)
 
 
-def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
+def _linear(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
     """Weights as in Qwen3.5, once rows are regrouped by what they give, as most are already in a GGUF."""
-    if mixer.kind == "attention":
-        return qwen3_5.mixer_weights(source, there, here, D, mixer)
     H, G, K, V = mixer.heads, mixer.key_heads, mixer.key_dim, mixer.value_dim
     r, name, rows = H // G, f"{there}.linear_attn.in_proj_", 2 * (G * K + H * V)
     if not source.has(f"{name}qkv.weight"):
@@ -49,7 +46,7 @@ def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[st
         x.flatten(0, 1) for x in source.take(f"{name}ba.weight", 2 * H, D).unflatten(0, (G, 2, r)).unbind(1)
     )
     source.tensors |= {f"{name}a.weight": a.clone, f"{name}b.weight": b.clone}
-    taken = qwen3_5.mixer_weights(source, there, here, D, mixer)
+    taken = qwen3_5.linear(source, there, here, D, mixer)
     source.note([f"{name}qkv.weight", f"{name}z.weight"], [f"{name}qkvz.weight"], rows, D)
     source.note([f"{name}a.weight", f"{name}b.weight"], [f"{name}ba.weight"], 2 * H, D)
     return taken

@@ -18,6 +18,7 @@ from perspectron.model.mixer import config_of
 HARMLESS = ("final_w_init_variance_scale", "max_position_embeddings", "w_init_variance_scale")
 RECURRENT, ATTENTION = "recurrent", "attention"
 PATTERN = [RECURRENT, RECURRENT, ATTENTION]
+PLACE = "temporal_block"
 NORMS = {"mixer_norm": "temporal_pre_norm", "ffn_norm": "channel_pre_norm"}
 NAMES = {
     "x_proj": "linear_x", "y_proj": "linear_y", "o_proj": "linear_out", "conv1d": "conv_1d",
@@ -65,14 +66,12 @@ def _kinds(source: Source) -> list[str]:
 
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
     return decoder.weights(
-        source, config, mixer=_mixer, norms=NORMS, network="mlp_block", last="final_norm", one=True
-    )
+        source, config, mixer=_mixer, place=PLACE, norms=NORMS, network="mlp_block", last="final_norm", one=True
+    )  # fmt: skip
 
 
 def _mixer(source: Source, there: str, here: str, D: int, mixer: Any) -> dict[str, Tensor]:
-    there = f"{there}.temporal_block"
-    if mixer.kind == "attention":
-        return decoder.attention_weights(source, there, here, D, mixer)
+    there = f"{there}.{PLACE}"
     H, K = mixer.heads, mixer.width(D) // mixer.heads
     taken = source.take_all(there, here, NAMES, but=("gates",))
     gates = [f"{there}.rg_lru.{name}_gate" for name in ("input", "recurrent")]
