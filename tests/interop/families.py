@@ -347,7 +347,7 @@ class Questions:
 def config_of(family: Family, values: dict[str, Any]) -> ModelConfig | str:
     """Ours, or why there is none."""
     try:
-        return foreign.KINDS[family.kind].config(Source(Path(), values))
+        return foreign.kind(family.kind).config(Source(Path(), values))
     except (CheckpointError, ConfigError) as error:
         return str(error)
 

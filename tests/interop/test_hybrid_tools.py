@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from perspectron.data import Tokenizer
-from perspectron.interop import onnx
-from perspectron.interop.foreign import KINDS
+from perspectron.interop import foreign, onnx
 from perspectron.interop.foreign.source import Source
 from perspectron.model.census import census
 from perspectron.model.model import LanguageModel, build
@@ -101,7 +100,7 @@ def test_their_steps_in_onnx_draw_the_same_tokens(tmp_path):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_its_state_at_the_published_size_is_as_large_as_specified(name):
-    config = KINDS[KIND[name]].config(Source(Path(), PUBLISHED[name]))
+    config = foreign.kind(KIND[name]).config(Source(Path(), PUBLISHED[name]))
     found = census(config, (1024, 32_768)).state_bytes
     fixed, token = BYTES[name]
     each = (found[32_768] - found[1024]) / (32_768 - 1024)

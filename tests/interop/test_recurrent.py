@@ -18,7 +18,6 @@ from transformers.models.recurrent_gemma.modeling_recurrent_gemma import Recurre
 
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop import foreign, onnx
-from perspectron.interop.foreign import KINDS
 from perspectron.interop.foreign.source import Source
 from perspectron.model.census import census
 from perspectron.model.config import ModelConfig
@@ -153,7 +152,7 @@ def test_the_pattern_of_published_files_has_a_name_of_its_own(pattern):
 def config_of(family: Family, values: dict[str, Any]) -> ModelConfig | str:
     """Ours, or why there is none."""
     try:
-        return KINDS[family.kind].config(Source(Path(), values))
+        return foreign.kind(family.kind).config(Source(Path(), values))
     except CheckpointError as error:
         return str(error)
 
@@ -223,7 +222,7 @@ def test_their_states_at_published_sizes_are_as_large_as_specified():
         "num_key_value_heads": 1, "lru_width": 2560, "intermediate_size": 15_360,
     }  # fmt: skip
     for kind, values, expected in (("mamba", mamba, 2.8e6), ("recurrent_gemma", gemma, 34.4e6)):
-        found = census(KINDS[kind].config(Source(Path(), values)), (4096, 32_768)).state_bytes
+        found = census(foreign.kind(kind).config(Source(Path(), values)), (4096, 32_768)).state_bytes
         assert found[4096] == found[32_768] and abs(found[4096] / expected - 1) < 0.05
 
 

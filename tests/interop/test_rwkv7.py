@@ -159,7 +159,7 @@ def test_ranks_that_a_config_leaves_open_are_those_of_fla():
     }
     values = FLA | {"hidden_size": 1024, "head_dim": 64} | silent
     del values["decay_low_rank_dim"]
-    mixer = foreign.KINDS["rwkv7"].config(foreign.Source(Path(), values)).blocks[0].mixer
+    mixer = foreign.kind("rwkv7").config(foreign.Source(Path(), values)).blocks[0].mixer
     assert [getattr(mixer, f"{name}_rank") for name in "wavg"] == [64, 64, 64, 160]
 
 

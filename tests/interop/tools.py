@@ -9,7 +9,7 @@ import torch
 from perspectron import native
 from perspectron.data.loader import Batch
 from perspectron.decode.steps import stepped, steps_of
-from perspectron.interop.foreign import KINDS
+from perspectron.interop import foreign
 from perspectron.interop.foreign.source import Source
 from perspectron.model.model import LanguageModel, build
 from perspectron.quant.convert import convert
@@ -26,7 +26,7 @@ def recorded(test: Any) -> Any:
 
 def model_of(family: Family, **changes: object) -> LanguageModel:
     """A model of ours by the family's config, drawn at random."""
-    model = build(KINDS[family.kind].config(Source(Path(), family.values | changes))).eval()
+    model = build(foreign.kind(family.kind).config(Source(Path(), family.values | changes))).eval()
     families.redraw(model, 3)
     return model
 

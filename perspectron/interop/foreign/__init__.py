@@ -6,6 +6,7 @@ transformers writes it, a GGUF, or a .pth of RWKV's author.
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,35 +16,7 @@ from torch import Tensor
 from perspectron.data import origin
 from perspectron.data.template import Template
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.interop.foreign import (
-    bamba,
-    decoder,
-    falcon_h1,
-    gemma3,
-    gguf,
-    gpt2,
-    granite,
-    kimi_linear,
-    lfm2,
-    llama,
-    mamba,
-    mamba2,
-    mistral,
-    nemotron_h,
-    olmo2,
-    olmo_hybrid,
-    olmoe,
-    own,
-    pth,
-    qwen2,
-    qwen3,
-    qwen3_5,
-    qwen3_moe,
-    qwen3_next,
-    recurrent_gemma,
-    rwkv7,
-    smollm3,
-)
+from perspectron.interop.foreign import decoder, gguf, own, pth
 from perspectron.interop.foreign.source import HARMLESS, Source
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel, require_memory
@@ -63,37 +36,25 @@ class Kind(NamedTuple):
     harmless: tuple[str, ...] | None = ()
 
 
-KINDS: dict[str, Kind] = {
-    "perspectron": Kind(own.config, own.weights, None),
-    "gpt2": Kind(gpt2.config, gpt2.weights, gpt2.HARMLESS),
-    "llama": Kind(llama.config, decoder.weights, llama.HARMLESS),
-    "mistral": Kind(mistral.config, decoder.weights),
-    "qwen2": Kind(qwen2.config, decoder.weights),
-    "qwen3": Kind(qwen3.config, decoder.weights),
-    "smollm3": Kind(smollm3.config, decoder.weights, smollm3.HARMLESS),
-    "gemma3_text": Kind(gemma3.config, gemma3.weights, gemma3.HARMLESS),
-    "gemma3": Kind(gemma3.config_within, gemma3.weights, gemma3.HARMLESS),
-    "olmo2": Kind(olmo2.config, olmo2.weights),
-    "olmo3": Kind(olmo2.config3, olmo2.weights),
-    "olmoe": Kind(olmoe.config, decoder.weights, olmoe.HARMLESS),
-    "qwen3_moe": Kind(qwen3_moe.config, decoder.weights, qwen3_moe.HARMLESS),
-    "mamba2": Kind(mamba2.config, mamba2.weights, mamba2.HARMLESS),
-    "granitemoehybrid": Kind(granite.config, granite.weights, granite.HARMLESS),
-    "lfm2": Kind(lfm2.config, lfm2.weights, lfm2.HARMLESS),
-    "qwen3_5_text": Kind(qwen3_5.config, qwen3_5.weights, qwen3_5.HARMLESS),
-    "qwen3_5": Kind(qwen3_5.config_within, qwen3_5.weights, qwen3_5.HARMLESS),
-    "mamba": Kind(mamba.config, mamba.weights, mamba.HARMLESS),
-    "falcon_mamba": Kind(mamba.falcon, mamba.weights, mamba.HARMLESS),
-    "recurrent_gemma": Kind(recurrent_gemma.config, recurrent_gemma.weights, recurrent_gemma.HARMLESS),
-    "rwkv7": Kind(rwkv7.config, rwkv7.weights, rwkv7.HARMLESS),
-    "bamba": Kind(bamba.config, bamba.weights, bamba.HARMLESS),
-    "falcon_h1": Kind(falcon_h1.config, falcon_h1.weights, falcon_h1.HARMLESS),
-    "olmo_hybrid": Kind(olmo_hybrid.config, olmo_hybrid.weights, olmo_hybrid.HARMLESS),
-    "nemotron_h": Kind(nemotron_h.config, nemotron_h.weights, nemotron_h.HARMLESS),
-    "qwen3_next": Kind(qwen3_next.config, qwen3_next.weights, qwen3_next.HARMLESS),
-    "kimi_linear": Kind(kimi_linear.config, kimi_linear.weights, kimi_linear.HARMLESS),
-}
-"""The kinds of models that can be read, by the `model_type` of config.json."""
+KINDS = {
+    "perspectron": "own", "gpt2": "gpt2", "llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3",
+    "smollm3": "smollm3", "gemma3_text": "gemma3", "gemma3": "gemma3:config_within", "olmo2": "olmo2",
+    "olmo3": "olmo2:config3", "olmoe": "olmoe", "qwen3_moe": "qwen3_moe", "mamba2": "mamba2",
+    "granitemoehybrid": "granite", "lfm2": "lfm2", "qwen3_5_text": "qwen3_5", "qwen3_5": "qwen3_5:config_within",
+    "mamba": "mamba", "falcon_mamba": "mamba:falcon", "recurrent_gemma": "recurrent_gemma", "rwkv7": "rwkv7",
+    "bamba": "bamba", "falcon_h1": "falcon_h1", "olmo_hybrid": "olmo_hybrid", "nemotron_h": "nemotron_h",
+    "qwen3_next": "qwen3_next", "kimi_linear": "kimi_linear",
+}  # fmt: skip
+"""The module of each kind of model that can be read, by the `model_type` of config.json, and its function of configs
+where that is not `config`."""
+
+
+def kind(name: str) -> Kind:
+    """The importer of a kind of KINDS. A module without `weights` has those of `decoder`."""
+    place, _, config = KINDS[name].partition(":")
+    module = import_module(f"{__name__}.{place}")
+    weights, harmless = getattr(module, "weights", decoder.weights), getattr(module, "HARMLESS", ())
+    return Kind(getattr(module, config or "config"), weights, harmless)
 
 
 class Imported(NamedTuple):
@@ -153,15 +114,15 @@ def model(source: Source, *, lens: bool = False) -> LanguageModel:
 def empty(source: Source, *, lens: bool = False) -> LanguageModel:
     """The model of a source on the meta device: its config and nothing else is read; errors as `read`."""
     name = source.get("model_type")
-    kind = KINDS.get(name) if isinstance(name, str) else None
-    if kind is None:
+    if not isinstance(name, str) or name not in KINDS:
         raise source.error(f"model_type is {name!r}, which cannot be read; {', '.join(KINDS)} can")
     if lens:
         require(name == "gpt2", "lens", True, f"left out: the model is {name!r}, only 'gpt2' can have lenses")
+    found = kind(name)
     try:
-        config = kind.config(source)
-        if kind.harmless is not None:
-            source.done_config(HARMLESS.union(kind.harmless))
+        config = found.config(source)
+        if found.harmless is not None:
+            source.done_config(HARMLESS.union(found.harmless))
         with torch.device("meta"):
             made = LanguageModel(_upcycle().config_of_gpt2(config) if lens else config)
     except ConfigError as error:  # values that contradict each other
@@ -173,12 +134,12 @@ def empty(source: Source, *, lens: bool = False) -> LanguageModel:
 def load(source: Source, made: LanguageModel) -> None:
     """Load a source's weights into a model. Tensors are read one by one, and a layer's are in memory twice for a
     moment. Errors as `read`."""
-    kind = KINDS[source.get("model_type")]
+    found = kind(source.get("model_type"))
     source.open_weights()
     require_memory(made, source.itemsize)
-    config = kind.config(source)
+    config = found.config(source)
     source.shapes = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
-    weights = kind.weights(source, config)
+    weights = found.weights(source, config)
     source.done()
     if config != made.config:
         weights = _upcycle().weights_of_gpt2(weights, made.config)

@@ -13,6 +13,8 @@ from perspectron.model.config import ModelConfig
 from perspectron.util.config import load
 
 PREFIX = "model."
+HARMLESS = None
+"""Keys that are not read are accepted."""
 
 
 def config(source: Source) -> ModelConfig:

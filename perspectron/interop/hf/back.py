@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from perspectron.data import origin
-from perspectron.interop.foreign import KINDS, Kind
+from perspectron.interop.foreign import KINDS, Kind, kind
 from perspectron.interop.foreign.source import Source
 from perspectron.model.model import LanguageModel
 from perspectron.util.errors import CheckpointError, PerspectronError
@@ -28,19 +28,21 @@ def put_back(model: LanguageModel, came: Path) -> dict[str, Tensor] | str:
     values, known = (
         read_json(came / name, CheckpointError, infinite=True) for name in ("config.json", origin.WEIGHTS)
     )
-    kind = KINDS.get(str(values.get("model_type"))) if isinstance(values, dict) else None
+    name = str(values.get("model_type")) if isinstance(values, dict) else ""
     try:
         places = {name: (tuple(shape), getattr(torch, dtype)) for name, (dtype, shape) in known.items()}
     except (AttributeError, TypeError, ValueError):
         raise CheckpointError(
             f"{came / origin.WEIGHTS}: must have the dtype and shape of each tensor"
         ) from None
-    if kind is None:
+    if name not in KINDS:
         return "it was imported from no known family"
     if sum(math.prod(shape) for shape, _ in places.values()) * BYTES > memory():
         return "there is too little memory to find out where each weight came from"
     own = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
-    importer = _Importer(kind, came, values, {name: tuple(weight.shape) for name, weight in own.items()})
+    importer = _Importer(
+        kind(name), came, values, {name: tuple(weight.shape) for name, weight in own.items()}
+    )
     try:
         if importer.config() != model.config:
             return "it has another config than the one that it was imported with"
