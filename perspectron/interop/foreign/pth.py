@@ -6,9 +6,7 @@ A file may hold nothing but tensors.
 
 import contextlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,31 +17,32 @@ import torch
 from torch import Tensor
 
 from perspectron.data import world
-from perspectron.interop.foreign.source import Source
+from perspectron.interop.foreign.source import Source, folder_of
 from perspectron.model.config import MOST_BLOCKS
-from perspectron.util.errors import CheckpointError, ConfigError, DataError
+from perspectron.util.errors import CheckpointError, DataError
 from perspectron.util.files import read_text
 
 SUFFIX = ".pth"
 GROUP_EPS = 64e-5
 _LAYER = re.compile(r"blocks\.(\d{1,6})\.(.+)")
-_OUTER = {"emb.weight": "model.embeddings.weight", "head.weight": "lm_head.weight", "ln_out": "model.norm"}
+_BOTH = ("weight", "bias")
+_OUTER = {"emb.weight": "model.embeddings.weight", "head.weight": "lm_head.weight"} | {
+    f"ln_out.{part}": f"model.norm.{part}" for part in _BOTH
+}
 _NORMS = {"ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm", "att.ln_x": "attn.g_norm"}
-_MATRICES = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-_ONE = ("k_k", "k_a", "r_k", *(f"x_{name}" for name in "rwkvag"))
-_LOW = re.compile(r"att\.([wavg])([012])")
-_FIRST = (
-    "emb.weight",
-    "head.weight",
-    *(f"{n}.{part}" for n in ("ln_out", "blocks.0.ln0") for part in ("weight", "bias")),
-)
-_NAMES = (
-    *(f"{name}.{part}" for name in ("ln1", "ln2", "att.ln_x") for part in ("weight", "bias")),
-    *(f"att.{name}" for name in _ONE), *(f"att.{name}.weight" for name in _MATRICES),
-    *(f"att.{name}{i}" for name in "wav" for i in "012"), "att.g1", "att.g2",
-    "ffn.x_k", "ffn.key.weight", "ffn.value.weight",
-)  # fmt: skip
-"""Names of tensors outside of layers (_FIRST) and within a layer (_NAMES)."""
+_NAMES = {
+    **{f"{name}.{part}": f"{there}.{part}" for name, there in _NORMS.items() for part in _BOTH},
+    **{f"att.{name}.weight": f"attn.{name[0]}_proj.weight" for name in ("receptance", "key", "value", "output")},
+    **{f"att.{name}": f"attn.{name}" for name in ("k_k", "k_a", "r_k", *(f"x_{x}" for x in "rwkvag"))},
+    **{f"att.{x}0": f"attn.{x}_lora.lora.2.bias" for x in "wav"},
+    **{f"att.{x}1": f"attn.{x}_lora.lora.0.weight" for x in "wavg"},
+    **{f"att.{x}2": f"attn.{x}_lora.lora.2.weight" for x in "wavg"},
+    **{name: name for name in ("ffn.x_k", "ffn.key.weight", "ffn.value.weight")},
+}  # fmt: skip
+"""fla's names of tensors by the author's, outside of layers (_OUTER) and within a layer (_NAMES)."""
+_FLAT = ("att.k_k", "att.k_a", "att.w0", "att.a0", "att.v0", "ffn.x_k")
+_TURNED = tuple(f"att.{x}{i}" for x in "wavg" for i in "12")
+"""Tensors of a layer that are vectors at fla, and those that are stored [in, out] in place of [out, in]."""
 
 
 @contextlib.contextmanager
@@ -61,16 +60,10 @@ def unpacked(path: Path) -> Iterator[Source]:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"{vocabulary}: the vocabulary of {path.name} must be beside it ({why})") from None
-    with tempfile.TemporaryDirectory() as folder:
-        config = _config(path, shapes)
-        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        (Path(folder) / world.FILE).write_text(text, encoding="utf-8", newline="")
-        try:
-            yield _Unpacked(Path(folder), config, path)
-        except (CheckpointError, ConfigError, DataError) as error:
-            told = str(error).replace(f"{folder}{os.sep}{world.FILE}", str(vocabulary))
-            told = told.replace(f"{folder}{os.sep}config.json", str(path)).replace(folder, str(path))
-            raise type(error)(told) from None
+    config = _config(path, shapes)
+    texts = {"config.json": json.dumps(config), world.FILE: text}
+    with folder_of(texts, path, {world.FILE: str(vocabulary), "config.json": str(path)}) as folder:
+        yield _Unpacked(folder, config, path)
 
 
 class _Unpacked(Source):
@@ -80,8 +73,8 @@ class _Unpacked(Source):
         super().__init__(folder, values)
         self.path = path
         count = min(values["num_hidden_layers"], MOST_BLOCKS)  # more are refused
-        layers = [f"blocks.{i}.{name}" for i in range(count) for name in _NAMES]
-        self.names = {_place(name)[0]: name for name in (*_FIRST, *layers)}
+        layers = (f"blocks.{i}.{name}" for i in range(count) for name in _NAMES)
+        self.names = {_place(name)[0]: name for name in (*_OUTER, *layers)}
         """The author's names of tensors, by fla's."""
 
     def open_weights(self) -> None:
@@ -161,37 +154,10 @@ def _config(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
 
 def _place(name: str) -> tuple[str, Callable[[Tensor], Tensor]]:
     """The name of a tensor in fla's format, and the function that converts it; an unknown one keeps its name."""
-    stem, _, part = name.rpartition(".")
-    if name in _OUTER:
-        return _OUTER[name], _same
-    if stem in _OUTER:
-        return f"{_OUTER[stem]}.{part}", _same
     layer = _LAYER.fullmatch(name)
-    if layer is None:
-        return name, _same
-    rest, there = layer[2], f"model.layers.{layer[1]}"
-    stem, _, part = rest.rpartition(".")
-    if stem in _NORMS:
-        return f"{there}.{_NORMS[stem]}.{part}", _same
-    if low := _LOW.fullmatch(rest):
-        if low[2] == "0":
-            return f"{there}.attn.{low[1]}_lora.lora.2.bias", torch.flatten
-        return f"{there}.attn.{low[1]}_lora.lora.{0 if low[2] == '1' else 2}.weight", _turned
-    if rest.removeprefix("att.") in _ONE:
-        flat = torch.flatten if rest in ("att.k_k", "att.k_a") else _same
-        return f"{there}.attn.{rest.removeprefix('att.')}", flat
-    if rest == "ffn.x_k":
-        return f"{there}.{rest}", torch.flatten
-    for ours, theirs in _MATRICES.items():
-        if rest == f"att.{ours}.weight":
-            return f"{there}.attn.{theirs}.weight", _same
-    return (f"{there}.{rest}" if rest in ("ffn.key.weight", "ffn.value.weight") else name), _same
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _turned(x: Tensor) -> Tensor:
-    """Transpose a matrix from [in, out] to [out, in]."""
-    return x.T.contiguous() if x.ndim == 2 else x
+    if layer is None or layer[2] not in _NAMES:
+        return _OUTER.get(name, name), lambda x: x
+    there = f"model.layers.{layer[1]}.{_NAMES[layer[2]]}"
+    if layer[2] in _TURNED:
+        return there, lambda x: x.T.contiguous() if x.ndim == 2 else x
+    return there, torch.flatten if layer[2] in _FLAT else lambda x: x

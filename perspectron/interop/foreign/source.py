@@ -1,8 +1,11 @@
 """A folder of another program while it is imported; config keys and tensors that were not read are reported."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 
 from perspectron.model.config import MOST_SIZE
-from perspectron.util.errors import CheckpointError
+from perspectron.util.errors import CheckpointError, ConfigError, DataError
 from perspectron.util.files import read_json
 from perspectron.util.tensors import unread_tensors
 
@@ -141,8 +144,10 @@ class Source:
         return CheckpointError(f"{self.folder / self.file}: {self.within}{message}")
 
     def open_weights(self) -> None:
-        """Find the tensors, in model.safetensors or in the files that its index names. CheckpointError: there is
-        neither, or the index names something other than a .safetensors file of the folder."""
+        """Find the tensors, in model.safetensors or in the files that its index names, unless they are known.
+        CheckpointError: there is neither, or the index names something other than a .safetensors file of the folder."""
+        if self.tensors:
+            return
         names = {WEIGHTS}
         if not (self.folder / WEIGHTS).exists():
             index = self.folder / INDEX
@@ -235,3 +240,19 @@ class Source:
             raise CheckpointError(
                 f"{self.folder}: weights {', '.join(sorted(self.tensors)[:3])} have no place in a model of ours"
             )
+
+
+@contextlib.contextmanager
+def folder_of(texts: Mapping[str, str], path: Path, names: Mapping[str, str]) -> Iterator[Path]:
+    """A temporary folder with these texts, by names of files, which exists within the context. In errors `path` stands
+    for the folder, and the values of `names` for the files in it, by the beginnings of their names."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in texts.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8", newline="")
+        try:
+            yield Path(folder)
+        except (CheckpointError, ConfigError, DataError) as error:
+            told = str(error)
+            for name, known in names.items():
+                told = told.replace(f"{folder}{os.sep}{name}", known)
+            raise type(error)(told.replace(folder, str(path))) from None

@@ -3,9 +3,7 @@ that it has there, so that one importer of a family reads both."""
 
 import contextlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +16,8 @@ from perspectron.interop.foreign.gguf.container import Container, Stored
 from perspectron.interop.foreign.gguf.families import FAMILIES, Family
 from perspectron.interop.foreign.gguf.fields import Fields, shared, unattended
 from perspectron.interop.foreign.gguf.fixes import Fix
-from perspectron.interop.foreign.source import Source
-from perspectron.util.errors import CheckpointError, ConfigError, DataError
+from perspectron.interop.foreign.source import Source, folder_of
+from perspectron.util.errors import CheckpointError
 
 SUFFIX = ".gguf"
 _DRAWN = "general.sampling."
@@ -50,18 +48,16 @@ def unpacked(path: Path) -> Iterator[Source]:
     files = tokenizer.files(whole)
     config |= {name: files["generation_config.json"][name] for name in tokenizer.ROLES}
     files["generation_config.json"] |= _sampling(whole)
-    with tempfile.TemporaryDirectory() as folder:
-        for name, values in {"config.json": config, **files}.items():
-            (Path(folder) / name).write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
-        try:
-            source = _Unpacked(Path(folder), config)
-            source.tensors = _tensors(whole, family, config)
-            matrices = {tensor.kind.name for tensor in whole.tensors.values() if len(tensor.shape) > 1}
-            source.itemsize = 2 if matrices <= {"F16", "BF16"} else 4
-            yield source
-        except (CheckpointError, ConfigError, DataError) as error:
-            text = str(error).replace(f"{folder}{os.sep}", f"{path}: ").replace(folder, str(path))
-            raise type(error)(text) from None
+    texts = {
+        name: json.dumps(values, ensure_ascii=False)
+        for name, values in {"config.json": config, **files}.items()
+    }
+    with folder_of(texts, path, {"": f"{path}: "}) as folder:
+        source = Source(folder, config)
+        source.tensors = _tensors(whole, family, config)
+        matrices = {tensor.kind.name for tensor in whole.tensors.values() if len(tensor.shape) > 1}
+        source.itemsize = 2 if matrices <= {"F16", "BF16"} else 4
+        yield source
 
 
 def _sampling(whole: Container) -> dict[str, Any]:
@@ -73,13 +69,6 @@ def _sampling(whole: Container) -> dict[str, Any]:
             name = key.removeprefix(_DRAWN)
             found[names.get(name, name)] = float(f"{value:.7g}") if isinstance(value, float) else value
     return {"do_sample": True, **found} if found else {}
-
-
-class _Unpacked(Source):
-    """A source with the values of the temporary folder and the tensors of the GGUF."""
-
-    def open_weights(self) -> None:
-        """Do nothing: `unpacked` has set the tensors."""
 
 
 class _Parts(NamedTuple):
