@@ -104,9 +104,9 @@ def opened(folder: Path) -> Source:
     return Source(folder, values if isinstance(values, dict) else {})
 
 
-def model(source: Source, *, lens: bool = False) -> LanguageModel:
+def model(source: Source) -> LanguageModel:
     """The model of a source, with its weights; errors as `read`."""
-    made = empty(source, lens=lens)
+    made = empty(source)
     load(source, made)
     return made
 
