@@ -17,6 +17,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from perspectron.cli.progress import Work
 from perspectron.util.config import assignment, meant_beside, require
 from perspectron.util.errors import CheckpointError, ConfigError, escaped
+from perspectron.util.files import plain
 from perspectron.util.numbers import printable
 
 if TYPE_CHECKING:
@@ -221,12 +222,17 @@ def spoken(text: str) -> str:
     return _COMMAND.sub(lambda sign: escaped(sign[0]), text) if sys.stdout.isatty() else text
 
 
+def print_json(fields: dict[str, Any]) -> None:
+    """Print a line of JSON, with null for a number that is not finite, and pass it on at once."""
+    print(json.dumps(plain(fields), allow_nan=False), flush=True)
+
+
 def answer(as_json: bool, fields: dict[str, Any], *parts: "Table | str") -> int:
     """Print one JSON object, or tables and lines for people; the exit code 0."""
     from perspectron.cli.console import Console
 
     if as_json:
-        print(json.dumps(fields))
+        print_json(fields)
     else:
         console = Console(highlight=False, markup=False, emoji=False)
         free = console.options.update(width=WIDEST)

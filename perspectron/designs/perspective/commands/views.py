@@ -1,5 +1,6 @@
 """`perspectron perspective views`."""
 
+import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,5 +72,9 @@ class PerspectivesOf:
         )
         if self.probe is not None:
             areas = rates["auroc"]
-            told += f"; AUROC for wrong tokens {areas['probe']:.3f}, of entropy {areas['entropy']:.3f}"
+            told += (
+                "; no AUROC: the second half of the tokens is all right or all wrong"
+                if math.isnan(areas["probe"])
+                else f"; AUROC for wrong tokens {areas['probe']:.3f}, of entropy {areas['entropy']:.3f}"
+            )
         return answer(self.json, fields, f"{said}; {told}; in {self.out}")
