@@ -1,5 +1,6 @@
 """`perspectron perspective gate`."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +11,7 @@ import tyro
 
 from perspectron.cli.options import Json, answer, table
 from perspectron.cli.progress import Work
-from perspectron.designs.perspective.recipe import ROWS
+from perspectron.designs.perspective.recipe import rows_of
 from perspectron.designs.perspective.stats import loads, mean, use
 from perspectron.designs.perspective.suites.scans import scan_error
 from perspectron.experts.stats import experts_of
@@ -19,8 +20,7 @@ from perspectron.presets import TOLERANCE, design_of
 from perspectron.train import checkpoint
 from perspectron.train.heldout import heldout
 from perspectron.util.config import require
-from perspectron.util.errors import CheckpointError, ConfigError
-from perspectron.util.files import read_json
+from perspectron.util.errors import ConfigError
 
 PDR, RIVAL = ("perspective", "perspective2"), "gla"
 SCAN, GINI, TERNARY = 1e-5, 0.15, 1.10
@@ -127,13 +127,20 @@ def _design(opened: Opened) -> str:
 
 def perplexity(runs: Sequence[Run]) -> Condition:
     """PDR's loss is no higher than GLA's. ConfigError for runs that cannot be compared: of other sizes, tokens or text,
-    or measured on other text."""
+    or measured on other text; also for runs of two designs with PDR."""
     name, bound = "PDR's loss is no higher than GLA's", "≤ GLA"
     ours, theirs = ([run for run in runs if run.design in designs] for designs in (PDR, (RIVAL,)))
     if not ours or not theirs:
         lacks = "a dense run of perspective" if not ours else "a run of gla"
         return Condition(name, bound, f"needs {lacks}", None)
     first = ours[0]
+    for run in ours:
+        require(
+            run.design == first.design,
+            f"design of {run.path}",
+            run.design,
+            f"{first.design}, as {first.path}",
+        )
     for run in (*ours, *theirs):
         apart = abs(run.parameters / first.parameters - 1)
         near = f"within {TOLERANCE:.0%} of {first.parameters:,}, those of {first.path}"
@@ -182,14 +189,14 @@ def experts(opened: Sequence[Opened]) -> Condition:
 
 
 def conversion(paths: Sequence[Path]) -> Condition:
-    """Perplexity after the experts became ternary over that before, of staged runs."""
+    """Perplexity after the experts became ternary over that before, of staged runs; infinite where one of them is too
+    large for a number."""
     name, bound, found = "ternary experts cost little", f"perplexity × < {TERNARY:.2f}", []
     for path in paths:
-        if (path / ROWS).is_file():
-            rows = {row["stage"]: row for row in read_json(path / ROWS, CheckpointError)}
-            if {"differentiate", "ternary"} <= rows.keys():
-                before, after = (rows[stage]["heldout_perplexity"] for stage in ("differentiate", "ternary"))
-                found.append(after / before)
+        after = {row["stage"]: row["heldout_perplexity"] for row in rows_of(path)}
+        if {"differentiate", "ternary"} <= after.keys():
+            dense, ternary = after["differentiate"], after["ternary"]
+            found.append(ternary / dense if dense and ternary else math.inf)
     if not found:
         return Condition(name, bound, "needs a run of the staged recipe", None)
     return Condition(name, bound, f"× {max(found):.3f}, {len(found)} runs", max(found) < TERNARY)
