@@ -8,14 +8,14 @@ Shapes: B batch, T time, S state width, H hidden width, G = 3H, D = 2H, N direct
 Y = S + R·S the outputs of the trunks' heads, C coefficients: N, or S where there are no directions.
 """
 
-import ctypes
 from collections.abc import Sequence
+from ctypes import c_double, c_int, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from perspectron.designs.drm.law import Law, Plan, Weights
-from perspectron.native import _check, function, threads
+from perspectron.native import _check, call
 from perspectron.native.panels import addresses, panels
 
 # Shapes of tensors in the kernels' order.
@@ -57,9 +57,8 @@ class _Sizes:
         return masks
 
     def call(self, name: str, tensors: Sequence[Tensor | None], law: Sequence[float]) -> None:
-        numbers = (ctypes.c_double * len(law))(*law)
-        call = function(name, *[ctypes.c_void_p] * 3, ctypes.c_int)
-        call(addresses(tensors), (ctypes.c_int64 * 6)(*self.all), numbers, threads())
+        sizes, numbers = (c_int64 * 6)(*self.all), (c_double * len(law))(*law)
+        call(name, addresses(tensors), sizes, numbers, types=(*[c_void_p] * 3, c_int))
 
 
 def _matrices(w: Weights, sizes: _Sizes) -> list[Tensor]:
@@ -94,7 +93,7 @@ def forward(
         law.gate_temperature,
     )
     tensors = [*given, *weights, *biases, *sizes.masks(when), *made, lengths_TBN]
-    sizes.call("pspx_drm", tensors, (*numbers, law.clip, law.squash))
+    sizes.call("drm", tensors, (*numbers, law.clip, law.squash))
     return made, lengths_TBN
 
 
@@ -123,5 +122,5 @@ def backward(
     weights = [panels(x) for x in _matrices(w, sizes)]
     dstart_BS, dfirst_BS = (dz_TBS.new_zeros(sizes.shape("BS")) for _ in range(2))
     tensors = [*gradients, *slopes, *read, *weights, *sizes.masks(when), *into, dstart_BS, dfirst_BS]
-    sizes.call("pspx_drm_backward", tensors, (law.dt, law.radius, law.strength))
+    sizes.call("drm_backward", tensors, (law.dt, law.radius, law.strength))
     return dstart_BS.sum(0), dfirst_BS
