@@ -32,7 +32,7 @@ rank, F hidden width.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_int64
 from functools import cache
 from typing import Any

@@ -21,7 +21,7 @@ from perspectron.model.state import register
 from perspectron.model.tuned import UNTUNED, Tuned
 from perspectron.ops import gla
 from perspectron.ops.fused import batch_invariant
-from perspectron.util.config import MixerConfig, at_least, positive, require
+from perspectron.util.config import MixerConfig, at_least, positive
 from perspectron.util.terms import Term
 
 
@@ -44,8 +44,7 @@ class MambaConfig(MixerConfig):
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        at_least(1, self, "state", "expand", "conv")
-        require(self.rank is None or self.rank >= 1, "rank", self.rank, "≥ 1")
+        at_least(1, self, "state", "expand", "conv", "rank")
         positive(self, "norm_eps")
 
     def low(self, d_model: int) -> int:

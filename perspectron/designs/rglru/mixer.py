@@ -39,8 +39,7 @@ class RGLRUConfig(MixerConfig):
     conv: int = 4
 
     def __post_init__(self) -> None:
-        at_least(1, self, "heads", "conv")
-        require(self.inner is None or self.inner >= 1, "inner", self.inner, "≥ 1")
+        at_least(1, self, "heads", "conv", "inner")
 
     def width(self, d_model: int) -> int:
         """I."""

@@ -60,9 +60,7 @@ class RWKV7Config(MixerConfig):
 
     def __post_init__(self) -> None:
         at_least(2, self, "head_dim")
-        for name in ("w_rank", "a_rank", "v_rank", "g_rank"):
-            rank = getattr(self, name)
-            require(rank is None or rank >= 1, name, rank, "≥ 1")
+        at_least(1, self, "w_rank", "a_rank", "v_rank", "g_rank")
         positive(self, "group_eps")
         at_least(0, self, "unit_eps")
         require(0 <= self.layer < self.layers, "layer", self.layer, f"in [0, {self.layers})")

@@ -59,8 +59,7 @@ class SSDConfig(MixerConfig):
     out_bias: bool | None = None
 
     def __post_init__(self) -> None:
-        at_least(1, self, "head_dim", "state", "expand", "conv", "groups")
-        require(self.heads is None or self.heads >= 1, "heads", self.heads, "≥ 1")
+        at_least(1, self, "head_dim", "state", "expand", "conv", "groups", "heads")
         at_least(0, self, "dt_min")
         bounded = self.dt_max is None or self.dt_max >= self.dt_min
         one_of(self.norm, ("after", "before", "none"), "norm")
