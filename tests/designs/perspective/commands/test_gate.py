@@ -16,9 +16,9 @@ from perspectron.designs.perspective.commands.gate import (
     conversion,
     perplexity,
     read,
+    scan_error,
     verdict,
 )
-from perspectron.designs.perspective.suites.scans import scan_error
 from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.util.errors import CheckpointError, ConfigError
