@@ -120,6 +120,14 @@ def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
     return result
 
 
+def named_file(text: str, field: str) -> tuple[str, Path]:
+    """The name and the file of NAME=FILE; a file alone has its own name. ConfigError: there is none."""
+    path = Path(text)
+    name, _, file = text.partition("=") if "=" in text and not path.exists() else (path.stem, "", text)
+    require(name != "", field, text, "FILE or NAME=FILE")
+    return name, Path(file)
+
+
 def open_model(path: Path, cache: str | None = None, *, verify: bool = False) -> "Opened":
     """The model of a folder, as `opening.open_model` has it; cache: memory for experts, as typed.
 
