@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 
+from perspectron.compare.ablations import with_experts
 from perspectron.data import Shards, Tokenizer
 from perspectron.designs.perspective.align import arrange, distances
 from perspectron.designs.perspective.stats import delta, loads, mean, numbers, use
@@ -115,15 +116,6 @@ def plan(run: Path, config: RunConfig) -> list[Stage]:
 def routed_in(model: ModelConfig) -> list[RoutedConfig]:
     """The configs of a model's layers of experts."""
     return [block.ffn for block in model.blocks if isinstance(block.ffn, RoutedConfig)]
-
-
-def with_experts(model: ModelConfig, **changes: Any) -> ModelConfig:
-    """The model with these fields of its experts replaced."""
-    blocks = (
-        replace(b, ffn=replace(b.ffn, **changes)) if isinstance(b.ffn, RoutedConfig) else b
-        for b in model.blocks
-    )
-    return replace(model, blocks=tuple(blocks))
 
 
 def seed_of(model: ModelConfig) -> ModelConfig:
