@@ -63,7 +63,7 @@ class ShowRoutes:
     json: Json = False
 
     def __call__(self) -> int:
-        require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
+        require(self.tokens == 0 or self.tokens >= 2, "tokens", self.tokens, "0 or ≥ 2")
         require(self.path >= 2, "path", self.path, "≥ 2")
         require(len(self.text) > 0, "text", "none", "at least one file")
         opened = open_model(self.run)
