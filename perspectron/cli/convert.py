@@ -1,7 +1,6 @@
 """`perspectron convert`."""
 
 import contextlib
-import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import tyro
 
 from perspectron.cli.console import progress
 from perspectron.cli.fit import fit_with_a_bar, nothing_left
-from perspectron.cli.options import Device, answer, count, table
+from perspectron.cli.options import Device, answer, count, print_json, table
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer, absolute, open_shards
 from perspectron.data.template import OWN, PLAIN
@@ -165,14 +164,12 @@ class Convert:
                 console.print(f"{stage}: {trainer.config.train.steps:,} updates")
                 pace = None if ends is None else Pace(ends)
                 if self.json:
-                    return trainer.fit(
-                        report=lambda line: print(json.dumps({"stage": stage} | line)), pace=pace
-                    )
+                    return trainer.fit(report=lambda line: print_json({"stage": stage} | line), pace=pace)
                 return fit_with_a_bar(trainer, console, pace, ends, lambda line: None)
 
             def report(row: dict[str, Any]) -> None:
                 if self.json:
-                    print(json.dumps(row), flush=True)
+                    print_json(row)
                 console.print(f"{row['stage']}: held-out {row['bits_per_byte']:.3f} bits per byte")
 
             try:

@@ -24,7 +24,6 @@ from perspectron.eval.subject import Subject
 from perspectron.eval.suites import SUITES, Suite
 from perspectron.opening import Opened
 from perspectron.util.config import load, one_of, require
-from perspectron.util.files import plain
 from perspectron.util.machine import pick_device
 
 HELDOUT = 0.5  # share of another text that is held out
@@ -85,7 +84,7 @@ class Eval:
             with Work(f"measuring {self.suite}"):
                 result = suite.code.measure(Subject(opened, split, seq_len, self.seed or 0), options)
         first, *lines = suite.code.lines(result)
-        return answer(self.json, plain(result), f"{opened.folder.model.name}: {first}", *lines)
+        return answer(self.json, result, f"{opened.folder.model.name}: {first}", *lines)
 
     def _refuse_what_does_nothing(self, suite: Suite) -> None:
         """ConfigError for an option that does nothing in this suite."""

@@ -1,7 +1,6 @@
 """One training at the terminal: what it says before, while it runs, and at its end."""
 
 import contextlib
-import json
 import math
 import time
 from collections import deque
@@ -13,7 +12,7 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from perspectron.cli.console import Console, progress
-from perspectron.cli.options import differences
+from perspectron.cli.options import differences, print_json
 from perspectron.cli.progress import Work
 from perspectron.data import Shards, Split, Tokenizer
 from perspectron.eval import perplexity
@@ -253,7 +252,7 @@ def _fit_staged(
 
     def report(row: dict[str, Any]) -> None:
         if as_json:
-            print(json.dumps(row), flush=True)
+            print_json(row)
         console.print(stage_line(row))
 
     options = {"fit": train, "report": report, "allow_changed": allow_changed}
@@ -320,7 +319,7 @@ def _fit(
         if as_json:
 
             def lines(line: Metrics) -> None:
-                print(json.dumps((beside or {}) | line), flush=True)
+                print_json((beside or {}) | line)
                 logged(line)
 
             return trainer.fit(report=lines, pace=pace, write=written)

@@ -17,6 +17,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from perspectron.cli.progress import Work
 from perspectron.util.config import assignment, meant_beside, require
 from perspectron.util.errors import CheckpointError, ConfigError, escaped
+from perspectron.util.files import plain
 from perspectron.util.numbers import printable
 
 if TYPE_CHECKING:
@@ -117,6 +118,14 @@ def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
             inside = is_dataclass(a) and type(a) is type(b)
             result |= differences(a, b) if inside else {"--" + item.name.replace("_", "-"): (a, b)}
     return result
+
+
+def named_file(text: str, field: str) -> tuple[str, Path]:
+    """The name and the file of NAME=FILE; a file alone has its own name. ConfigError: there is none."""
+    path = Path(text)
+    name, _, file = text.partition("=") if "=" in text and not path.exists() else (path.stem, "", text)
+    require(name != "", field, text, "FILE or NAME=FILE")
+    return name, Path(file)
 
 
 def open_model(path: Path, cache: str | None = None, *, verify: bool = False) -> "Opened":
@@ -221,12 +230,17 @@ def spoken(text: str) -> str:
     return _COMMAND.sub(lambda sign: escaped(sign[0]), text) if sys.stdout.isatty() else text
 
 
+def print_json(fields: dict[str, Any]) -> None:
+    """Print a line of JSON, with null for a number that is not finite, and pass it on at once."""
+    print(json.dumps(plain(fields), allow_nan=False), flush=True)
+
+
 def answer(as_json: bool, fields: dict[str, Any], *parts: "Table | str") -> int:
     """Print one JSON object, or tables and lines for people; the exit code 0."""
     from perspectron.cli.console import Console
 
     if as_json:
-        print(json.dumps(fields))
+        print_json(fields)
     else:
         console = Console(highlight=False, markup=False, emoji=False)
         free = console.options.update(width=WIDEST)

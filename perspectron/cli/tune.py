@@ -1,11 +1,11 @@
 """`perspectron train --state`: a memory that is trained, at the terminal."""
 
-import json
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from perspectron.cli.console import progress
+from perspectron.cli.options import print_json
 from perspectron.cli.progress import Work
 from perspectron.decode.session import Session
 from perspectron.opening import open_model
@@ -45,13 +45,13 @@ def tune(out: Path, train: TrainConfig, kinds: str, given: frozenset[str], *, as
             def tell(line: dict[str, float]) -> None:
                 work.tell(int(line["step"]), steps)
                 if as_json:
-                    print(json.dumps(line), flush=True)
+                    print_json(line)
 
             start, about = memory.train_memory(opened.model, tokenizer, shards, config, chosen, tell)
         begun = Session(opened.model, tokenizer, start=start)  # a conversation of which nothing is read yet
         begun.save(out, extra={"memory": asdict(about)})
     if as_json:
-        print(json.dumps({"out": str(out), "bytes": out.stat().st_size, **asdict(about)}))
+        print_json({"out": str(out), "bytes": out.stat().st_size, **asdict(about)})
     else:
         console.print(
             f"{out}: {about.numbers:,} numbers, {out.stat().st_size:,} bytes; held-out bits per byte "

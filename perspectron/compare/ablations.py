@@ -94,6 +94,15 @@ def with_mixers(config: ModelConfig, kind: type[MixerConfig], **values: Any) -> 
     return replace(config, blocks=tuple(map(changed, config.blocks)))
 
 
+def with_experts(config: ModelConfig, **values: Any) -> ModelConfig:
+    """Config with other values in every layer of experts."""
+    blocks = (
+        replace(b, ffn=replace(b.ffn, **values)) if isinstance(b.ffn, RoutedConfig) else b
+        for b in config.blocks
+    )
+    return replace(config, blocks=tuple(blocks))
+
+
 def of_mixers(kind: type[MixerConfig], **values: Any) -> Change:
     """The change that sets other values in every mixer of a kind."""
     return lambda config: with_mixers(config, kind, **values)
@@ -136,11 +145,7 @@ def _read_mixers(config: ModelConfig) -> ModelConfig:
     require(
         any(isinstance(b.ffn, RoutedConfig) for b in config.blocks), "model", config.name, "one with experts"
     )
-    blocks = (
-        replace(b, ffn=replace(b.ffn, reads="mixer")) if isinstance(b.ffn, RoutedConfig) else b
-        for b in config.blocks
-    )
-    return replace(config, blocks=tuple(blocks))
+    return with_experts(config, reads="mixer")
 
 
 GENERAL = {

@@ -184,11 +184,11 @@ def border_at(path: Path, size: int, target: int, encoding: str = "") -> int:
     return min(inside, key=lambda at: abs(at - target))
 
 
-def read_tokens(path: Path, tokenizer: "Tokenizer", limit: int) -> list[int]:
-    """First `limit` tokens of a file (0: all). DataError where it is missing, no text, or shorter than 2 tokens."""
+def text_of(path: Path, characters: int = -1) -> str:
+    """The text of a file, or its first characters. DataError where it is missing or not UTF-8."""
     try:
         with io.TextIOWrapper(open_file(path), encoding="utf-8", newline="") as file:
-            text = file.read(CHARACTERS * limit if limit else -1)
+            return file.read(characters)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except OSError as error:
@@ -196,7 +196,11 @@ def read_tokens(path: Path, tokenizer: "Tokenizer", limit: int) -> list[int]:
     except UnicodeDecodeError:
         found = examined(path)
         raise DataError(f"{path}: not UTF-8 text, at byte {found.offset or found.size or 0:,}") from None
-    ids = tokenizer.encode(text)
+
+
+def read_tokens(path: Path, tokenizer: "Tokenizer", limit: int) -> list[int]:
+    """First `limit` tokens of a file (0: all). DataError as of `text_of`, or where it is shorter than 2 tokens."""
+    ids = tokenizer.encode(text_of(path, CHARACTERS * limit if limit else -1))
     ids = ids[:limit] if limit else ids
     if len(ids) < 2:
         raise DataError(f"{path}: {len(ids)} tokens, need at least 2")

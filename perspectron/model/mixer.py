@@ -3,7 +3,6 @@
 Shapes: B batch, T time, D model width.
 """
 
-import abc
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from perspectron.util import registry
 from perspectron.util.config import MixerConfig, require
 
 
-class Mixer(nn.Module, abc.ABC):
+class Mixer(nn.Module):
     """A layer that mixes information across time steps, built from (d_model, norm_eps, config).
 
     The model initialises linear layers and scales one named `o_proj` down by the number of layers; a mixer sets all its
@@ -31,6 +30,8 @@ class Mixer(nn.Module, abc.ABC):
     """One-line description, for lists of designs."""
     source: ClassVar[str]
     """The page or paper that describes it."""
+    state_kind: ClassVar[type]
+    """The class of its state, where that begins as zeros of `state_shapes`; else it has an `init_state` of its own."""
     framed: ClassVar[MixerConfig | None] = None
     """Config at a width of 128 in place of another design's recurrence, as in perspective[kda]; None: it cannot be."""
     hidden: ClassVar[int] = 0
@@ -75,10 +76,16 @@ class Mixer(nn.Module, abc.ABC):
         super().__init__()
         self.dropout = None  # on the instance: a class attribute would hide the module that is set
 
-    @abc.abstractmethod
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the state's tensors, without the batch."""
+        raise NotImplementedError(f"{type(self).__name__} has neither state_shapes nor init_state")
+
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0) -> Any:
         """The state before any token: a registered frozen dataclass of tensors whose first dimension is the batch, in
-        float32 at least. capacity: tokens to make room for, where the state grows."""
+        float32 at least; zeros here. capacity: tokens to make room for, where the state grows."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        shapes = self.state_shapes()
+        return self.state_kind(*(torch.zeros(batch_size, *x, device=device, dtype=dtype) for x in shapes))
 
     def require_onnx(self, name: str) -> None:
         """Raise ConfigError, which calls the mixer `name`, if its step cannot be exported to ONNX: where control

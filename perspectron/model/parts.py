@@ -46,11 +46,11 @@ class ShortConv(nn.Module):
         for parameter in self.parameters():
             parameter.uniform_(-edge, edge, generator=generator)
 
-    def window(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The window before any token [B,Z,C]: zeros, at least float32."""
+    @property
+    def window(self) -> tuple[int, int]:
+        """Shape of the window [Z,C] in a mixer's state, zeros before any token."""
         channels, _, taps = self.weight.shape
-        dtype = torch.promote_types(dtype, torch.float32)
-        return torch.zeros(batch_size, taps - 1, channels, device=device, dtype=dtype)
+        return taps - 1, channels
 
     def forward(
         self, u_BTC: Tensor, window_BZC: Tensor, reset_BT: Mask, pad_BT: Mask

@@ -32,7 +32,7 @@ rank, F hidden width.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_int64
 from functools import cache
 from typing import Any
@@ -149,14 +149,8 @@ def route(
     router, which has no places, less the handicaps; the expert [T] of the least). All float32, contiguous."""
     (T, D), A = x_TD.shape, len(bias_A)
     E = A if place_EA is None else len(place_EA)
-    _check(x_TD, torch.float32)
-    _check(weight_AD, torch.float32, (A, D))
-    _check(bias_A, torch.float32, (A,))
-    pointers = []
-    for tensor, shape in ((place_EA, (E, A)), (handicap_E, (E,))):
-        if tensor is not None:
-            _check(tensor, torch.float32, shape)
-        pointers.append(None if tensor is None else tensor.data_ptr())
+    _check_all((x_TD, (T, D)), (weight_AD, (A, D)), (bias_A, (A,)), (place_EA, (E, A)), (handicap_E, (E,)))
+    pointers = [None if x is None else x.data_ptr() for x in (place_EA, handicap_E)]
     z_TA, distance_TE = _empty(x_TD, T, A), _empty(x_TD, T, E)
     expert_T = _empty(x_TD, T, dtype=torch.int64)
     results = (z_TA.data_ptr(), distance_TE.data_ptr(), expert_T.data_ptr())
@@ -181,13 +175,12 @@ def pdr_scan(
     D = v_BTD.shape[2]
     if R < 1:
         raise ValueError("R = 0, must be ≥ 1")
-    for tensor, shape in (
+    _check_all(
         *((x, (B, T, R)) for x in (q_BTR, k_BTR)),
         *((x, (B, T, D)) for x in (v_BTD, gamma_BTD, o_BTD)),
         (state_BDR, (B, D, R)),
-        *(() if borders_NBDR is None else ((borders_NBDR, (-(-T // SEGMENT), B, D, R)),)),
-    ):
-        _check(tensor, torch.float32, shape)
+        (borders_NBDR, (-(-T // SEGMENT), B, D, R)),
+    )
     call("scan", q_BTR, k_BTR, v_BTD, gamma_BTD, state_BDR, o_BTD, borders_NBDR, B, T, D, R, SEGMENT)
     for written in (state_BDR, o_BTD, borders_NBDR):
         if (
@@ -214,19 +207,15 @@ def padded(K: int) -> int:
     return -(-K // 64) * 64
 
 
-def call(name: str, *arguments: Any) -> None:
-    """Call a kernel. It gets the addresses of tensors, null for None, and the number of threads last."""
+def call(name: str, *arguments: Any, types: tuple[type, ...] = ()) -> None:
+    """Call a kernel. It gets the addresses of tensors, null for None, and the number of threads last. types: of all
+    these, for a kernel of one design. AttributeError: the library was built without the file of that design's
+    kernels."""
+    function = getattr(_library(), f"pspx_{name}")
+    if types and function.argtypes is None:
+        function.argtypes, function.restype = types, None
     given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
-    getattr(_library(), f"pspx_{name}")(*given, threads())
-
-
-@cache
-def function(name: str, *arguments: type) -> Callable[..., None]:
-    """A function of the library with the types of its arguments, which a design declares itself. AttributeError:
-    the library was built without the file of that design's kernels."""
-    found: Callable[..., None] = getattr(_library(), name)
-    found.argtypes, found.restype = arguments, None  # type: ignore[attr-defined]
-    return found
+    function(*given, threads())
 
 
 def _library():  # type: ignore[no-untyped-def]  # noqa: ANN202
@@ -254,6 +243,13 @@ def _check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = N
     if not (fits and tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous()):
         found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"
         raise ValueError(f"got {found}, must be {dtype} {shape or ''} on cpu, contiguous")
+
+
+def _check_all(*shapes: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """`_check` each tensor that is there, in float32."""
+    for tensor, shape in shapes:
+        if tensor is not None:
+            _check(tensor, torch.float32, shape)
 
 
 def line_of(format: str, K: int) -> int:

@@ -34,15 +34,17 @@ def require_whole(field: str, value: object, least: int) -> None:
 
 
 def at_least(bound: float, config: object, *fields: str) -> None:
-    """Raise ConfigError for the first of these fields of `config` that is below `bound`."""
+    """Raise ConfigError for the first of these fields of `config` that is below `bound`, and not None."""
     for field in fields:
-        require(getattr(config, field) >= bound, field, getattr(config, field), f"≥ {bound}")
+        value = getattr(config, field)
+        require(value is None or value >= bound, field, value, f"≥ {bound}")
 
 
 def positive(config: object, *fields: str) -> None:
-    """Raise ConfigError for the first of these fields of `config` that is not above 0."""
+    """Raise ConfigError for the first of these fields of `config` that is not above 0, and not None."""
     for field in fields:
-        require(getattr(config, field) > 0, field, getattr(config, field), "> 0")
+        value = getattr(config, field)
+        require(value is None or value > 0, field, value, "> 0")
 
 
 def divides(heads: int, d_model: int, *, even: bool = False) -> None:

@@ -270,7 +270,7 @@ def plain(value: Any) -> Any:
     """A value as JSON can hold it: null for a number that is not finite."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

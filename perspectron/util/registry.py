@@ -22,17 +22,14 @@ itself, as in a notebook."""
 class Design:
     """A design and what it registers.
 
-    package: its name, `__name__` in its `__init__`. about: one line. source: the page or paper that describes it.
-    mixers, heads: classes by kind. presets: a module that enters designs and presets (`perspectron.presets.table`).
-    ablations: a table of `perspectron.compare.ablations.Ablation` by design. suites: modules of `perspectron eval
-    --suite NAME`. commands: of `perspectron DESIGN NAME`. hooks: of decoding. recipes: modules
-    of `perspectron train --recipe NAME`, with its `plan` and `staged`. cases: of `perspectron selftest`.
-    titles: names as people write them, of designs and mixers whose keys differ.
+    package: its name, `__name__` in its `__init__`. mixers, heads: classes by kind. presets: a module that enters
+    designs and presets (`perspectron.presets.table`). ablations: a table of `perspectron.compare.ablations.Ablation` by
+    design. suites: modules of `perspectron eval --suite NAME`. commands: of `perspectron DESIGN NAME`. hooks: of
+    decoding. recipes: modules of `perspectron train --recipe NAME`, with its `plan` and `staged`. cases: of
+    `perspectron selftest`. titles: names as people write them, of designs and mixers whose keys differ.
     """
 
     package: str
-    about: str = ""
-    source: str = ""
     mixers: Table = field(default_factory=dict)
     heads: Table = field(default_factory=dict)
     presets: str = ""

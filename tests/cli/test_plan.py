@@ -245,6 +245,7 @@ MISTAKES = [
     (["perspective", "trace", "{run}", "--text", "{tmp}/none"], ["none"]),
     (["perspective", "trace", "{run}", "--text", "{tmp}/empty"], ["empty", 0, 2]),
     (["perspective", "trace", "{run}", "--text", "{text}", "--tokens", "-1"], ["tokens", -1]),
+    (["perspective", "trace", "{run}", "--text", "{tmp}/none", "--tokens", "1"], ["tokens", 1]),
     (["perspective", "trace", "{run}", "--text", "{text}", "--disk", "fast"],
      ["disk", "fast"]),
 ]  # fmt: skip

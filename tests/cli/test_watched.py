@@ -1,6 +1,7 @@
 """`perspectives`, `safety`, and `generate` with both, by command."""
 
 import json
+import math
 
 import pytest
 
@@ -64,6 +65,30 @@ def test_a_calibration_is_fitted_and_generation_takes_it(run, capsys):
     code, out, _ = asked(capsys, *words, "--perspectives", "--json")
     assert code == 0 and len(json.loads(out)["verdicts"][0]) == 6
     assert asked(capsys, *words)[1] == plain
+
+
+def test_a_probe_that_nothing_judges_is_kept_and_said(run, capsys, monkeypatch):
+    """The tokens that would judge it are all right or all wrong."""
+    file = run / "unjudged.json"
+    monkeypatch.setattr("perspectron.designs.perspective.suites.views.auroc", lambda *of: math.nan)
+    probe = (
+        "perspective",
+        "views",
+        run / "run",
+        "--out",
+        file,
+        "--trigger",
+        0,
+        "--probe",
+        0.5,
+        "--tokens",
+        96,
+    )
+    code, out, _ = asked(capsys, *probe)
+    assert code == 0 and names(out, "AUROC") and not names(out, "nan")
+    code, out, _ = asked(capsys, *probe, "--json")
+    assert json.loads(out)["auroc"] == json.loads(file.read_text())["rates"]["auroc"]
+    assert json.loads(out)["auroc"] == {"probe": None, "entropy": None}
 
 
 def test_a_safe_set_is_fitted_tested_and_generation_takes_it(run, capsys):

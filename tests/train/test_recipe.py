@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 
 import perspectron
 from perspectron.cli.main import main
+from perspectron.compare.ablations import with_experts
 from perspectron.designs.perspective import recipe
 from perspectron.designs.perspective.align import distances
-from perspectron.designs.perspective.recipe import clone, plan, routed_in, seed_of, staged, with_experts
+from perspectron.designs.perspective.recipe import clone, plan, routed_in, seed_of, staged
 from perspectron.designs.perspective.stats import delta, loads, numbers, use
 from perspectron.experts.stats import experts_of, matrices
 from perspectron.experts.ternary import trits

@@ -1,6 +1,5 @@
 """`perspectron adr demo`."""
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import perspectron
 from perspectron import presets
 from perspectron.cli.console import Console
 from perspectron.cli.fit import fit
-from perspectron.cli.options import shown
+from perspectron.cli.options import print_json, shown
 from perspectron.compare.report.page import Section, rendered
 from perspectron.data import Tokenizer, absolute, encode
 from perspectron.decode.generate import generate
@@ -72,7 +71,7 @@ class Demo:
         write_json(self.out / "demo.json", results)
         write_text(self.out / PAGE, page(results))
         if self.json:
-            print(json.dumps(results))
+            print_json(results)
             return 0
         for table_ in tables(results):
             console.print(shown(table_))

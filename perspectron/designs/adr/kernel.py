@@ -6,33 +6,16 @@ Source: docs/designs/adr.md#memories.
 Shapes: L tokens, G groups of weights, N memories that share a group's, D width, p panels.
 """
 
-from collections.abc import Sequence
 from ctypes import c_double, c_int, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
-from perspectron.native import _check, function, threads
+from perspectron.native import _check, _check_all, call
 from perspectron.native.panels import PANEL
 
 TYPES = (*[c_void_p] * 2, c_double, c_void_p, *[c_int64] * 4, *[c_void_p] * 3, c_int)
 TYPES_BACK = (*[c_void_p] * 2, c_double, *[c_void_p] * 5, *[c_int64] * 4, *[c_void_p] * 2, c_int)
-
-
-def _reset(reset_L1N1: Tensor | None, L: int, N: int) -> Tensor | None:
-    """The reset mask, one byte for each entry, checked."""
-    if reset_L1N1 is not None:
-        _check(reset_L1N1, torch.bool, (L, 1, N, 1))
-    return reset_L1N1
-
-
-def _pointers(*tensors: Tensor | None) -> list[int | None]:
-    return [None if x is None else x.data_ptr() for x in tensors]
-
-
-def _check_all(shapes: Sequence[tuple[Tensor, tuple[int, ...]]]) -> None:
-    for tensor, shape in shapes:
-        _check(tensor, torch.float32, shape)
 
 
 def _rates(rate: float | Tensor, G: int, N: int) -> tuple[Tensor | None, float]:
@@ -41,6 +24,11 @@ def _rates(rate: float | Tensor, G: int, N: int) -> tuple[Tensor | None, float]:
         return None, rate
     _check(rates := rate.expand(G, N, 1).contiguous(), torch.float32, (G, N, 1))
     return rates, 0.0
+
+
+def _check_reset(reset_L1N1: Tensor | None, L: int, N: int) -> None:
+    if reset_L1N1 is not None:
+        _check(reset_L1N1, torch.bool, (L, 1, N, 1))
 
 
 def forward(
@@ -54,17 +42,11 @@ def forward(
     """Fill the memories [L + 1,G,N,D] from h[0] on, as `gru_loop._walk` does. wh: in panels of [G,D,3D]; rate: a number
     or [G,N,1]."""
     L, G, N, D = n_LGND.shape
-    _check_all([(gates_LGNF, (L, G, N, 3 * D)), (n_LGND, (L, G, N, D)), (h_LGND, (L + 1, G, N, D))])
-    _check_all([(wh_GpDP, (G, -(-3 * D // PANEL), D, PANEL))])
-    rates, one = _rates(rate, G, N)
-    function("pspx_gru", *TYPES)(
-        *_pointers(wh_GpDP, rates),
-        one,
-        *_pointers(_reset(reset_L1N1, L, N)),
-        *(L, G, N, D),
-        *_pointers(gates_LGNF, n_LGND, h_LGND),
-        threads(),
-    )
+    _check_all((gates_LGNF, (L, G, N, 3 * D)), (n_LGND, (L, G, N, D)), (h_LGND, (L + 1, G, N, D)))
+    _check_all((wh_GpDP, (G, -(-3 * D // PANEL), D, PANEL)))
+    _check_reset(reset_L1N1, L, N)
+    given = wh_GpDP, *_rates(rate, G, N), reset_L1N1
+    call("gru", *given, L, G, N, D, gates_LGNF, n_LGND, h_LGND, types=TYPES)
 
 
 def backward(
@@ -82,17 +64,9 @@ def backward(
     does, from what `forward` left. draw: the gradient of ĥ over the rate; wh: in panels of [G,3D,D]."""
     L, G, N, D = n_LGND.shape
     draw = None if draw_LGND is None else draw_LGND.contiguous()
-    _check_all([(dgates_GLN4D, (G, L, N, 4, D)), (dh_LGND, (L + 1, G, N, D)), (h_LGND, (L + 1, G, N, D))])
-    _check_all([(gates_LGNF, (L, G, N, 3 * D)), (n_LGND, (L, G, N, D))])
-    _check_all(
-        [(wh_GpFP, (G, -(-D // PANEL), 3 * D, PANEL)), *([] if draw is None else [(draw, (L, G, N, D))])]
-    )
-    rates, one = _rates(rate, G, N)
-    function("pspx_gru_backward", *TYPES_BACK)(
-        *_pointers(wh_GpFP, rates),
-        one,
-        *_pointers(gates_LGNF, n_LGND, h_LGND, draw, _reset(reset_L1N1, L, N)),
-        *(L, G, N, D),
-        *_pointers(dgates_GLN4D, dh_LGND),
-        threads(),
-    )
+    _check_all((dgates_GLN4D, (G, L, N, 4, D)), (dh_LGND, (L + 1, G, N, D)), (h_LGND, (L + 1, G, N, D)))
+    _check_all((gates_LGNF, (L, G, N, 3 * D)), (n_LGND, (L, G, N, D)), (draw, (L, G, N, D)))
+    _check_all((wh_GpFP, (G, -(-D // PANEL), 3 * D, PANEL)))
+    _check_reset(reset_L1N1, L, N)
+    given = wh_GpFP, *_rates(rate, G, N), gates_LGNF, n_LGND, h_LGND, draw, reset_L1N1
+    call("gru_backward", *given, L, G, N, D, dgates_GLN4D, dh_LGND, types=TYPES_BACK)

@@ -49,6 +49,8 @@ class Delta(Mixer):
     rates: bounds between which e^{A_log} starts, evenly. A: 1, or K for a decay of each channel. key_heads: G, each of
     which H / G heads in a row share; None is H."""
 
+    state_kind = DeltaState
+
     inputs = ("q", "k", "v", "g")
     exact_cells = 8
 
@@ -96,13 +98,8 @@ class Delta(Mixer):
     def decays(self) -> int:
         return len(self.dt_bias)
 
-    def init_state(
-        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
-    ) -> DeltaState:
-        """The empty state, at least float32; its size does not depend on `capacity`."""
-        dtype = torch.promote_types(dtype, torch.float32)
-        memory = torch.zeros(batch_size, *self.shape, device=device, dtype=dtype)
-        return DeltaState(memory, self.conv1d.window(batch_size, device, dtype))
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        return [self.shape, self.conv1d.window]
 
     @masked
     def forward(

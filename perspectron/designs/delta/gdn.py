@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from perspectron.designs.delta.common import Delta
 from perspectron.model.parts import sigmoid
 from perspectron.ops.fused import batch_invariant
-from perspectron.util.config import MixerConfig, at_least, require
+from perspectron.util.config import MixerConfig, at_least, positive, require
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,8 @@ class GDNConfig(MixerConfig):
     norm_eps: float | None = None
 
     def __post_init__(self) -> None:
-        options = ("key_heads", "key_dim", "value_dim")
-        at_least(1, self, "heads", "conv", *(name for name in options if getattr(self, name) is not None))
-        require(self.norm_eps is None or self.norm_eps > 0, "norm_eps", self.norm_eps, "> 0")
+        at_least(1, self, "heads", "conv", "key_heads", "key_dim", "value_dim")
+        positive(self, "norm_eps")
         groups = self.key_heads or self.heads
         require(self.heads % groups == 0, "key_heads", groups, f"a divisor of heads = {self.heads}")
 

@@ -178,7 +178,7 @@ class Adjoint:
         """`run` on the native kernel, where `drm_loop.fits`."""
         law, columns, solved, norm_BN1 = self.law, self.columns, self.solved, self.made.norm_BN1
         assert solved.inverse_BS is not None and solved.Q_BRS is not None  # noqa: PT018
-        read = kernel.Read(
+        read = [
             columns.c_BN,
             columns.x_BS,
             solved.V_BNS,
@@ -186,8 +186,8 @@ class Adjoint:
             solved.inverse_BS,
             solved.Q_BRS,
             None if norm_BN1 is None else norm_BN1[..., 0],
-        )
-        slopes = kernel.Slopes(
+        ]
+        slopes = [
             self.p_slope_TBG,
             self.q_slope_J2BH,
             self.c_slope_TBN,
@@ -197,18 +197,10 @@ class Adjoint:
             self.squash_TBS if self.squashed else None,
             self.moved_TBS if law.clip else None,
             self.norm_TB1[..., 0] if law.clip else None,
-        )
-        self.dz0_S, self.dz_BS = kernel.backward(
-            read,
-            matrices(self.w),
-            (law.dt, law.radius, law.strength),
-            kernel.Slopes(*(None if x is None else x.contiguous() for x in slopes)),  # type: ignore[arg-type]
-            self.dz_TBS.contiguous(),
-            self.dv_TBS.contiguous(),
-            kernel.Gradients(self.dX_JBM, self.dY_JBM, self.dc_TBN, self.dq_J2BH, self.dp_TBG),
-            self.when.reset_TB1,
-            self.when.pad_TB1,
-        )
+        ]
+        into = [self.dX_JBM, self.dY_JBM, self.dc_TBN, self.dq_J2BH, self.dp_TBG]
+        gradients = (self.dz_TBS, self.dv_TBS)
+        self.dz0_S, self.dz_BS = kernel.backward(read, slopes, into, *gradients, self.w, law, self.when)
 
     def _through_bounds(self, t: int, dz_BS: Tensor) -> Tensor:
         """The gradient of the state before it was squashed and pulled into the ball, from that after token t.
@@ -301,12 +293,6 @@ class Adjoint:
             _of_basis(self.made.V_part_BNK, self.d.V_BNS[kept:]),
             _of_basis(self.made.U_part_BRK, self.d.U_BRS[kept:]),
         )
-
-
-def matrices(w: Weights) -> kernel.Matrices:
-    """The matrices that the native kernel multiplies with."""
-    each = (w.read_w, w.trunk_w, w.direction_w, w.metric_w, w.flow_w)
-    return kernel.Matrices(*(x.contiguous() for x in each))
 
 
 def _gelu_slope(x: Tensor) -> Tensor:

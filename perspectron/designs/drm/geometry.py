@@ -51,8 +51,13 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        at_least(SETTLED + 2 * SEGMENT, self, "tokens")
         at_least(2, self, "sampled", "pairs", "span", "rounds", "points", "steps")
+        at_least(self.least, self, "tokens")
+
+    @property
+    def least(self) -> int:
+        """Tokens of the shortest text that has room for all measurements."""
+        return SETTLED + max(2 * SEGMENT, self.points, self.pairs + self.span)
 
 
 class Walk(NamedTuple):
@@ -78,9 +83,8 @@ def mixer_of(model: LanguageModel) -> DRM:
 def measure(model: LanguageModel, ids: list[int], options: Options = Options()) -> dict[str, Any]:
     """All measurements, as plain JSON values. DataError for a text that is too short."""
     mixer = mixer_of(model)
-    need = max(SETTLED + 2 * SEGMENT, SETTLED + options.points, options.pairs + SETTLED + options.span)
-    if len(ids) < need:
-        raise DataError(f"{len(ids):,} tokens of text, need at least {need:,}")
+    if len(ids) < options.least:
+        raise DataError(f"{len(ids):,} tokens of text, need at least {options.least:,}")
     ids, draw = ids[: options.tokens], stream(options.seed, "geometry")
     with torch.no_grad():
         shuffled = [ids[i] for i in torch.randperm(len(ids), generator=draw).tolist()]

@@ -61,7 +61,7 @@ class GeometryOf:
         write_json(out / RESULTS, plain(results))
         write_text(out / PAGE, page(results))
         said = [f"{SIDES[good]}: {line}" for good, line in findings(results)]
-        return answer(self.json, plain(results), *said, shown(numbers(results)), f"page: {out / PAGE}")
+        return answer(self.json, results, *said, shown(numbers(results)), f"page: {out / PAGE}")
 
     def _ids(self, opened: Opened) -> list[int]:
         """The text as one document."""

@@ -4,179 +4,123 @@ Everything is float32; results depend neither on the number of threads nor on th
 `perspectron.designs.drm.law.Weights` has them, without bases; every token has its own geometry, without top-k gates.
 Source: docs/designs/drm.md#flow.
 
-Shapes: B batch, T time, S state width, H hidden width, G = 3H, N directions, R metric rank, M = N·S + N and
+Shapes: B batch, T time, S state width, H hidden width, G = 3H, D = 2H, N directions, R metric rank, M = N·S + N and
 Y = S + R·S the outputs of the trunks' heads, C coefficients: N, or S where there are no directions.
 """
 
-import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from ctypes import c_double, c_int, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
-from perspectron.native import _check, function, threads
+from perspectron.designs.drm.law import Law, Plan, Weights
+from perspectron.native import _check, call
 from perspectron.native.panels import addresses, panels
 
-TYPES = (*[ctypes.c_void_p] * 3, ctypes.c_int)
+# Shapes of tensors in the kernels' order.
+GIVEN, MATRICES, BIASES = "TBG BS S", "GS 2HH MH YH CH", "D M Y C"
+MADE, LENGTHS = "TBS TBG TBC TBS TBS TBNS TBN TBS TBRS TBS TBRS T2BH TBS", "TBN"
+SLOPES, READ = "TBG T2BH TBC TBN TBN TBS TBS TBS TB", "TBC TBS TBNS TBRS TBS TBRS TBN"
+INTO = "TBM TBY TBC T2BH TBG"
 
 
-class Sizes(NamedTuple):
-    T: int
-    B: int
-    S: int
-    H: int
-    N: int
-    R: int
+class _Sizes:
+    """The sizes of a call, in the kernels' order, and the shapes that letters name."""
+
+    def __init__(self, T: int, B: int, w: Weights, law: Law) -> None:
+        S, H, N, R = len(w.z0_S), w.trunk_w.shape[-1], law.directions, law.rank
+        self.all = T, B, S, H, N, R
+        self._of = {
+            "T": T, "B": B, "S": S, "H": H, "N": N, "R": R,
+            "2": 2, "D": 2 * H, "G": 3 * H, "M": N * S + N, "Y": S + R * S, "C": N or S,
+        }  # fmt: skip
 
     def shape(self, letters: str) -> tuple[int, ...]:
-        """The shape that these letters name."""
-        _, _, S, H, N, R = self
-        size = self._asdict() | {"2": 2, "G": 3 * H, "M": N * S + N, "Y": S + R * S, "C": N or S}
-        return tuple(size[letter] for letter in letters)
+        return tuple(self._of[letter] for letter in letters)
+
+    def check(self, shapes: str, tensors: Sequence[Tensor | None]) -> None:
+        """ValueError unless each tensor that is there has its shape."""
+        for letters, tensor in zip(shapes.split(), tensors, strict=True):
+            if tensor is not None:
+                _check(tensor, torch.float32, self.shape(letters))
+
+    def masks(self, when: Plan) -> list[Tensor | None]:
+        """Bytes [T,B] of resets and padding."""
+        masks = [
+            None if x is None else x[..., 0].to(torch.uint8).contiguous()
+            for x in (when.reset_TB1, when.pad_TB1)
+        ]
+        for mask in masks:
+            if mask is not None:
+                _check(mask, torch.uint8, self.shape("TB"))
+        return masks
+
+    def call(self, name: str, tensors: Sequence[Tensor | None], law: Sequence[float]) -> None:
+        sizes, numbers = (c_int64 * 6)(*self.all), (c_double * len(law))(*law)
+        call(name, addresses(tensors), sizes, numbers, types=(*[c_void_p] * 3, c_int))
 
 
-class Matrices(NamedTuple):
-    """The matrices of products, laid out as in `nn.Linear`: the map that reads z, both trunks, and the heads."""
-
-    read_GS: Tensor
-    trunk_2HH: Tensor
-    direction_MH: Tensor
-    metric_YH: Tensor
-    flow_CH: Tensor
-
-
-class Made(NamedTuple):
-    """The values of every token that `forward` leaves: the state after it, what the first GELUs read, the flow's
-    coefficients, the velocity solved for, the velocity; directions, gates and metric, 1/D and Q; the trunks before
-    their last GELU, the metric's diagonal before its softplus, and the directions' lengths, if they are unit vectors.
-    """
-
-    z_TBS: Tensor
-    p_TBG: Tensor
-    c_TBC: Tensor
-    x_TBS: Tensor
-    v_TBS: Tensor
-    V_TBNS: Tensor
-    a_TBN: Tensor
-    d_TBS: Tensor
-    U_TBRS: Tensor
-    inverse_TBS: Tensor
-    Q_TBRS: Tensor
-    q_T2BH: Tensor
-    raw_TBS: Tensor
-    norm_TBN: Tensor | None
-
-
-class Read(NamedTuple):
-    """Those of `Made` that `backward` reads itself."""
-
-    c_TBC: Tensor
-    x_TBS: Tensor
-    V_TBNS: Tensor
-    U_TBRS: Tensor
-    inverse_TBS: Tensor
-    Q_TBRS: Tensor
-    norm_TBN: Tensor | None
-
-
-class Slopes(NamedTuple):
-    """The slopes of p, q, c, gates and raw; gates times coefficients; the squashing's slopes; and the states before
-    they were pulled into the ball, with their lengths. None where nothing squashes, or pulls."""
-
-    p_TBG: Tensor
-    q_T2BH: Tensor
-    c_TBC: Tensor
-    mix_TBN: Tensor
-    gate_TBN: Tensor
-    raw_TBS: Tensor
-    squash_TBS: Tensor | None
-    moved_TBS: Tensor | None
-    norm_TB: Tensor | None
-
-
-class Gradients(NamedTuple):
-    """Gradients of the heads' outputs, which first hold the parts from elsewhere, and memory for those of c, q and
-    p."""
-
-    dX_TBM: Tensor
-    dY_TBY: Tensor
-    dc_TBC: Tensor
-    dq_T2BH: Tensor
-    dp_TBG: Tensor
-
-
-def _masks(sizes: Sizes, *masks: Tensor | None) -> list[Tensor | None]:
-    """Bytes [T,B] of masks [T,B,1]."""
-    made = [None if mask is None else mask[..., 0].to(torch.uint8).contiguous() for mask in masks]
-    for mask in made:
-        if mask is not None:
-            _check(mask, torch.uint8, (sizes.T, sizes.B))
-    return made
-
-
-def _check_named(sizes: Sizes, tensors: NamedTuple) -> None:
-    """ValueError unless each tensor has the shape that its name ends with."""
-    for name, tensor in tensors._asdict().items():
-        if tensor is not None:
-            _check(tensor, torch.float32, sizes.shape(name.rsplit("_", 1)[1]))
+def _matrices(w: Weights, sizes: _Sizes) -> list[Tensor]:
+    """The matrices of products, as in `nn.Linear`: the map that reads z, both trunks, and the heads."""
+    matrices = [x.contiguous() for x in (w.read_w, w.trunk_w, w.direction_w, w.metric_w, w.flow_w)]
+    sizes.check(MATRICES, matrices)
+    return matrices
 
 
 def forward(
-    drive_TBG: Tensor,
-    first_BS: Tensor,
-    start_S: Tensor,
-    matrices: Matrices,
-    biases: Sequence[Tensor],
-    law: Sequence[float],
-    reset_TB1: Tensor | None,
-    pad_TB1: Tensor | None,
-    *,
-    directions: int,
-    rank: int,
-    unit: bool,
-) -> Made:
-    """Run all tokens. biases: of trunks [2H], directions [M], metric [Y], flow [C]. law: dt, radius, strength, damping,
-    least d, bias and temperature of the gates; then 1 or 0: clip, squash. unit: directions are unit vectors."""
+    drive_TBG: Tensor, first_BS: Tensor, w: Weights, law: Law, when: Plan
+) -> tuple[list[Tensor], Tensor | None]:
+    """Run all tokens. Of each: the state after it, what the first GELUs read, the flow's coefficients, the velocity
+    solved for, the velocity; directions, gates and metric (d, U), 1/D and Q; the trunks before their last GELU, and the
+    metric's diagonal before its softplus. Then the directions' lengths [T,B,N], if they are unit vectors."""
     T, B, _ = drive_TBG.shape
-    sizes = Sizes(T, B, len(start_S), matrices.trunk_2HH.shape[-1], directions, rank)
-    _check_named(sizes, matrices)
-    given, of_biases = (drive_TBG, first_BS, start_S), [(2 * sizes.H,), *map(sizes.shape, "MYC")]
-    shapes = [*map(sizes.shape, ("TBG", "BS", "S")), *of_biases]
-    for tensor, shape in zip((*given, *biases), shapes, strict=True):
-        _check(tensor, torch.float32, shape)
-    made = Made(*(drive_TBG.new_empty(sizes.shape(name.rsplit("_", 1)[1])) for name in Made._fields))
-    made = made if unit else made._replace(norm_TBN=None)
-    weights, masks = [panels(w.mT) for w in matrices], _masks(sizes, reset_TB1, pad_TB1)
-    tensors = addresses([*given, *weights, *biases, *masks, *made])
-    function("pspx_drm", *TYPES)(
-        tensors, (ctypes.c_int64 * 6)(*sizes), (ctypes.c_double * 9)(*law), threads()
+    sizes = _Sizes(T, B, w, law)
+    given = [x.contiguous() for x in (drive_TBG, first_BS, w.z0_S)]
+    biases = [x.contiguous() for x in (w.trunk_b, w.direction_b, w.metric_b, w.flow_b)]
+    sizes.check(GIVEN, given)
+    sizes.check(BIASES, biases)
+    made = [drive_TBG.new_empty(sizes.shape(letters)) for letters in MADE.split()]
+    lengths_TBN = drive_TBG.new_empty(sizes.shape(LENGTHS)) if law.direction_norm else None
+    weights = [panels(x.mT) for x in _matrices(w, sizes)]
+    numbers = (
+        law.dt,
+        law.radius,
+        law.strength,
+        law.damping,
+        law.metric_floor,
+        law.gate_bias,
+        law.gate_temperature,
     )
-    return made
+    tensors = [*given, *weights, *biases, *sizes.masks(when), *made, lengths_TBN]
+    sizes.call("drm", tensors, (*numbers, law.clip, law.squash))
+    return made, lengths_TBN
 
 
 def backward(
-    read: Read,
-    matrices: Matrices,
-    law: Sequence[float],
-    slopes: Slopes,
+    read: Sequence[Tensor | None],
+    slopes: Sequence[Tensor | None],
+    into: Sequence[Tensor],
     dz_TBS: Tensor,
     dv_TBS: Tensor,
-    into: Gradients,
-    reset_TB1: Tensor | None,
-    pad_TB1: Tensor | None,
+    w: Weights,
+    law: Law,
+    when: Plan,
 ) -> tuple[Tensor, Tensor]:
-    """Write the adjoints into `into`; return the gradients of z0 and the first state. law: dt, radius, strength."""
-    (T, B, N, S), R = read.V_TBNS.shape, read.U_TBRS.shape[2]
-    sizes = Sizes(T, B, S, matrices.trunk_2HH.shape[-1], N, R)
-    for named in (read, matrices, slopes, into):
-        _check_named(sizes, named)
-    for tensor in (dz_TBS, dv_TBS):
-        _check(tensor, torch.float32, (T, B, S))
-    dstart_BS, dfirst_BS = (dz_TBS.new_zeros(B, S) for _ in range(2))
-    weights, masks = [panels(w) for w in matrices], _masks(sizes, reset_TB1, pad_TB1)
-    tensors = addresses([dz_TBS, dv_TBS, *slopes, *read, *weights, *masks, *into, dstart_BS, dfirst_BS])
-    function("pspx_drm_backward", *TYPES)(
-        tensors, (ctypes.c_int64 * 6)(*sizes), (ctypes.c_double * 3)(*law), threads()
-    )
+    """Write the gradients of both heads, c, q and p into `into`, the first two of which hold the parts from elsewhere;
+    return those of z0 and the first state.
+
+    read, of what `forward` made: c, the velocity solved for, V, U, 1/D, Q and the lengths. slopes: of p, q, c, gates
+    times coefficients, of gates and raw; of the squashing, None where nothing squashes; the states before they were
+    pulled into the ball and their lengths, None where nothing pulls."""
+    T, B, _ = dz_TBS.shape
+    sizes = _Sizes(T, B, w, law)
+    gradients = [dz_TBS.contiguous(), dv_TBS.contiguous()]
+    slopes = [None if x is None else x.contiguous() for x in slopes]
+    for shapes, own in (("TBS TBS", gradients), (SLOPES, slopes), (READ, read), (INTO, into)):
+        sizes.check(shapes, own)
+    weights = [panels(x) for x in _matrices(w, sizes)]
+    dstart_BS, dfirst_BS = (dz_TBS.new_zeros(sizes.shape("BS")) for _ in range(2))
+    tensors = [*gradients, *slopes, *read, *weights, *sizes.masks(when), *into, dstart_BS, dfirst_BS]
+    sizes.call("drm_backward", tensors, (law.dt, law.radius, law.strength))
     return dstart_BS.sum(0), dfirst_BS

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron.designs.drm import kernel
-from perspectron.designs.drm.adjoint import Adjoint, Column, Made, Solved, matrices, naturalised, stack
+from perspectron.designs.drm.adjoint import Adjoint, Column, Made, Solved, naturalised, stack
 from perspectron.designs.drm.law import (
     Geometry,
     Law,
@@ -164,33 +164,6 @@ def fits(drive_TBG: Tensor, state: State, w: Weights, law: Law, when: Plan) -> b
     return plain and law.strength > 0 and when.stop_TB1 is None and fused.fits(*tensors)
 
 
-def _on_kernel(
-    drive_TBG: Tensor, z_BS: Tensor, w: Weights, law: Law, when: Plan
-) -> tuple[Column, Solved, Made]:
-    """The stacked records of `_forward`, from the native kernel."""
-    numbers = (
-        *(law.dt, law.radius, law.strength, law.damping, law.metric_floor),
-        *(law.gate_bias, law.gate_temperature, law.clip, law.squash),
-    )
-    made = kernel.forward(
-        drive_TBG.contiguous(),
-        z_BS.contiguous(),
-        w.z0_S.contiguous(),
-        matrices(w),
-        [b.contiguous() for b in (w.trunk_b, w.direction_b, w.metric_b, w.flow_b)],
-        numbers,
-        when.reset_TB1,
-        when.pad_TB1,
-        directions=law.directions,
-        rank=law.rank,
-        unit=law.direction_norm,
-    )
-    column = Column(made.z_TBS, made.p_TBG, made.c_TBC, made.x_TBS, made.v_TBS)
-    slot = Solved(made.V_TBNS, made.a_TBN, made.d_TBS, made.U_TBRS, made.inverse_TBS, made.Q_TBRS)
-    norm_TBN1 = None if made.norm_TBN is None else made.norm_TBN[..., None]
-    return column, slot, Made(made.q_T2BH, None, norm_TBN1, None, made.raw_TBS, None)
-
-
 class _Loop(torch.autograd.Function):
     """The loop with gradients: states, velocities, the last directions, and the gates and metrics of every geometry."""
 
@@ -208,14 +181,17 @@ class _Loop(torch.autograd.Function):
         w = Weights(*weights)
         ctx.law, ctx.when, ctx.native = law, when, native
         if native:
-            column, slot, parts = _on_kernel(drive_TBG, z_BS, w, law, when)
+            made, lengths_TBN = kernel.forward(drive_TBG, z_BS, w, law, when)
+            column, slot, (q_T2BH, raw_TBS) = Column(*made[:5]), Solved(*made[5:11]), made[11:]
+            norm_TBN1 = None if lengths_TBN is None else lengths_TBN[..., None]
+            parts = Made(q_T2BH, None, norm_TBN1, None, raw_TBS, None)
             ctx.save_for_backward(drive_TBG, z_BS, geometry_BF, *weights, *column, *slot, *parts)
             return column.z_BS, column.v_BS, slot.V_BNS[-1].clone(), slot.a_BN, slot.d_BS, slot.U_BRS
-        columns, solved, made = _forward(drive_TBG, z_BS, geometry_BF, w, law, when, keep=True)
-        column, slot, refreshes = stack(Column, columns), stack(Solved, solved), len(made)
+        columns, solved, each = _forward(drive_TBG, z_BS, geometry_BF, w, law, when, keep=True)
+        column, slot, refreshes = stack(Column, columns), stack(Solved, solved), len(each)
         if refreshes == 0:  # shapes are wanted all the same
-            made.append(_made(F.gelu(column.p_BG[0]), w, law)[1])
-        parts = Made._make(None if x is None else x[:refreshes] for x in stack(Made, made))
+            each.append(_made(F.gelu(column.p_BG[0]), w, law)[1])
+        parts = Made._make(None if x is None else x[:refreshes] for x in stack(Made, each))
         ctx.save_for_backward(drive_TBG, z_BS, geometry_BF, *weights, *column, *slot, *parts)
         return column.z_BS, column.v_BS, slot.V_BNS[-1].clone(), slot.a_BN, slot.d_BS, slot.U_BRS
 

@@ -91,11 +91,10 @@ class DRMConfig(MixerConfig):
     losses: Losses = field(default_factory=Losses)
 
     def __post_init__(self) -> None:
-        at_least(1, self, "hidden", "geometry_interval")
+        at_least(1, self, "hidden", "geometry_interval", "d_token")
         at_least(0, self, "directions", "rank", "direction_basis", "metric_basis", "gate_top_k", "bptt")
         at_least(0, self, "strength_warmup", "damping")
         positive(self, "dt", "radius", "gate_temperature", "metric_floor")
-        require(self.d_token is None or self.d_token >= 1, "d_token", self.d_token, "≥ 1")
         require(self.gate_top_k <= self.directions, "gate_top_k", self.gate_top_k,
                 f"≤ directions = {self.directions}")  # fmt: skip
         require(

@@ -45,6 +45,7 @@ class GatedConv(Mixer):
     small = GatedConvConfig()
     about = "LFM2's short convolution between two gates, which remembers two tokens"
     source = "docs/designs/baselines.md#gated-short-convolution"
+    state_kind = GatedConvState
     exact_cells = 8
 
     def __init__(self, d_model: int, norm_eps: float, config: GatedConvConfig) -> None:
@@ -57,11 +58,8 @@ class GatedConv(Mixer):
     def init_weights(self, generator: torch.Generator) -> None:
         self.conv1d.draw(generator)
 
-    def init_state(
-        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
-    ) -> GatedConvState:
-        """The empty state; its size does not depend on `capacity`."""
-        return GatedConvState(self.conv1d.window(batch_size, device, dtype))
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        return [self.conv1d.window]
 
     @masked
     def forward(

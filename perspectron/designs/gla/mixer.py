@@ -54,6 +54,7 @@ class GLA(Mixer):
     small = GLAConfig(heads=2, gate_rank=4)
     about = "gated linear attention: a matrix memory with a decay for each key channel"
     source = "docs/designs/baselines.md#gated-linear-attention"
+    state_kind = GLAState
     framed = GLAConfig(heads=4)
     hidden = 440
 
@@ -96,13 +97,9 @@ class GLA(Mixer):
     def decays(self) -> int:
         return self.q_proj.out_features
 
-    def init_state(
-        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
-    ) -> GLAState:
-        """The empty state, at least float32; its size does not depend on `capacity`."""
+    def state_shapes(self) -> list[tuple[int, ...]]:
         H, D = self.config.heads, self.o_proj.in_features
-        dtype = torch.promote_types(dtype, torch.float32)
-        return GLAState(torch.zeros(batch_size, H, D // (2 * H), D // H, device=device, dtype=dtype))
+        return [(H, D // (2 * H), D // H)]
 
     @masked
     def forward(

@@ -57,6 +57,7 @@ class HGRN2(Mixer):
     small = HGRN2Config(heads=2)
     about = "HGRN2: a matrix memory that writes as much as it forgets, with lower bounds by layer"
     source = "arXiv 2404.07904"
+    state_kind = HGRN2State
     framed = HGRN2Config(heads=4)
     hidden = 448
 
@@ -86,13 +87,9 @@ class HGRN2(Mixer):
     def decays(self) -> int:
         return self.f_proj.out_features
 
-    def init_state(
-        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
-    ) -> HGRN2State:
-        """The empty state, at least float32; its size does not depend on `capacity`."""
+    def state_shapes(self) -> list[tuple[int, ...]]:
         H, D = self.config.heads, self.o_proj.in_features
-        dtype = torch.promote_types(dtype, torch.float32)
-        return HGRN2State(torch.zeros(batch_size, H, D // H, D // H, device=device, dtype=dtype))
+        return [(H, D // H, D // H)]
 
     @masked
     def forward(

@@ -49,7 +49,8 @@ class PruneAttention:
         opened = open_model(self.run)
         model, tokenizer = opened.model, opened.tokenizer
         gates = route_gates(model)
-        out = self.out or self.run.with_name(f"{self.run.name}-without-{self.blocks}")
+        whole = opened.folder.path.resolve()
+        out = self.out or whole.with_name(f"{whole.name}-without-{self.blocks}")
         require(self.blocks is None or not out.exists(), "out", str(out), "a new folder")
         split = opened.shards(opened.folder.path).split("heldout")
         rows = []

@@ -21,7 +21,7 @@ from perspectron.model.state import register
 from perspectron.model.tuned import UNTUNED, Tuned
 from perspectron.ops import gla
 from perspectron.ops.fused import batch_invariant
-from perspectron.util.config import MixerConfig, at_least, positive, require
+from perspectron.util.config import MixerConfig, at_least, positive
 from perspectron.util.terms import Term
 
 
@@ -44,8 +44,7 @@ class MambaConfig(MixerConfig):
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        at_least(1, self, "state", "expand", "conv")
-        require(self.rank is None or self.rank >= 1, "rank", self.rank, "≥ 1")
+        at_least(1, self, "state", "expand", "conv", "rank")
         positive(self, "norm_eps")
 
     def low(self, d_model: int) -> int:
@@ -71,6 +70,7 @@ class Mamba(Mixer):
     small = MambaConfig(state=4)
     about = "Mamba's selective scan: gates for each channel and state, behind a short convolution"
     source = "docs/designs/baselines.md#mamba"
+    state_kind = MambaState
 
     recipe: ClassVar = {"A_log": (1.0, 0.0)}
     """As in state-spaces/mamba: exp(A_log) is a rate, and has no weight decay; D and Δ's bias, vectors, have none."""
@@ -100,12 +100,8 @@ class Mamba(Mixer):
     def decays(self) -> int:
         return len(self.A_log)
 
-    def init_state(
-        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
-    ) -> MambaState:
-        """The empty state, at least float32; its size does not depend on `capacity`."""
-        window = self.conv1d.window(batch_size, device, dtype)
-        return MambaState(window.new_zeros(batch_size, *self.A_log.shape), window)
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(self.A_log.shape), self.conv1d.window]
 
     @masked
     def forward(

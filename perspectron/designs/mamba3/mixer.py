@@ -69,6 +69,7 @@ class Mamba3(Mixer):
     small = Mamba3Config(head_dim=8, state=8)
     about = "Mamba-3: Mamba-2's memory with trapezoid-rule writes and rotating keys, without a convolution"
     source = "arXiv 2603.15569"
+    state_kind = Mamba3State
     framed = Mamba3Config(head_dim=32, state=64)
     hidden = 304
 
@@ -102,14 +103,9 @@ class Mamba3(Mixer):
     def decays(self) -> int:
         return len(self.dt_bias)
 
-    def init_state(
-        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
-    ) -> Mamba3State:
-        """The empty state, at least float32; its size does not depend on `capacity`."""
+    def state_shapes(self) -> list[tuple[int, ...]]:
         (H, N), P = self.b_bias.shape, self.config.head_dim
-        dtype = torch.promote_types(dtype, torch.float32)
-        shapes = (H, N, P), (H, N // 4), (H, N), (H, P)
-        return Mamba3State(*(torch.zeros(batch_size, *shape, device=device, dtype=dtype) for shape in shapes))
+        return [(H, N, P), (H, N // 4), (H, N), (H, P)]
 
     @masked
     def forward(

@@ -50,6 +50,7 @@ class MinGRU(Mixer):
     small = MinGRUConfig()
     about = "minGRU: a gated average in each channel, with gates from the input alone"
     source = "arXiv 2410.01201"
+    state_kind = MinGRUState
     framed = MinGRUConfig()
     hidden = 360
     exact_cells = 8
@@ -67,12 +68,8 @@ class MinGRU(Mixer):
         """The convolution as torch starts one; the rest is the model's default, gates of about ½."""
         self.conv1d.draw(generator)
 
-    def init_state(
-        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
-    ) -> MinGRUState:
-        """The empty state, at least float32; its size does not depend on `capacity`."""
-        window = self.conv1d.window(batch_size, device, dtype)
-        return MinGRUState(window.new_zeros(batch_size, self.o_proj.in_features), window)
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        return [(self.o_proj.in_features,), self.conv1d.window]
 
     @masked
     def forward(

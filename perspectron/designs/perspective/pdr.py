@@ -20,7 +20,7 @@ from perspectron.ops import pdr
 from perspectron.ops.attention import Places, places
 from perspectron.ops.dispatch import captured, full_precision, gradients_off
 from perspectron.ops.fused import RMSNorm, batch_invariant
-from perspectron.util.config import MixerConfig, at_least, require
+from perspectron.util.config import MixerConfig, at_least, positive, require
 from perspectron.util.terms import Term
 
 GATE_BIAS = 2.944  # logit(0.95), docs/designs/perspective.md#gate
@@ -46,7 +46,7 @@ class PDRConfig(MixerConfig):
     def __post_init__(self) -> None:
         at_least(1, self, "rank")
         at_least(0, self, "renorm_every", "gate_rank")
-        require(self.scale is None or self.scale > 0, "scale", self.scale, "> 0")
+        positive(self, "scale")
         require(
             not self.fixed_decay or self.gate_rank == 0, "gate_rank", self.gate_rank, "0 with fixed_decay"
         )

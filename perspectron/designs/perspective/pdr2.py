@@ -67,6 +67,7 @@ class PDR2(Mixer):
     small = PDR2Config(rank=3, groups=2)
     about = "improved PDR: groups of rows, spread half-lives, inputs scaled by the decay"
     source = "docs/designs/perspective.md#perspective2"
+    state_kind = PDR2State
     framed = PDR2Config(rank=32)
     kept_at_reset = ("down_BrD", "up_BDr")  # an adapter's
 
@@ -118,12 +119,8 @@ class PDR2(Mixer):
     def decays(self) -> int:
         return self.value_channels
 
-    def init_state(
-        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
-    ) -> PDR2State:
-        """The empty state, at least float32; its size does not depend on `capacity`."""
-        D, dtype = self.value_channels, torch.promote_types(dtype, torch.float32)
-        return PDR2State(torch.zeros(batch_size, D, self.config.rank, device=device, dtype=dtype))
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        return [(self.value_channels, self.config.rank)]
 
     @masked
     def forward(

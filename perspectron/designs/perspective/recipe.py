@@ -13,10 +13,11 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 
+from perspectron.compare.ablations import with_experts
 from perspectron.data import Shards, Tokenizer
 from perspectron.designs.perspective.align import arrange, distances
 from perspectron.designs.perspective.stats import delta, loads, mean, numbers, use
@@ -36,11 +37,31 @@ from perspectron.train.metrics import read_metrics
 from perspectron.train.page import PAGE, History, Shown, rendered
 from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError
-from perspectron.util.files import read_json, write_json, write_text
+from perspectron.util.files import plain, read_json, write_json, write_text
+from perspectron.util.schema import checked
 
-Row = dict[str, Any]
 ROWS, STAGES = "stages.json", "stages"
 ROUTER = ("*.route_proj.*", "*.offset_EA")
+
+
+class Measured(TypedDict):
+    """Measurements of a finished stage: held-out loss; for each layer of experts how even their use is (Gini), the
+    share of them reached and how unlike neighbours are; and the means of these. None: no layer has experts, or, in a
+    file, a perplexity too large for a number."""
+
+    heldout_bits_per_byte: float
+    heldout_perplexity: float | None
+    gini: float | None
+    reach: float | None
+    delta: float | None
+    layers: dict[str, dict[str, float]]
+
+
+class Row(Measured):
+    """How a stage ended."""
+
+    stage: str
+    steps: int
 
 
 class Stage(NamedTuple):
@@ -97,15 +118,6 @@ def routed_in(model: ModelConfig) -> list[RoutedConfig]:
     return [block.ffn for block in model.blocks if isinstance(block.ffn, RoutedConfig)]
 
 
-def with_experts(model: ModelConfig, **changes: Any) -> ModelConfig:
-    """The model with these fields of its experts replaced."""
-    blocks = (
-        replace(b, ffn=replace(b.ffn, **changes)) if isinstance(b.ffn, RoutedConfig) else b
-        for b in model.blocks
-    )
-    return replace(model, blocks=tuple(blocks))
-
-
 def seed_of(model: ModelConfig) -> ModelConfig:
     """The model before it has experts: layers of experts use the network of the next layer that has a SwiGLU of
     the same width, as in the preset's "seed"; where there is none, one of their own."""
@@ -135,7 +147,7 @@ def staged(
     stages = plan(run, config)
     config = replace(config, model=stages[-1].model)
     checkpoint.save_config(run, config)
-    rows: list[Row] = read_json(run / ROWS, CheckpointError) if (run / ROWS).is_file() else []
+    rows = rows_of(run)
     before: Path | None = None
     for stage in stages:
         folder = stage.folder(run)
@@ -151,13 +163,21 @@ def staged(
                 changed = transform(stage, before, config.train.seed)
                 stands = replace(config, model=stage.model)
                 checkpoint.export(folder, stands, tokenizer, changed, checkpoint.Progress())
-            row = {"stage": stage.name, "steps": stage.steps} | measure(folder, config, tokenizer, shards)
-            rows.append(row)
-            write_json(run / ROWS, rows)
+            found = measure(folder, config, tokenizer, shards)
+            rows.append(row := Row(stage=stage.name, steps=stage.steps, **found))
+            write_json(run / ROWS, plain(rows))
             report(row)
         before = folder
     _finish(run, config, tokenizer, stages, rows[-1]["heldout_bits_per_byte"])
     return None
+
+
+def rows_of(run: Path) -> list[Row]:
+    """How the finished stages of a run ended; none if the run has no stages. CheckpointError: a damaged file."""
+    if not (run / ROWS).is_file():
+        return []
+    rows: list[Row] = checked(read_json(run / ROWS, CheckpointError), list[Row], CheckpointError, run / ROWS)
+    return rows
 
 
 def _finish(run: Path, config: RunConfig, tokenizer: Tokenizer, stages: list[Stage], bits: float) -> None:
@@ -242,9 +262,8 @@ def align(ffn: RoutedSwiGLU) -> None:
         weight.copy_(weight[expert_E])
 
 
-def measure(folder: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shards) -> Row:
-    """Measurements of a finished stage: held-out loss; for each layer of experts how even their use is (Gini), the
-    share of them reached and how unlike neighbours are; and the means of these."""
+def measure(folder: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shards) -> Measured:
+    """Measure a finished stage."""
     model, _ = checkpoint.load_run(folder)
     train = config.train
     with loads(model) as load_by_layer:
@@ -264,6 +283,8 @@ def measure(folder: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shard
     return {
         "heldout_bits_per_byte": result.bits_per_byte,
         "heldout_perplexity": result.perplexity,
-        **{what: mean(layers, what) for what in ("gini", "reach", "delta")},
+        "gini": mean(layers, "gini"),
+        "reach": mean(layers, "reach"),
+        "delta": mean(layers, "delta"),
         "layers": layers,
     }

@@ -29,7 +29,7 @@ from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState, Stateful
 from perspectron.util.config import at_least, dump, load, one_of, require
 from perspectron.util.errors import ConfigError, NonFiniteError
-from perspectron.util.files import read_json, write_json
+from perspectron.util.files import plain, read_json, write_json
 from perspectron.util.streams import philox
 
 KINDS = ("base", *VIEWS[1:])
@@ -349,7 +349,7 @@ def save_calibration(
 ) -> None:
     """Keep a config that was fitted to a model, with the fingerprints of model and tokenizer. StorageError."""
     fields = {"format": FORMAT, "model": model.fingerprint(), "tokenizer": tokenizer}
-    write_json(path, fields | {"config": dump(config), "rates": rates})
+    write_json(path, fields | {"config": dump(config), "rates": plain(rates)})
 
 
 def load_calibration(path: Path, model: Stateful, tokenizer: str) -> PerspectivesConfig:

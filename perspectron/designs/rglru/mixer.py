@@ -39,8 +39,7 @@ class RGLRUConfig(MixerConfig):
     conv: int = 4
 
     def __post_init__(self) -> None:
-        at_least(1, self, "heads", "conv")
-        require(self.inner is None or self.inner >= 1, "inner", self.inner, "≥ 1")
+        at_least(1, self, "heads", "conv", "inner")
 
     def width(self, d_model: int) -> int:
         """I."""
@@ -65,6 +64,7 @@ class RGLRU(Mixer):
     small = RGLRUConfig(heads=2)
     about = "RG-LRU: a gated average in each channel that keeps its size, behind a short convolution"
     source = "docs/designs/baselines.md#rg-lru"
+    state_kind = RGLRUState
 
     def __init__(self, d_model: int, norm_eps: float, config: RGLRUConfig) -> None:
         super().__init__()
@@ -85,13 +85,8 @@ class RGLRU(Mixer):
         square = self.decay_I.uniform_(low, high, generator=generator).double()
         self.decay_I.copy_(torch.log(torch.expm1(-0.5 * square.log())))
 
-    def init_state(
-        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
-    ) -> RGLRUState:
-        """The empty state; its size does not depend on `capacity`."""
-        window = self.conv1d.window(batch_size, device, dtype)
-        hidden = window.new_zeros(batch_size, len(self.decay_I))
-        return RGLRUState(hidden, window, window.new_zeros(batch_size, 1))
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        return [(len(self.decay_I),), self.conv1d.window, (1,)]
 
     @masked
     def forward(

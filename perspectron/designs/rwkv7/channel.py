@@ -48,6 +48,7 @@ class RWKV7Channel(Mixer):
     small = RWKV7ChannelConfig(hidden=24)
     about = "RWKV-7's channel mix: a network that also reads the previous token"
     source = "arXiv 2503.14456"
+    state_kind = RWKV7ChannelState
 
     own_token_shift = True
     exact_cells = 8
@@ -66,12 +67,8 @@ class RWKV7Channel(Mixer):
         self.k_proj.weight.uniform_(-0.5 * D**-0.5, 0.5 * D**-0.5, generator=generator)
         self.v_proj.weight.zero_()
 
-    def init_state(
-        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
-    ) -> RWKV7ChannelState:
-        """The empty state, at least float32; its size does not depend on `capacity`."""
-        dtype = torch.promote_types(dtype, torch.float32)
-        return RWKV7ChannelState(torch.zeros(batch_size, len(self.mix_D), device=device, dtype=dtype))
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        return [(len(self.mix_D),)]
 
     @masked
     def forward(

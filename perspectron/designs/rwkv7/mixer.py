@@ -60,9 +60,7 @@ class RWKV7Config(MixerConfig):
 
     def __post_init__(self) -> None:
         at_least(2, self, "head_dim")
-        for name in ("w_rank", "a_rank", "v_rank", "g_rank"):
-            rank = getattr(self, name)
-            require(rank is None or rank >= 1, name, rank, "≥ 1")
+        at_least(1, self, "w_rank", "a_rank", "v_rank", "g_rank")
         positive(self, "group_eps")
         at_least(0, self, "unit_eps")
         require(0 <= self.layer < self.layers, "layer", self.layer, f"in [0, {self.layers})")
@@ -87,6 +85,7 @@ class RWKV7(Mixer):
     small = RWKV7Config(head_dim=8)
     about = "RWKV-7's time mix: a matrix memory that is read and corrected before it decays"
     source = "arXiv 2503.14456"
+    state_kind = RWKV7State
     framed = RWKV7Config(head_dim=32)
 
     takes_shared = own_token_shift = True
@@ -153,13 +152,9 @@ class RWKV7(Mixer):
     def decays(self) -> int:
         return len(self.k_k)
 
-    def init_state(
-        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
-    ) -> RWKV7State:
-        """The empty state, at least float32; its size does not depend on `capacity`."""
-        D, K, dtype = len(self.k_k), self.config.head_dim, torch.promote_types(dtype, torch.float32)
-        memory = torch.zeros(batch_size, D // K, K, K, device=device, dtype=dtype)
-        return RWKV7State(memory, torch.zeros(batch_size, D, device=device, dtype=dtype))
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        D, K = len(self.k_k), self.config.head_dim
+        return [(D // K, K, K), (D,)]
 
     @masked
     def forward(

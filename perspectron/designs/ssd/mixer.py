@@ -59,8 +59,7 @@ class SSDConfig(MixerConfig):
     out_bias: bool | None = None
 
     def __post_init__(self) -> None:
-        at_least(1, self, "head_dim", "state", "expand", "conv", "groups")
-        require(self.heads is None or self.heads >= 1, "heads", self.heads, "≥ 1")
+        at_least(1, self, "head_dim", "state", "expand", "conv", "groups", "heads")
         at_least(0, self, "dt_min")
         bounded = self.dt_max is None or self.dt_max >= self.dt_min
         one_of(self.norm, ("after", "before", "none"), "norm")
@@ -89,6 +88,7 @@ class SSD(Mixer):
     small = SSDConfig(head_dim=8, state=4)
     about = "Mamba-2's state-space dual: a matrix memory with one decay per head, behind a short convolution"
     source = "docs/designs/baselines.md#mamba-2"
+    state_kind = SSDState
     framed = SSDConfig(head_dim=32, state=64)
     inputs = ("q", "k", "v", "g")
     exact_cells = 8
@@ -137,14 +137,9 @@ class SSD(Mixer):
     def decays(self) -> int:
         return len(self.dt_bias)
 
-    def init_state(
-        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
-    ) -> SSDState:
-        """The empty state, at least float32; its size does not depend on `capacity`."""
-        dtype = torch.promote_types(dtype, torch.float32)
+    def state_shapes(self) -> list[tuple[int, ...]]:
         config, (*_, heads) = self.config, self.split
-        memory = torch.zeros(batch_size, heads, config.state, config.head_dim, device=device, dtype=dtype)
-        return SSDState(memory, self.conv1d.window(batch_size, device, dtype))
+        return [(heads, config.state, config.head_dim), self.conv1d.window]
 
     @masked
     def forward(

@@ -21,7 +21,7 @@ from perspectron.model.transfer import Heads
 from perspectron.ops import attention, rope
 from perspectron.ops.fused import RMSNorm, batch_invariant
 from perspectron.ops.rope import RopeScaling
-from perspectron.util.config import MixerConfig, divides, one_of, require
+from perspectron.util.config import MixerConfig, at_least, divides, one_of, positive, require
 from perspectron.util.terms import Term
 
 
@@ -57,18 +57,13 @@ class AttentionConfig(MixerConfig):
     clip: float | None = None
 
     def __post_init__(self) -> None:
-        require(self.heads >= 1, "heads", self.heads, "≥ 1")
+        at_least(1, self, "heads", "kv_heads", "head_dim", "window")
+        positive(self, "scale", "cap", "clip")
         require(self.rope_base is None or self.rope_base > 1, "rope_base", self.rope_base, "> 1")
         require(0 < self.rope_share <= 1, "rope_share", self.rope_share, "in (0, 1]")
-        for name in ("kv_heads", "head_dim", "window"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, name, value, "≥ 1")
         require(
             self.heads % self.groups == 0, "kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}"
         )
-        for name in ("scale", "cap", "clip"):
-            value = getattr(self, name)
-            require(value is None or value > 0, name, value, "> 0")
         one_of(self.qk_norm, ("none", "head", "all"), "qk_norm")
         one_of(self.gate, ("none", "sigmoid"), "gate")
         one_of(self.cache, ("full", "bfloat16"), "cache")

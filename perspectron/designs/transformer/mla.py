@@ -21,7 +21,7 @@ from perspectron.model.masks import Mask, masked
 from perspectron.model.mixer import Mixer
 from perspectron.ops import attention
 from perspectron.ops.fused import RMSNorm
-from perspectron.util.config import MixerConfig, at_least, one_of, require
+from perspectron.util.config import MixerConfig, at_least, one_of, positive, require
 from perspectron.util.terms import Term
 
 
@@ -44,7 +44,7 @@ class MLAConfig(MixerConfig):
 
     def __post_init__(self) -> None:
         at_least(1, self, "heads", "rank", "key_dim", "shared_dim", "value_dim")
-        require(self.norm_eps is None or self.norm_eps > 0, "norm_eps", self.norm_eps, "> 0")
+        positive(self, "norm_eps")
         one_of(self.cache, ("full", "bfloat16"), "cache")
 
 

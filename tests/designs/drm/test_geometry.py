@@ -163,6 +163,18 @@ def test_another_design_held_geometry_and_a_short_text_are_refused(model, ids):
         measure(model, ids[:100])
 
 
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [({"tokens": 2255}, 2256), ({"points": 5000}, 5256), ({"pairs": 2000, "span": 300}, 2556)],
+    ids=str,
+)
+def test_samples_that_do_not_fit_into_the_tokens_are_refused_with_the_number_that_would(options, least):
+    tokens = options.get("tokens", least - 1)
+    with refused(ConfigError, "tokens", tokens, least):
+        Options(**FEW | options | {"tokens": tokens})
+    assert Options(**FEW | options | {"tokens": least}).least == least
+
+
 @pytest.mark.parametrize("part", ["shift", "input_conv"])
 def test_a_model_whose_inputs_are_more_than_the_token_is_refused(part):
     """A path is followed from token to token."""

@@ -1,6 +1,7 @@
 """Attention taken out of blocks: the same function as attention that gives nothing, and a smaller cache."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,14 @@ def test_the_table_alone_writes_nothing(run, capsys):
     assert main(["lens", "prune-attention", str(run)]) == 0
     assert "lowest route gate first" in capsys.readouterr().out
     assert sorted(run.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize(("blocks", "made"), [([], []), (["--blocks", "1"], ["run-without-1"])], ids=str)
+def test_the_folder_that_one_is_in_can_be_the_run(run, tmp_path, capsys, monkeypatch, blocks, made):
+    shutil.copytree(run, tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "run")
+    assert main(["lens", "prune-attention", ".", "--tokens", "64", *blocks]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", *made]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Perspectives: measures against an oracle, the pass of extra rows, decisions, and what must not change."""
 
 import copy
+import json
 import math
 from dataclasses import replace
 
@@ -328,6 +329,9 @@ def test_bad_models_and_files_are_said_in_a_line(perspective, tokenizer, tmp_pat
     probed = replace(ALWAYS, probe=tuple(i / 7 for i in range(width)), trigger_probe=-0.1)
     save_calibration(path, probed, perspective, mine, {})
     assert load_calibration(path, perspective, mine) == probed
+    save_calibration(path, ALWAYS, perspective, mine, {"auroc": {"probe": math.nan}})
+    assert load_calibration(path, perspective, mine) == ALWAYS
+    assert json.loads(path.read_text())["rates"] == {"auroc": {"probe": None}}
     other = copy.deepcopy(perspective)
     with torch.no_grad():
         other.embedding.weight[0, 0] += 1

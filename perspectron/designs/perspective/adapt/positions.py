@@ -83,6 +83,11 @@ def moved(
     ), ties
 
 
+def least(special: Specials = OURS, config: SearchConfig = SearchConfig()) -> int:
+    """Tokens of the shortest text with room for a step."""
+    return 2 * config.window + 1 - len(special.start)
+
+
 def search(
     model: LanguageModel,
     ids: Sequence[int],
@@ -105,9 +110,9 @@ def search(
         )
     check_ids(ids, model.config.vocab_size, 0)
     W, text = config.window, [*special.start, *ids]
-    if len(text) <= 2 * W:
+    if len(ids) < least(special, config):
         raise DataError(
-            f"the text has {len(ids)} tokens, need at least {2 * W + 1 - len(special.start)}: {W} to judge by and "
+            f"the text has {len(ids)} tokens, need at least {least(special, config)}: {W} to judge by and "
             f"{W} to accept by"
         )
     generator, state, steps = stream(config.seed, "positions"), model.init_state(1), list[Step]()

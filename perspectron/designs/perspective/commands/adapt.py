@@ -18,7 +18,7 @@ from perspectron.decode.reading import CHUNK
 from perspectron.designs.perspective.adapt import AdaptConfig, Adapter, AdapterConfig, Learner, merge
 from perspectron.designs.perspective.adapt.adapter import gates
 from perspectron.designs.perspective.adapt.gradient import Piece, losses
-from perspectron.designs.perspective.adapt.positions import search
+from perspectron.designs.perspective.adapt.positions import least, search
 from perspectron.eval.reading import bits_per_byte, byte_counts
 from perspectron.model.model import LanguageModel
 from perspectron.opening import Opened, describe
@@ -65,9 +65,10 @@ class Adapt:
     json: Json = False
 
     def __call__(self) -> int:
-        require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
         require(self.merge is None or not self.merge.exists(), "merge", str(self.merge), "a new folder")
         self._check_adapter()
+        if not self.positions:
+            self._check_tokens(self.learning.every, " = every")
         config = describe(self.run).of_run()
         opened = open_model(self.run)
         model, tokenizer = opened.model, opened.tokenizer
@@ -138,10 +139,15 @@ class Adapt:
         without(vars(self.new), AdapterConfig(), why)
         without(vars(self.learning), AdaptConfig(), why)
 
+    def _check_tokens(self, enough: int, why: str) -> None:
+        """ConfigError: what is to be read is too little to learn from, whatever the text."""
+        require(self.tokens == 0 or self.tokens >= enough, "tokens", self.tokens, f"0 or ≥ {enough}{why}")
+
     def _move(self, opened: Opened, config: RunConfig) -> int:
         """Search positions, and write the run that has them."""
         assert self.merge is not None
         model, tokenizer = opened.model, opened.tokenizer
+        self._check_tokens(least(tokenizer.specials), ", for a step")
         ids = read_tokens(self.text, tokenizer, self.tokens)
         with opened.autocast(), Work("searching positions"):
             steps = search(model, ids, special=tokenizer.specials)

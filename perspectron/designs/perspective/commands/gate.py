@@ -1,28 +1,33 @@
 """`perspectron perspective gate`."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
 
 from perspectron.cli.options import Json, answer, table
 from perspectron.cli.progress import Work
-from perspectron.designs.perspective.recipe import ROWS
+from perspectron.designs.perspective.pdr import PDR
+from perspectron.designs.perspective.recipe import rows_of
 from perspectron.designs.perspective.stats import loads, mean, use
-from perspectron.designs.perspective.suites.scans import scan_error
 from perspectron.experts.stats import experts_of
+from perspectron.model.model import LanguageModel
+from perspectron.model.parts import split_inputs
 from perspectron.opening import Opened, open_model
+from perspectron.ops import pdr
 from perspectron.presets import TOLERANCE, design_of
 from perspectron.train import checkpoint
 from perspectron.train.heldout import heldout
 from perspectron.util.config import require
-from perspectron.util.errors import CheckpointError, ConfigError
-from perspectron.util.files import read_json
+from perspectron.util.errors import ConfigError
+from perspectron.util.hooks import hooked
 
-PDR, RIVAL = ("perspective", "perspective2"), "gla"
+OURS, RIVAL = ("perspective", "perspective2"), "gla"
 SCAN, GINI, TERNARY = 1e-5, 0.15, 1.10
 TOKENS = 4096
 """Tokens of text that experts and scans are measured on."""
@@ -127,13 +132,20 @@ def _design(opened: Opened) -> str:
 
 def perplexity(runs: Sequence[Run]) -> Condition:
     """PDR's loss is no higher than GLA's. ConfigError for runs that cannot be compared: of other sizes, tokens or text,
-    or measured on other text."""
+    or measured on other text; also for runs of two designs with PDR."""
     name, bound = "PDR's loss is no higher than GLA's", "≤ GLA"
-    ours, theirs = ([run for run in runs if run.design in designs] for designs in (PDR, (RIVAL,)))
+    ours, theirs = ([run for run in runs if run.design in designs] for designs in (OURS, (RIVAL,)))
     if not ours or not theirs:
         lacks = "a dense run of perspective" if not ours else "a run of gla"
         return Condition(name, bound, f"needs {lacks}", None)
     first = ours[0]
+    for run in ours:
+        require(
+            run.design == first.design,
+            f"design of {run.path}",
+            run.design,
+            f"{first.design}, as {first.path}",
+        )
     for run in (*ours, *theirs):
         apart = abs(run.parameters / first.parameters - 1)
         near = f"within {TOLERANCE:.0%} of {first.parameters:,}, those of {first.path}"
@@ -141,9 +153,9 @@ def perplexity(runs: Sequence[Run]) -> Condition:
         for field in ("tokens", "text", "measured_on", "measured", "seq_len"):
             its, own = getattr(first, field), getattr(run, field)
             require(own == its, f"{field} of {run.path}", own, f"{its}, as {first.path}")
-    pdr, gla = (statistics.fmean(run.bits_per_byte for run in group) for group in (ours, theirs))
+    own, gla = (statistics.fmean(run.bits_per_byte for run in group) for group in (ours, theirs))
     counts = f"{len(ours)} and {len(theirs)} runs, {first.tokens / 1e6:.3g} M tokens"
-    return Condition(name, bound, f"{pdr:.3f} against {gla:.3f} bits per byte ({counts})", pdr <= gla)
+    return Condition(name, bound, f"{own:.3f} against {gla:.3f} bits per byte ({counts})", own <= gla)
 
 
 @torch.no_grad()
@@ -155,6 +167,28 @@ def scans(opened: Sequence[Opened]) -> Condition:
         return Condition(name, bound, "needs a run of perspective", None)
     worst = max(errors)
     return Condition(name, bound, f"{worst:.1e} of the largest output, {len(errors)} runs", worst <= SCAN)
+
+
+@torch.no_grad()
+def scan_error(model: LanguageModel, ids: list[int]) -> float | None:
+    """The scan that a trained PDR layer runs, beside the plain loop on the same inputs: the largest difference of an
+    output over the largest output, over layers of `pdr`; None without one."""
+    errors = list[float]()
+
+    def compare(mixer: PDR, arguments: tuple[Any, ...]) -> None:
+        x_q, x_k, x_v, x_p = split_inputs(arguments[0], len(mixer.inputs))
+        gamma_BTD = torch.sigmoid(mixer.p_proj(mixer.p_down(x_p)).float())
+        inputs = [mixer.q_proj(x_q), mixer.k_proj(x_k), mixer.v_proj(x_v), gamma_BTD]
+        found, _ = pdr.scan(*inputs, scale=mixer.config.scale)
+        expected, _ = pdr.scan(*(x.double() for x in inputs), scale=mixer.config.scale, backend="naive")
+        errors.append(((found - expected).abs().max() / expected.abs().max()).item())
+
+    hooks = [
+        module.register_forward_pre_hook(compare) for module in model.modules() if isinstance(module, PDR)
+    ]
+    with hooked(hooks):
+        model.hidden(torch.tensor([ids], device=model.device))
+    return max(errors, default=None)
 
 
 def _ids(opened: Opened) -> list[int]:
@@ -182,14 +216,14 @@ def experts(opened: Sequence[Opened]) -> Condition:
 
 
 def conversion(paths: Sequence[Path]) -> Condition:
-    """Perplexity after the experts became ternary over that before, of staged runs."""
+    """Perplexity after the experts became ternary over that before, of staged runs; infinite where one of them is too
+    large for a number."""
     name, bound, found = "ternary experts cost little", f"perplexity × < {TERNARY:.2f}", []
     for path in paths:
-        if (path / ROWS).is_file():
-            rows = {row["stage"]: row for row in read_json(path / ROWS, CheckpointError)}
-            if {"differentiate", "ternary"} <= rows.keys():
-                before, after = (rows[stage]["heldout_perplexity"] for stage in ("differentiate", "ternary"))
-                found.append(after / before)
+        after = {row["stage"]: row["heldout_perplexity"] for row in rows_of(path)}
+        if {"differentiate", "ternary"} <= after.keys():
+            dense, ternary = after["differentiate"], after["ternary"]
+            found.append(ternary / dense if dense and ternary else math.inf)
     if not found:
         return Condition(name, bound, "needs a run of the staged recipe", None)
     return Condition(name, bound, f"× {max(found):.3f}, {len(found)} runs", max(found) < TERNARY)

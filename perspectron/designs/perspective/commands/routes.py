@@ -8,7 +8,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from perspectron.cli.options import Device, Json, OpenedFrom, answer, table
+from perspectron.cli.options import Device, Json, OpenedFrom, answer, named_file, table
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
 from perspectron.data.reading import read_tokens
@@ -63,7 +63,7 @@ class ShowRoutes:
     json: Json = False
 
     def __call__(self) -> int:
-        require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
+        require(self.tokens == 0 or self.tokens >= 2, "tokens", self.tokens, "0 or ≥ 2")
         require(self.path >= 2, "path", self.path, "≥ 2")
         require(len(self.text) > 0, "text", "none", "at least one file")
         opened = open_model(self.run)
@@ -84,11 +84,7 @@ class ShowRoutes:
 
 def _read(source: str, tokenizer: Tokenizer, limit: int) -> _Text:
     """Text of FILE or KIND=FILE. DataError where it is missing, no text, or shorter than 2 tokens."""
-    kind, path = Path(source).stem, Path(source)
-    if "=" in source and not path.exists():
-        kind, _, name = source.partition("=")
-        path = Path(name)
-        require(kind != "", "text", source, "FILE or KIND=FILE")
+    kind, path = named_file(source, "text")
     return _Text(str(path), kind, read_tokens(path, tokenizer, limit))
 
 

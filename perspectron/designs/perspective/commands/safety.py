@@ -7,15 +7,15 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from perspectron.cli.options import Json, OpenedFrom, answer, open_model
+from perspectron.cli.options import Json, OpenedFrom, answer, named_file, open_model
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
+from perspectron.data.reading import text_of
 from perspectron.designs.perspective.projection import project
 from perspectron.designs.perspective.safety import Polytope, fit, states
 from perspectron.model.model import LanguageModel
 from perspectron.util.config import require
 from perspectron.util.errors import DataError
-from perspectron.util.files import read_text
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class SafetyOf:
                     value,
                     "left out: a set is tested as it was fitted",
                 )
-        files = [_named(text) for text in self.blocked]
+        files = [named_file(text, "blocked") for text in self.blocked]
+        for text, (name, _) in zip(self.blocked, files, strict=True):
+            require(name != "allowed", "blocked", text, "NAME=FILE with another name than allowed")
         opened = open_model(self.run)
         model, tokenizer = opened.model, opened.tokenizer
         with Work("reading the sentences"):
@@ -85,23 +87,8 @@ def outside(made: Polytope, h_ND: torch.Tensor) -> float:
     return float((made.scores(h_ND) > 0).double().mean())
 
 
-def _named(text: str) -> tuple[str, Path]:
-    name, _, path = (
-        text.partition("=") if "=" in text and not Path(text).exists() else (Path(text).stem, "", text)
-    )
-    require(name != "", "blocked", text, "FILE or NAME=FILE")
-    require(name != "allowed", "blocked", text, "NAME=FILE with another name than allowed")
-    return name, Path(path)
-
-
 def _states(path: Path, model: LanguageModel, tokenizer: Tokenizer) -> torch.Tensor:
-    try:
-        lines = read_text(path).splitlines()
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from None
-    texts = [line for line in lines if line.strip()]
+    texts = [line for line in text_of(path).splitlines() if line.strip()]
     if not texts:
         raise DataError(f"{path}: no sentences, need one a line")
     return states(model, tokenizer, texts)

@@ -44,7 +44,7 @@ class TraceRoutes:
     json: Json = False
 
     def __call__(self) -> int:
-        require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
+        require(self.tokens == 0 or self.tokens >= 2, "tokens", self.tokens, "0 or ≥ 2")
         disk = None if self.disk is None else rate(self.disk, "disk")
         opened = open_model(self.run)
         model, tokenizer = opened.model.to(pick_device(self.device)), opened.tokenizer

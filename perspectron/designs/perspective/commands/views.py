@@ -1,5 +1,6 @@
 """`perspectron perspective views`."""
 
+import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ import tyro
 
 from perspectron.cli.options import Device, Json, answer, open_model
 from perspectron.cli.progress import Work
-from perspectron.designs.perspective.suites.views import calibrate
+from perspectron.designs.perspective.suites.views import collect, fit
 from perspectron.designs.perspective.views import PerspectivesConfig, save_calibration
 from perspectron.eval.subject import Subject
 from perspectron.util.config import require
@@ -55,14 +56,9 @@ class PerspectivesOf:
         with tempfile.TemporaryDirectory() as scratch, Work("reading the held-out text"):
             split = opened.shards(Path(scratch)).split("heldout")
             subject = Subject(opened, split, 128 if trained is None else trained.seq_len)
-            config, rates = calibrate(
-                subject,
-                PerspectivesConfig(from_layer=self.from_layer),
-                tokens=self.tokens,
-                target_flag=self.flag,
-                target_trigger=self.trigger,
-                target_probe=self.probe,
-            )
+            config = PerspectivesConfig(from_layer=self.from_layer)
+            found = collect(subject, config, self.tokens)
+            config, rates = fit(found, config, self.flag, self.trigger, self.probe)
         save_calibration(self.out, config, opened.model, opened.tokenizer.fingerprint, rates)
         fields: dict[str, Any] = {"threshold": config.threshold, "trigger_p": config.trigger_p, **rates}
         said = f"threshold {config.threshold:.3f} bits, temperature {config.temperature:.2f}"
@@ -71,5 +67,9 @@ class PerspectivesOf:
         )
         if self.probe is not None:
             areas = rates["auroc"]
-            told += f"; AUROC for wrong tokens {areas['probe']:.3f}, of entropy {areas['entropy']:.3f}"
+            told += (
+                "; no AUROC: the second half of the tokens is all right or all wrong"
+                if math.isnan(areas["probe"])
+                else f"; AUROC for wrong tokens {areas['probe']:.3f}, of entropy {areas['entropy']:.3f}"
+            )
         return answer(self.json, fields, f"{said}; {told}; in {self.out}")

@@ -132,13 +132,15 @@ def read(subject: Subject, options: Options) -> Iterator[Source]:
     silent, last = subject.tokenizer.specials.silent, min(split.tokens, 8 * options.tokens)
     starts = [*split.starts[split.starts < last].tolist(), last]
     for start, stop in itertools.pairwise(starts):
+        if left <= 0:
+            return
         own = [id for id in split.read(start, stop).tolist() if id not in silent]
         pieces = [subject.tokenizer.token_bytes(id) for id in own]
         try:
             each = labels(b"".join(pieces).decode()) if len(own) >= 32 else None
         except UnicodeDecodeError:
             each = None
-        if each is not None and left > 0:
+        if each is not None:
             kept = min(options.longest, left)
             yield Source(own[:kept], {n: v[:kept] for n, v in of_tokens(pieces, each).items()})
             left -= min(kept, len(own))

@@ -159,11 +159,9 @@ def fitted(log_NV: Tensor, target_N: Tensor) -> float:
     return math.exp(least.x)
 
 
-def calibrate(
-    subject: Subject,
+def fit(
+    found: Columns,
     config: PerspectivesConfig,
-    *,
-    tokens: int,
     target_flag: float,
     target_trigger: float | None = None,
     target_probe: float | None = None,
@@ -173,19 +171,8 @@ def calibrate(
     The threshold is the (1 − target_flag) quantile of D among triggered tokens; trigger_p gives target_trigger, or
     stays. Temperatures are fitted on the first half, the expected calibration errors are those of the second. With
     target_probe a probe is fitted on the first half, to tell where the base is wrong; its threshold is exceeded by that
-    share of the second, and that of D and the rates are the second's.
-    DataError: a text shorter than asked, or a probe where all is wrong or nothing."""
-    return fit(collect(subject, config, tokens), config, target_flag, target_trigger, target_probe)
-
-
-def fit(
-    found: Columns,
-    config: PerspectivesConfig,
-    target_flag: float,
-    target_trigger: float | None = None,
-    target_probe: float | None = None,
-) -> tuple[PerspectivesConfig, dict[str, Any]]:
-    """`calibrate` on columns that were read."""
+    share of the second, and that of D and the rates are the second's. DataError: no token is unsure, or, with a probe,
+    all are wrong or none."""
     require(0 < target_flag < 1, "target_flag", target_flag, "in (0, 1)")
     if target_trigger is not None:
         require(0 <= target_trigger < 1, "target_trigger", target_trigger, "in [0, 1)")

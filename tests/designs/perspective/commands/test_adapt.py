@@ -137,6 +137,8 @@ def test_positions_are_moved_into_a_run_of_their_own(folder, monkeypatch, capsys
     [
         (["--text", "short.txt"], ["short.txt", "every", 256]),
         (["--text", "none.txt"], ["none.txt"]),
+        (["--text", "none.txt", "--tokens", "255"], ["tokens", 255, 256, "every"]),
+        (["--text", "text.txt", "--tokens", "-1"], ["tokens", -1]),
         (["--text", "text.txt", "--rank", "0"], ["rank", 0]),
         (["--text", "text.txt", "--layers", "3"], ["layers", 3]),
         (["--text", "text.txt", "--positions"], ["merge"]),
@@ -157,6 +159,14 @@ def test_mistakes_are_told_in_a_line(folder, monkeypatch, capsys, words, named):
     capsys.readouterr()
     assert main(["perspective", "adapt", "perspective-tiny-dense", *words]) == 2
     in_a_line(capsys.readouterr().err, *named)
+
+
+def test_too_few_tokens_for_a_step_are_blamed_not_the_text(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    capsys.readouterr()
+    few = ["perspective-tiny", "--text", "none.txt", "--positions", "--merge", "few", "--tokens", "511"]
+    assert main(["perspective", "adapt", *few]) == 2
+    in_a_line(capsys.readouterr().err, "tokens", 511, 512)
 
 
 def test_bits_are_of_the_tokens_that_have_bytes(tokenizer):

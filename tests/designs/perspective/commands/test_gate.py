@@ -16,16 +16,24 @@ from perspectron.designs.perspective.commands.gate import (
     conversion,
     perplexity,
     read,
+    scan_error,
     verdict,
 )
-from perspectron.designs.perspective.suites.scans import scan_error
 from perspectron.opening import open_model
 from perspectron.train import checkpoint
-from perspectron.util.errors import ConfigError
+from perspectron.util.errors import CheckpointError, ConfigError
 from tests.cli.small import SIZES
 from tests.refusals import in_a_line, refused
 
 ONE = Run(Path("one"), "perspective", 1000, 500, 2.0, "abc", "heldout", 90, 16)
+ENDED = {
+    "steps": 1,
+    "heldout_bits_per_byte": 2.0,
+    "gini": None,
+    "reach": None,
+    "delta": None,
+    "layers": {},
+}
 GLA = replace(ONE, path=Path("two"), design="gla", bits_per_byte=1.9)
 
 
@@ -43,6 +51,8 @@ def test_the_loss_is_compared_at_equal_size_and_tokens():
     ):
         with refused(ConfigError, *named):
             perplexity([ONE, replace(GLA, **change)])
+    with refused(ConfigError, "design", "three", "perspective2", "one"):
+        perplexity([ONE, replace(ONE, path=Path("three"), design="perspective2"), GLA])
 
 
 def test_one_failure_is_enough_and_what_is_missing_is_not_decided():
@@ -57,12 +67,29 @@ def test_one_failure_is_enough_and_what_is_missing_is_not_decided():
 @pytest.mark.parametrize(("after", "holds"), [(10.9, True), (11.1, False)])
 def test_the_cost_of_ternary_experts(tmp_path, after, holds):
     rows = [
-        {"stage": "differentiate", "heldout_perplexity": 10.0},
-        {"stage": "ternary", "heldout_perplexity": after},
+        ENDED | {"stage": "differentiate", "heldout_perplexity": 10.0},
+        ENDED | {"stage": "ternary", "heldout_perplexity": after},
     ]
     (tmp_path / "stages.json").write_text(json.dumps(rows))
     assert conversion([tmp_path]).holds is holds
     assert conversion([tmp_path / "none"]).holds is None
+
+
+@pytest.mark.parametrize("stage", ["differentiate", "ternary"])
+def test_a_perplexity_too_large_for_a_number_fails(tmp_path, stage):
+    rows = [
+        ENDED | {"stage": name, "heldout_perplexity": None if name == stage else 10.0}
+        for name in ("differentiate", "ternary")
+    ]
+    (tmp_path / "stages.json").write_text(json.dumps(rows))
+    assert conversion([tmp_path]).holds is False
+
+
+@pytest.mark.parametrize("rows", ["{}", "[1]", '[{"stage": "ternary"}]', '[{"heldout_perplexity": 10.0}]'])
+def test_a_file_of_stages_that_is_damaged_is_refused(tmp_path, rows):
+    (tmp_path / "stages.json").write_text(rows)
+    with refused(CheckpointError, tmp_path / "stages.json"):
+        conversion([tmp_path])
 
 
 def test_a_scan_that_is_another_is_seen(monkeypatch):

@@ -133,6 +133,7 @@ MISTAKES = [
     (["perspective", "routes", "{run}", "--text", "{texts}/0.txt", "--path", "1"], ["path", 1]),
     (["perspective", "routes", "{run}", "--text", "{texts}/0.txt", "--tokens", "-1"],
      ["tokens", -1]),
+    (["perspective", "routes", "{run}", "--text", "{tmp}/none", "--tokens", "1"], ["tokens", 1]),
     (["perspective", "routes", "{tmp}/missing", "--text", "{texts}/0.txt"],
      ["missing"]),
     (["perspective", "routes", "{run}"], ["--text"]),

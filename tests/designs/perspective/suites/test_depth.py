@@ -141,6 +141,18 @@ def test_a_text_without_python():
     assert list(depth.read(subject, depth.Options())) == []
 
 
+def test_no_file_is_parsed_after_the_last_that_is_used(monkeypatch):
+    parsed = list[str]()
+    monkeypatch.setattr(depth, "labels", lambda source: parsed.append(source) or labels(source))
+    tokenizer = SimpleNamespace(token_bytes=lambda id: b"x\n", specials=OURS)
+    split = SimpleNamespace(
+        tokens=400, starts=np.arange(0, 400, 40), read=lambda start, stop: np.arange(1, 41)
+    )
+    subject = SimpleNamespace(text=split, tokenizer=tokenizer)
+    found = list(depth.read(subject, depth.Options(tokens=64)))
+    assert [len(source.ids) for source in found] == [40, 24] and len(parsed) == 2
+
+
 def test_lines_end_where_both_readers_of_python_end_them():
     """A form feed ends none; a carriage return alone ends one for `ast` and none for `tokenize`."""
     call = labels("x = 1\n\x0cdef f(a):\n    return g(a)\n")

@@ -82,25 +82,26 @@ def test_the_suite_says_all_of_it(routed):
     assert ends["detection"]["D"]["auroc"] == 0.5 and ends["rates"]["flagged"] == 0
 
 
+def calibrated(subject, tokens, *targets):
+    config = PerspectivesConfig()
+    return suite.fit(suite.collect(subject, config, tokens), config, *targets)
+
+
 def test_calibration_meets_its_targets_or_says_why_not(routed):
-    config, rates = suite.calibrate(
-        routed, PerspectivesConfig(), tokens=256, target_flag=0.25, target_trigger=0.4
-    )
+    config, rates = calibrated(routed, 256, 0.25, 0.4)
     assert rates["triggered"] == pytest.approx(0.4, abs=0.02)
     assert rates["disagreed"] == pytest.approx(0.1, abs=0.02)
     assert 0 < config.threshold < 1 and config.temperature != 1
     assert config.probe == () and "auroc" not in rates
-    config, rates = suite.calibrate(
-        routed, PerspectivesConfig(), tokens=2048, target_flag=0.25, target_trigger=0, target_probe=0.3
-    )
+    config, rates = calibrated(routed, 2048, 0.25, 0, 0.3)
     assert len(config.probe) == 32 and rates["triggered"] == pytest.approx(0.3, abs=0.1)
     assert set(rates["auroc"]) == {"probe", "entropy"}
     with refused(ConfigError, "target_probe", 1):
-        suite.calibrate(routed, PerspectivesConfig(), tokens=64, target_flag=0.1, target_probe=1)
+        calibrated(routed, 64, 0.1, None, 1)
     with refused(DataError, 10_000_000):
-        suite.calibrate(routed, PerspectivesConfig(), tokens=10_000_000, target_flag=0.1)
+        calibrated(routed, 10_000_000, 0.1)
     with refused(ConfigError, "target_flag", 2):
-        suite.calibrate(routed, PerspectivesConfig(), tokens=64, target_flag=2)
+        calibrated(routed, 64, 2)
 
 
 def test_a_model_without_experts_needs_the_surrogate(subject):
