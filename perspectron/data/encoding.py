@@ -69,12 +69,12 @@ def encode(
         if before is not None and before != mixed:
             _clear(out, kept=mixed.sources)
         done = 0
-        for i, (part, source) in enumerate(corpus.named):
+        for (part, source), (low, own) in zip(corpus.named, corpus.spans, strict=True):
 
-            def told(size: int, share: float, before: int = done, i: int = i) -> None:
+            def told(size: int, share: float, before: int = done, low: float = low, own: float = own) -> None:
                 nonlocal done
                 done = before + size
-                tell(done, (i + share) / len(corpus.named))
+                tell(done, low + own * share)
 
             _encode_one(source, tokenizer, out / part.name, shard_tokens, told)
         disk.dump(out / MANIFEST, mixed)

@@ -142,6 +142,10 @@ class Records(Corpus):
         self._fields = fields
         self._moved: dict[float, SplitName] = {}
 
+    @property
+    def size(self) -> float:
+        return sum(table.size for table in self._tables)
+
     def settle(self) -> "Records":
         """Make sure every split has a record: read until each has one, or else move those nearest by hash. DataError:
         there are fewer different records than splits."""
@@ -185,7 +189,7 @@ class Records(Corpus):
 
     def _stream(self, split: SplitName) -> Iterator[Document]:
         tally = self._tallies[split]
-        whole, before = sum(table.size for table in self._tables) or 1, 0.0
+        whole, before = self.size or 1, 0.0
         for table in self._tables:
             kind = f"records of {table.name}"
             for number, (record, at) in enumerate(table.records(), 1):

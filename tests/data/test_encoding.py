@@ -45,6 +45,16 @@ def mixed(texts: str, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFac
 # Progress and interruption
 
 
+def test_progress_over_several_sources_is_by_their_bytes(
+    texts: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    told, corpus = list[float](), open_corpus(texts, heldout=0.2)
+    encode(corpus, tokenizer, tmp_path / "out", tell=lambda _, share: told.append(share))
+    digits, words = (corpus.size for _, corpus in corpus.named)
+    assert any(share == pytest.approx(digits / (digits + words)) for share in told)
+    assert told == sorted(told) and told[-1] == pytest.approx(1, abs=0.01)
+
+
 def test_progress_is_told_in_bytes_and_shares(
     shards: Shards, text_folder: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
