@@ -194,7 +194,7 @@ class Tokenizer:
         marks = itertools.takewhile(bool, first.special_tokens_mask)
         ids: Mapping[str, int] = self._spelled
         if isinstance(self._inner, world.Longest):  # of which the files of a folder have texts, not letters
-            ids = {self.token_bytes(id).decode(errors="replace"): id for id in ids.values()} | dict(ids)
+            ids = {data.decode(errors="replace"): id for data, id in self._inner.ids.items()} | dict(ids)
         prefix = [id for id, _ in zip(first.ids, marks, strict=False)]
         return specials.beside(folder, ids, prefix, set(self.special.values()))
 
@@ -289,7 +289,8 @@ class Tokenizer:
         return data.removeprefix(self._lead).decode("utf-8", errors="replace")
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes of one token within a text (possibly part of a character); none for special ones."""
+        """The bytes of one token within a text (possibly part of a character); none for special ones. An ordinary one
+        that also ends texts, as a model may name a line end, keeps its bytes."""
         if not 0 <= id < self.vocab_size:
             raise DataError(f"token id: {id} is not between 0 and {self.vocab_size - 1}")
         return self._bytes[id]
@@ -327,10 +328,10 @@ class Tokenizer:
         with spaces for ▁; and else the difference that it makes to the text before it."""
         letters = {letter: byte for byte, letter in enumerate(byte_letters())}
         kinds = _decoders(json.loads(self._text).get("decoder"))
-        silent = self.specials.silent.union(self.special.values())
+        special = frozenset(self.special.values())
         table, open_ = [b""] * self.vocab_size, list[tuple[str, int]]()
         for token, id in self._spelled.items():
-            if id in silent:
+            if id in special:
                 continue
             if self._joined:
                 table[id] = f" {token}".encode()
@@ -351,6 +352,9 @@ class Tokenizer:
             open_, self._inner.decode_batch([[*near, id] for _, id in open_]), strict=True
         ):
             table[id] = text.removeprefix(before).encode()
+        for id in self.specials.silent - special:
+            if id not in self.encode(table[id].decode(errors="replace")):  # of no text
+                table[id] = b""
         return table
 
 
