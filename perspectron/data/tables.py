@@ -32,9 +32,7 @@ LONGEST = 1 << 26
 
 def is_table(name: str, *, loose: bool = True) -> bool:
     """True if a file of this name has records. loose: also one in LOOSE."""
-    if not loose:
-        return name.endswith((*LINES, PARQUET))
-    return name.lower().endswith((*LINES, PARQUET)) or _extension(name) in LOOSE
+    return name.lower().endswith((*LINES, PARQUET)) or (loose and _extension(name) in LOOSE)
 
 
 def _extension(name: str) -> str:

@@ -172,6 +172,12 @@ def test_a_table_without_a_column_of_text_says_which_it_has(tmp_path: Path) -> N
     with refused(DataError, path, "'text'", "body", f"{path}#id"):
         open_corpus(str(path))
     assert everything(open_corpus(f"{path}#body")) == sorted(TEXTS)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    lines(folder / "b.jsonl")
+    shouted = table(folder / "A.PARQUET", name="body")
+    with refused(DataError, shouted, "'text'", "body"):
+        open_corpus(str(folder))
     (tmp_path / "no.parquet").write_bytes(b"PAR1 and nothing else")
     with refused(DataError, "no.parquet"):
         open_corpus(str(tmp_path / "no.parquet"))
