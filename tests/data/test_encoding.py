@@ -11,6 +11,7 @@ import pytest
 from perspectron.data import Shards, Tokenizer, encode, made_in, open_corpus, open_shards
 from perspectron.data import encoding as encoding_module
 from perspectron.data.loader import Loader
+from perspectron.data.specials import Specials
 from perspectron.data.vocabulary import BYTES, characters, made
 from perspectron.util.errors import DataError
 from tests.data.conftest import sentence
@@ -304,6 +305,10 @@ def test_a_tokenizer_of_a_file_is_that_of_the_file_as_it_is_now(tmp_path: Path) 
         wanted.save(file)
         found = made_in(tmp_path / "out", str(file), corpus, 300)
         assert found.vocab_size == size and found.fingerprint == wanted.fingerprint
+    for specials in (Specials(stops=frozenset((0, 7)), end=7), Specials(stops=frozenset((0, 9)), end=9)):
+        specials.save(tmp_path / "specials.json")
+        assert made_in(tmp_path / "out", str(file), corpus, 300).specials == specials
+        assert Tokenizer.load(tmp_path / "out" / "tokenizer.json").specials == specials
     file.unlink()
     with refused(DataError, file):
         made_in(tmp_path / "out", str(file), corpus, 300)
