@@ -1,5 +1,6 @@
 """Encoding: in processes, interrupted anywhere; several sources, mixed by their weights; tokenizers of every kind."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -198,6 +199,32 @@ def test_other_weights_encode_nothing_again(
     monkeypatch.setattr(Tokenizer, "train", lambda *_: pytest.fail("trained again"))
     found = encode(open_corpus(other), made_in(out, "bpe", open_corpus(other), 300), out)
     assert [float(source.weight) for source in found.split("train").sources] == [0.4, 0.6]
+
+
+def test_nothing_stays_of_an_interrupted_encoding_of_another_kind(
+    texts: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digits, words = texts.split()[0].partition(":")[2], texts.split("0.3:")[1]
+    sources = [texts, digits, f"a=0.5:{digits} words=0.5:{words}", texts, words]
+    monkeypatch.setattr(encoding_module, "BATCH_DOCUMENTS", 8)
+
+    def encoded(source: str, out: Path, until: float = 2.0) -> None:
+        def tell(_: int, share: float) -> None:
+            if share > until:
+                raise KeyboardInterrupt
+
+        encode(open_corpus(source), tokenizer, out, shard_tokens=512, tell=tell)
+
+    for source, other in itertools.pairwise(sources):
+        out, fresh = tmp_path / "out", tmp_path / "fresh"
+        with pytest.raises(KeyboardInterrupt):
+            encoded(source, out, until=0.9)
+        assert len(contents(out)) > 2
+        encoded(other, out)
+        encoded(other, fresh)
+        assert contents(out) == contents(fresh)
+        shutil.rmtree(out)
+        shutil.rmtree(fresh)
 
 
 def test_a_position_in_other_weights_is_refused(texts: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
