@@ -126,8 +126,9 @@ class Table(Protocol):
     name: str
     size: float
 
-    def records(self) -> Iterator[tuple[Any, float]]:
-        """(a record or Unreadable, how much of `size` was read by then). DataError: they can no longer be read."""
+    def records(self) -> Iterator[tuple[int, Any, float]]:
+        """(its line or row, a record or Unreadable, how much of `size` was read by then). DataError: it can no longer
+        be read."""
 
 
 class Records(Corpus):
@@ -176,7 +177,7 @@ class Records(Corpus):
         """The hash of each record with text. DataError: there is none."""
         why, empty = "", True
         for table in self._tables:
-            for record, _ in table.records():
+            for _, record, _ in table.records():
                 sample = self._fields.of(record)
                 if isinstance(sample, Unreadable):
                     why = why or sample
@@ -192,7 +193,7 @@ class Records(Corpus):
         whole, before = self.size or 1, 0.0
         for table in self._tables:
             kind = f"records of {table.name}"
-            for number, (record, at) in enumerate(table.records(), 1):
+            for number, record, at in table.records():
                 name, sample = f"{table.name}:{number}", self._fields.of(record)
                 key = name if isinstance(sample, Unreadable) else sample.key
                 share = share_of(key.encode("utf-8", "surrogateescape"))

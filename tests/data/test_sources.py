@@ -134,6 +134,20 @@ def test_records_name_what_they_skip(tmp_path: Path) -> None:
     assert sorted(corpus.skipped) == ["a.parquet:2", "a.parquet:5"]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_a_record_of_a_text_is_named_by_its_line(tmp_path: Path, name: str) -> None:
+    """With empty lines between and, in a .csv, a row of several lines."""
+    rows = ['{"text": "two\\nlines"}'] * 2 if name == "a.jsonl" else ["text", '"two', 'lines"']
+    rows += ["", *(json.dumps({"text": f"row{i}"}) if name == "a.jsonl" else f"row{i}" for i in range(60))]
+    path = tmp_path / name
+    path.write_text("\n\n".join(rows).replace("two\n\n", "two\n"))
+    corpus, there = open_corpus(str(path), heldout=0.3), path.read_text().split("\n")
+    found = [document for split in corpus.splits for document in corpus.documents(split)]
+    assert len(found) > 60
+    for document in found:
+        assert document.text.partition("\n")[0] in there[int(document.name.partition(":")[2]) - 1]
+
+
 # Datasets
 
 
