@@ -289,6 +289,14 @@ def read_json(
         raise error(f"{path}: unreadable JSON ({why})") from None
 
 
+def read_object(path: Path, error: type[PerspectronError]) -> dict[str, Any]:
+    """The object in a JSON file of another program; empty where there is no such file. `error`, naming the file."""
+    value = read_json(path, error, infinite=True) if path.exists() else {}
+    if not isinstance(value, dict):
+        raise error(f"{path}: must be an object")
+    return value
+
+
 def read_text(path: Path, limit: int = MAX_JSON, errors: str = "strict") -> str:
     """The text of a regular file. OSError: it is not one. ValueError: more than `limit` bytes, or not UTF-8 (`errors`
     as in `bytes.decode`)."""
