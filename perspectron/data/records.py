@@ -81,10 +81,8 @@ class Fields:
             if not isinstance(record[name], str):
                 return Unreadable(f"{name!r} is no string")
         texts = [record[name] for name in self.names]
-        if any(map(_ESCAPED_BYTE.search, texts)):
-            return Unreadable(NOT_UTF8)
-        if not all(map(_valid, texts)):
-            return Unreadable(f"a NUL or broken characters in {self}")
+        if why := _wrong(texts, str(self)):
+            return Unreadable(why)
         if self.template is None:
             return Sample(texts[0], (("", texts[0], ()),) if texts[0] else ())
         if not texts[1]:
@@ -97,17 +95,21 @@ class Fields:
         return Sample(_key(pair), ((prompt, texts[1], pair[:1]),))
 
     def _talk(self, said: list[chats.Message], template: Template) -> Sample | Unreadable:
-        texts = [message["content"] for message in said]
-        if any(map(_ESCAPED_BYTE.search, texts)):
-            return Unreadable(NOT_UTF8)
-        if not all(map(_valid, texts)):
-            return Unreadable("a NUL or broken characters in a message")
+        if why := _wrong([message["content"] for message in said], "a message"):
+            return Unreadable(why)
         return Sample(_key(said), tuple(chats.answers(said, template)))
 
 
 def _key(said: Messages) -> str:
     """The key of messages as they are: what a template makes of them may contain the day's date."""
     return json.dumps([[message["role"], message["content"]] for message in said])
+
+
+def _wrong(texts: list[str], where: str) -> str:
+    """What makes strings no texts; empty if they are."""
+    if any(map(_ESCAPED_BYTE.search, texts)):
+        return NOT_UTF8
+    return "" if all(map(_valid, texts)) else f"a NUL or broken characters in {where}"
 
 
 def _valid(text: str) -> bool:

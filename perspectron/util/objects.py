@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from perspectron.util.errors import ConfigError, StateError, StorageError
 from perspectron.util.files import atomic, open_file, remove, safe_join
@@ -238,7 +238,7 @@ def folder_of(url: str) -> Path | None:
     return None if "://" in url else Path(url)
 
 
-def objects_of(url: str, **options: Any) -> Objects:
+def objects_of(url: str) -> Objects:
     """The store of a URL, or of a path. ConfigError: a kind that is not known, or needs a package."""
     if (folder := folder_of(url)) is not None:
         return Folder(folder)
@@ -247,4 +247,4 @@ def objects_of(url: str, **options: Any) -> Objects:
         if not folder.is_absolute():
             raise ConfigError(f"store = {url}: must be file:// and an absolute path")
         return Folder(folder)
-    return Remote(url, **options)
+    return Remote(url)
