@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import pre_tokenizers, trainers
+from tokenizers import models, pre_tokenizers, trainers
 
 from perspectron.data import added, bpe, specials, world
 from perspectron.data.bpe import BYTE, END_OF_TEXT, MOST_TOKENS, blank, byte_letters
@@ -105,12 +105,14 @@ class Tokenizer:
         for character in characters:
             letters = [alphabet[byte] for byte in character.encode()]
             for end in range(1, len(letters)):
-                pair = ["".join(letters[:end]), letters[end]]
+                pair = ("".join(letters[:end]), letters[end])
                 if "".join(pair) not in vocab:
                     vocab["".join(pair)] = len(vocab)
                     merges.append(pair)
-        made = tokenizers.Tokenizer.from_str(bpe.to_json(vocab, merges))
-        return cls.parse(made.to_str(pretty=True), Path("tokenizer"))
+        inner = blank()
+        inner.model = models.BPE(vocab, merges)
+        inner.add_special_tokens([END_OF_TEXT])
+        return cls.parse(inner.to_str(pretty=True), Path("tokenizer"))
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":

@@ -197,14 +197,11 @@ def test_a_table_without_a_column_of_text_says_which_it_has(tmp_path: Path) -> N
         open_corpus(str(tmp_path / "no.parquet"))
 
 
-@pytest.mark.parametrize(
-    ("name", "missing"), [("a.parquet", "pyarrow"), ("a.txt.zst", "backports"), ("hf:some/name", "datasets")]
-)
+@pytest.mark.parametrize(("name", "missing"), [("a.parquet", "pyarrow"), ("hf:some/name", "datasets")])
 def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, missing: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt.zst").write_bytes(zstd.compress(b"text\n"))
     table(tmp_path / "a.parquet")
     there = reading_module.find_spec
     monkeypatch.setattr(reading_module, "find_spec", lambda n: None if n.startswith(missing) else there(n))
