@@ -81,7 +81,7 @@ class Fields:
             if not isinstance(record[name], str):
                 return Unreadable(f"{name!r} is no string")
         texts = [record[name] for name in self.names]
-        if why := _wrong(texts, str(self)):
+        if why := _no_text(texts, str(self)):
             return Unreadable(why)
         if self.template is None:
             return Sample(texts[0], (("", texts[0], ()),) if texts[0] else ())
@@ -95,7 +95,7 @@ class Fields:
         return Sample(_key(pair), ((prompt, texts[1], pair[:1]),))
 
     def _talk(self, said: list[chats.Message], template: Template) -> Sample | Unreadable:
-        if why := _wrong([message["content"] for message in said], "a message"):
+        if why := _no_text([message["content"] for message in said], "a message"):
             return Unreadable(why)
         return Sample(_key(said), tuple(chats.answers(said, template)))
 
@@ -105,7 +105,7 @@ def _key(said: Messages) -> str:
     return json.dumps([[message["role"], message["content"]] for message in said])
 
 
-def _wrong(texts: list[str], where: str) -> str:
+def _no_text(texts: list[str], where: str) -> str:
     """What makes strings no texts; empty if they are."""
     if any(map(_ESCAPED_BYTE.search, texts)):
         return NOT_UTF8
