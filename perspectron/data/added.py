@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType
 
 from perspectron.util.errors import DataError
-from perspectron.util.files import read_json
+from perspectron.util.files import read_object
 from perspectron.util.schema import checked
 
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
@@ -36,7 +36,7 @@ _Listed = list[str | _Token]
 
 
 class _Lists(Struct):
-    """The part of tokenizer_config.json and special_tokens_map.json that is checked here."""
+    """What is checked here of tokenizer_config.json and special_tokens_map.json."""
 
     added_tokens_decoder: dict[str, _Token] | None = None
     additional_special_tokens: _Listed | None = None
@@ -63,7 +63,7 @@ def complete(text: str, folder: Path) -> str:
         ids[token.content], free = id, max(free, id + 1)
     tokens = sorted((added | changed).values(), key=lambda token: int(token["id"]))
     result = value if list(added.values()) == tokens else value | {"added_tokens": tokens}
-    config = _object(folder / CONFIG)
+    config = read_object(folder / CONFIG, DataError)
     space, kind = config.get("add_prefix_space"), str(config.get("tokenizer_class")).removesuffix("Fast")
     if isinstance(space, bool) and kind in SPACED:
         pre = _spaced(value.get("pre_tokenizer"), space)
@@ -75,8 +75,8 @@ def _tokens(folder: Path, spelled: Collection[str]) -> Iterator[tuple[str, _Toke
     """(file, token, its id where it is said) in the order in which transformers gives ids to new ones: those of
     `added_tokens_decoder`, or else the old file; those with a role; then the further special ones. spelled: by
     tokenizer.json."""
-    config, old = _object(folder / CONFIG), _object(folder / OLD)
-    lists = _checked(config, folder / CONFIG)
+    config, old = read_object(folder / CONFIG, DataError), read_object(folder / OLD, DataError)
+    lists: _Lists = checked(config, _Lists, DataError, folder / CONFIG)
     sources = [(CONFIG, config, lists)]
     if lists.added_tokens_decoder is not None:
         listed = {_id(id, folder / CONFIG): token for id, token in lists.added_tokens_decoder.items()}
@@ -84,8 +84,9 @@ def _tokens(folder: Path, spelled: Collection[str]) -> Iterator[tuple[str, _Toke
     else:
         known = sorted((_id(id, folder / OLD), content) for content, id in old.items())
         yield from ((OLD, _Token(content), id) for id, content in known if content)
-        more = {name: value for name, value in _object(folder / MAP).items() if not config.get(name)}
-        sources.append((MAP, more, _checked(more, folder / MAP)))
+        named = read_object(folder / MAP, DataError)
+        more = {name: value for name, value in named.items() if not config.get(name)}
+        sources.append((MAP, more, checked(more, _Lists, DataError, folder / MAP)))
     for file, values, _ in sources:
         for name in (*NAMED, *(name for name in values if name.endswith("_token") and name not in NAMED)):
             value = values.get(name)
@@ -103,25 +104,12 @@ def _tokens(folder: Path, spelled: Collection[str]) -> Iterator[tuple[str, _Toke
                 yield file, _Token(made.content, **(made.flags() | {"special": True})), None
 
 
-def _checked(value: dict[str, Any], path: Path) -> _Lists:
-    known = {name: value[name] for name in _Lists.__struct_fields__ if name in value}
-    found: _Lists = checked(known, _Lists, DataError, str(path))
-    return found
-
-
 def _id(id: Any, path: Path) -> int:
     if isinstance(id, str) and id.isascii() and id.isdecimal() and len(id) < 10:
         return int(id)
     if type(id) is int and 0 <= id < 10**9:
         return id
     raise DataError(f"{path}: id {str(id)[:40]!r} of an added token, must be a whole number ≥ 0")
-
-
-def _object(path: Path) -> dict[str, Any]:
-    value = read_json(path, DataError, infinite=True) if path.exists() else {}
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: must be an object")
-    return value
 
 
 def _spaced(pre: Any, space: bool) -> Any:

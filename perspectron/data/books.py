@@ -60,13 +60,9 @@ def listed() -> tuple[tuple[Book, ...], Clean]:
 def open_books(shares: Shares) -> Corpus:
     """All books but for the clean split. DataError, with the command that gets them, where books are missing, and where
     their text is another than the one listed."""
-    return corpus_of("books", [(name, path) for name, path in documents() if not is_clean(name)], shares)
-
-
-def corpus_of(name: str, files: Pieces, shares: Shares) -> Corpus:
-    """Documents of books as a corpus."""
-    identity = fingerprint(name, [str(shares), *(book.sha256 for book in listed()[0])])
-    return Files(name, identity, shares, divide(name, files, shares))
+    files = [(name, path) for name, path in documents() if not is_clean(name)]
+    identity = fingerprint("books", [str(shares), *(book.sha256 for book in listed()[0])])
+    return Files("books", identity, shares, divide("books", files, shares))
 
 
 def is_clean(name: str) -> bool:

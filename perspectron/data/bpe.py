@@ -193,15 +193,8 @@ def _letters(number: int) -> str:
     return "".join(chr(ord("a") + number // 26**place % 26) for place in range(6))
 
 
-def to_json(vocab: dict[str, int], merges: list[list[str]]) -> str:
-    """The file of a tokenizer of this library, with a vocabulary and merges."""
-    value = json.loads(blank(special=True).to_str())
-    value["model"] |= {"vocab": vocab, "merges": merges}
-    return json.dumps(value)
-
-
-def blank(*, special: bool = False) -> tokenizers.Tokenizer:
-    """The library's tokenizer before it has learned anything. special: with END_OF_TEXT."""
+def blank() -> tokenizers.Tokenizer:
+    """The library's tokenizer before it has learned anything."""
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -210,7 +203,6 @@ def blank(*, special: bool = False) -> tokenizers.Tokenizer:
         ]
     )
     inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([END_OF_TEXT] if special else [])
     return inner
 
 

@@ -6,6 +6,7 @@ No corpus is held in memory. `perspectron.data.sources.open_corpus` opens one of
 
 import abc
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -92,6 +93,11 @@ class Corpus(abc.ABC):
         self._tallies = {split: Tally() for split in SPLITS}
 
     @property
+    def size(self) -> float:
+        """Bytes of its sources, as they are on disk; 0 if unknown."""
+        return 0.0
+
+    @property
     def digest(self) -> str:
         """The part of the fingerprint that is shown to people."""
         return self.fingerprint.partition(":")[2][:12]
@@ -175,10 +181,22 @@ class Joined(Corpus):
     def tallies(self) -> list[Tally]:
         return [tally for part in self.parts for tally in part.tallies]
 
+    @property
+    def size(self) -> float:
+        sizes = [part.size for part in self.parts]
+        return sum(sizes) if all(sizes) else 0.0
+
+    @property
+    def spans(self) -> list[tuple[float, float]]:
+        """(the share of the whole before it, its own share) of each part, by bytes; equal ones if a size is unknown."""
+        whole = self.size
+        own = [part.size / whole if whole else 1 / len(self.parts) for part in self.parts]
+        return list(zip(itertools.accumulate(own, initial=0.0), own, strict=False))
+
     def _stream(self, split: SplitName) -> Iterator[Document]:
-        for i, part in enumerate(self.parts):
+        for part, (before, own) in zip(self.parts, self.spans, strict=True):
             for found in part.documents(split):
-                yield replace(found, share=(i + found.share) / len(self.parts))
+                yield replace(found, share=before + own * found.share)
 
 
 def facts(name: str, path: Path) -> str:

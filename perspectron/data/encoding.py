@@ -66,24 +66,26 @@ def encode(
         if not isinstance(corpus, Mixture):
             return _encode_one(corpus, tokenizer, out, shard_tokens, tell)
         mixed = Mixed(1, corpus.fingerprint, {part.name: str(part.weight) for part, _ in corpus.named})
-        if before is not None and before != mixed:
+        if before != mixed:
             _clear(out, kept=mixed.sources)
+            disk.dump(out / JOURNAL, mixed)
         done = 0
-        for i, (part, source) in enumerate(corpus.named):
+        for (part, source), (low, own) in zip(corpus.named, corpus.spans, strict=True):
 
-            def told(size: int, share: float, before: int = done, i: int = i) -> None:
+            def told(size: int, share: float, before: int = done, low: float = low, own: float = own) -> None:
                 nonlocal done
                 done = before + size
-                tell(done, (i + share) / len(corpus.named))
+                tell(done, low + own * share)
 
             _encode_one(source, tokenizer, out / part.name, shard_tokens, told)
         disk.dump(out / MANIFEST, mixed)
+        remove(out / JOURNAL)
         return open_shards(out, verify=False)
 
 
-def _manifest(out: Path) -> Manifest | Mixed | None:
-    """The manifest of a folder, or None. DataError: the folder is of something else; nothing has been written yet."""
-    path = disk.named(out, MANIFEST)
+def _manifest(out: Path, name: str = MANIFEST) -> Manifest | Mixed | None:
+    """The manifest of a folder, or its journal, or None. DataError: it is of something else."""
+    path = disk.named(out, name)
     return disk.load(path) if path.exists() else None
 
 
@@ -119,8 +121,7 @@ def _same(one: Manifest | Mixed | None, other: Manifest) -> bool:
 def _resume(out: Path, begun: Manifest) -> Manifest:
     """The shards that an interrupted encoding of the same left complete; without one, none and a cleared folder."""
     sweep(out)
-    journal = disk.named(out, JOURNAL)
-    found = disk.load(journal) if journal.exists() else None
+    found = _manifest(out, JOURNAL)
     if isinstance(found, Manifest) and _same(found, begun):
         for split, records in found.splits.by_split.items():
             for i, record in enumerate(records):
@@ -161,15 +162,15 @@ def _write(corpus: Corpus, out: Path, begun: Manifest, tokenizer: Tokenizer, tel
 
 def _clear(out: Path, kept: Container[str] = ()) -> None:
     """Delete an encoding, whole or not, and those of several sources, but for the sources `kept`."""
-    before = _manifest(out)
+    before = [_manifest(out, name) for name in (MANIFEST, JOURNAL)]
+    sources = [name for one in before if isinstance(one, Mixed) for name in one.sources if name not in kept]
     shards = [f"{split}-[0-9][0-9][0-9][0-9][0-9].{kind}" for split in SPLITS for kind in get_args(disk.Kind)]
     try:
         for name in (MANIFEST, JOURNAL, *shards):  # without a manifest no reader takes the rest for complete
             for old in out.glob(name):
                 remove(old)
-        for name in before.sources if isinstance(before, Mixed) else ():
-            if name not in kept:
-                remove(disk.named(out, name))
+        for name in sources:
+            remove(disk.named(out, name))
     except OSError as error:
         raise StorageError(f"{out}: old shards not deleted ({error.strerror})") from error
 

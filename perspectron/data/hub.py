@@ -65,9 +65,9 @@ class Rows:
         self.name = name
         self._stream = stream
 
-    def records(self) -> Iterator[tuple[Any, float]]:
+    def records(self) -> Iterator[tuple[int, Any, float]]:
         try:
-            for record in self._stream:
-                yield record, 0.0
+            for number, record in enumerate(self._stream, 1):
+                yield number, record, 0.0
         except (OSError, ValueError, RuntimeError) as error:
             raise DataError(f"{self.name}: cannot be read ({' '.join(str(error).split())})") from None

@@ -96,8 +96,7 @@ class Loader:
     `batch_size` counts the rows of all `world_size` ranks. Each rank reads an equal share, so that together they read
     what one rank would, and N ranks can resume where M stopped.
 
-    `order` is the version of the shuffle, `shuffle.ORDER`. DataError for another, a number out of bounds, ranks that do
-    not divide the batch, or too little text for one window.
+    DataError for a number out of bounds, ranks that do not divide the batch, or too little text for one window.
     """
 
     def __init__(
@@ -109,13 +108,10 @@ class Loader:
         seed: int,
         rank: int = 0,
         world_size: int = 1,
-        order: int = ORDER,
     ) -> None:
         _at_least("batch_size", batch_size, 1)
         _at_least("seq_len", seq_len, 1)
         _at_least("seed", seed, 0)
-        if order != ORDER:
-            raise DataError(f"order: {order} is that of another version, must be {ORDER}")
         if not 0 <= rank < world_size:
             raise DataError(f"rank: {rank} is not between 0 and {world_size - 1}, of {world_size} ranks")
         if batch_size % world_size:
@@ -131,7 +127,7 @@ class Loader:
         self.batch_size = batch_size
         self.seq_len = seq_len
         self.seed = seed
-        self.order = order
+        self.order = ORDER
         share = batch_size // world_size
         self.epoch, self.cursor = 0, 0
         self._rows = slice(rank * share, (rank + 1) * share)

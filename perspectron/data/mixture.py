@@ -51,17 +51,12 @@ def joined(sources: list[str]) -> str:
     """Join sources that were given one by one into one text. DataError: one of several has no name and weight."""
     if len(sources) > 1:
         for source in sources:
-            if not parts_of_one(source):
+            if not _SOURCE.match(source):
                 raise DataError(
                     f"data: {source!r} is one of {len(sources)} sources; give each a name and a weight, as in "
                     "--data code=0.7:PATH --data prose=0.3:PATH"
                 )
     return " ".join(sources)
-
-
-def parts_of_one(source: str) -> bool:
-    """True if a source begins with a name and a weight."""
-    return _SOURCE.match(source) is not None
 
 
 class Mixture(Joined):

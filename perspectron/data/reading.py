@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PIECE = 2**20
 """Maximum size of a document in bytes; longer files become several documents."""
 COMPRESSED = (".gz", ".zst")
+ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 INSTALL = "pip install 'perspectron[data]'"
 CHARACTERS = 100  # read of a file for each token that is asked for; a token has at most 72
 
@@ -32,12 +33,6 @@ def library(name: str, path: object) -> Any:
     if find_spec(name.partition(".")[0]) is None or find_spec(name) is None:
         raise DataError(f"{path}: {name} is not installed: {INSTALL}")
     return import_module(name)
-
-
-def _zstd(path: Path) -> Any:
-    return (
-        import_module("compression.zstd") if sys.version_info >= (3, 14) else library("backports.zstd", path)
-    )
 
 
 class Recoded(io.RawIOBase):
@@ -61,7 +56,7 @@ class Recoded(io.RawIOBase):
 def reading(path: Path, encoding: str = "") -> Iterator[io.BufferedIOBase]:
     """The bytes of a file, decompressed if it is named `.gz` or `.zst`, and as UTF-8 if they are of another encoding;
     what goes wrong becomes a DataError."""
-    zstd = _zstd(path) if path.suffix.lower() == ".zst" else None
+    zstd = import_module(ZSTD) if path.suffix.lower() == ".zst" else None
     broken = () if zstd is None else (zstd.ZstdError,)
     try:
         with contextlib.ExitStack() as stack:

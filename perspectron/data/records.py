@@ -81,10 +81,8 @@ class Fields:
             if not isinstance(record[name], str):
                 return Unreadable(f"{name!r} is no string")
         texts = [record[name] for name in self.names]
-        if any(map(_ESCAPED_BYTE.search, texts)):
-            return Unreadable(NOT_UTF8)
-        if not all(map(_valid, texts)):
-            return Unreadable(f"a NUL or broken characters in {self}")
+        if why := _no_text(texts, str(self)):
+            return Unreadable(why)
         if self.template is None:
             return Sample(texts[0], (("", texts[0], ()),) if texts[0] else ())
         if not texts[1]:
@@ -97,17 +95,21 @@ class Fields:
         return Sample(_key(pair), ((prompt, texts[1], pair[:1]),))
 
     def _talk(self, said: list[chats.Message], template: Template) -> Sample | Unreadable:
-        texts = [message["content"] for message in said]
-        if any(map(_ESCAPED_BYTE.search, texts)):
-            return Unreadable(NOT_UTF8)
-        if not all(map(_valid, texts)):
-            return Unreadable("a NUL or broken characters in a message")
+        if why := _no_text([message["content"] for message in said], "a message"):
+            return Unreadable(why)
         return Sample(_key(said), tuple(chats.answers(said, template)))
 
 
 def _key(said: Messages) -> str:
     """The key of messages as they are: what a template makes of them may contain the day's date."""
     return json.dumps([[message["role"], message["content"]] for message in said])
+
+
+def _no_text(texts: list[str], where: str) -> str:
+    """What makes strings no texts; empty if they are."""
+    if any(map(_ESCAPED_BYTE.search, texts)):
+        return NOT_UTF8
+    return "" if all(map(_valid, texts)) else f"a NUL or broken characters in {where}"
 
 
 def _valid(text: str) -> bool:
@@ -126,8 +128,9 @@ class Table(Protocol):
     name: str
     size: float
 
-    def records(self) -> Iterator[tuple[Any, float]]:
-        """(a record or Unreadable, how much of `size` was read by then). DataError: they can no longer be read."""
+    def records(self) -> Iterator[tuple[int, Any, float]]:
+        """(its line or row, a record or Unreadable, how much of `size` was read by then). DataError: it can no longer
+        be read."""
 
 
 class Records(Corpus):
@@ -141,6 +144,10 @@ class Records(Corpus):
         self._tables = tables
         self._fields = fields
         self._moved: dict[float, SplitName] = {}
+
+    @property
+    def size(self) -> float:
+        return sum(table.size for table in self._tables)
 
     def settle(self) -> "Records":
         """Make sure every split has a record: read until each has one, or else move those nearest by hash. DataError:
@@ -172,7 +179,7 @@ class Records(Corpus):
         """The hash of each record with text. DataError: there is none."""
         why, empty = "", True
         for table in self._tables:
-            for record, _ in table.records():
+            for _, record, _ in table.records():
                 sample = self._fields.of(record)
                 if isinstance(sample, Unreadable):
                     why = why or sample
@@ -185,10 +192,10 @@ class Records(Corpus):
 
     def _stream(self, split: SplitName) -> Iterator[Document]:
         tally = self._tallies[split]
-        whole, before = sum(table.size for table in self._tables) or 1, 0.0
+        whole, before = self.size or 1, 0.0
         for table in self._tables:
             kind = f"records of {table.name}"
-            for number, (record, at) in enumerate(table.records(), 1):
+            for number, record, at in table.records():
                 name, sample = f"{table.name}:{number}", self._fields.of(record)
                 key = name if isinstance(sample, Unreadable) else sample.key
                 share = share_of(key.encode("utf-8", "surrogateescape"))

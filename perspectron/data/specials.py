@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from perspectron.util.errors import DataError
-from perspectron.util.files import read_json, write_text
+from perspectron.util.files import read_json, read_object, write_text
 from perspectron.util.schema import checked
 
 MOST_PREFIX = 16
@@ -115,9 +115,7 @@ class _Values:
 
     def __init__(self, path: Path, ids: Mapping[str, int], known: frozenset[int]) -> None:
         self.path, self._ids, self._known = path, ids, known
-        values = read_json(path, DataError, infinite=True) if path.exists() else {}
-        if not isinstance(values, dict):
-            raise DataError(f"{path}: must be an object")
+        values = read_object(path, DataError)
         inner = values.get("text_config")
         self.values: dict[str, Any] = {**(inner if isinstance(inner, dict) else {}), **values}
 

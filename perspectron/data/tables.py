@@ -32,9 +32,7 @@ LONGEST = 1 << 26
 
 def is_table(name: str, *, loose: bool = True) -> bool:
     """True if a file of this name has records. loose: also one in LOOSE."""
-    if not loose:
-        return name.endswith((*LINES, PARQUET))
-    return name.lower().endswith((*LINES, PARQUET)) or _extension(name) in LOOSE
+    return name.lower().endswith((*LINES, PARQUET)) or (loose and _extension(name) in LOOSE)
 
 
 def _extension(name: str) -> str:
@@ -80,7 +78,7 @@ class FileTable:
     def _require_fields(self) -> None:
         pass
 
-    def records(self) -> Iterator[tuple[Any, float]]:
+    def records(self) -> Iterator[tuple[int, Any, float]]:
         raise NotImplementedError
 
     def _at(self, offset: int) -> float:
@@ -101,7 +99,7 @@ class FileTable:
 class JsonLines(FileTable):
     """One JSON object on each line of a file, plain or compressed."""
 
-    def records(self) -> Iterator[tuple[Any, float]]:
+    def records(self) -> Iterator[tuple[int, Any, float]]:
         offset, number = 0, 0
         with reading(self._path, self._encoding) as file:
             while line := file.readline(LONGEST + 1):
@@ -112,7 +110,7 @@ class JsonLines(FileTable):
                     )
                 offset += len(line)
                 if line.strip():
-                    yield _parsed(line), self._at(offset)
+                    yield number, _parsed(line), self._at(offset)
 
 
 def _parsed(line: bytes) -> Any:
@@ -161,7 +159,7 @@ class Parquet(FileTable):
         except (arrow.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{self._path}: cannot be read ({' '.join(str(error).split())})") from None
 
-    def records(self) -> Iterator[tuple[Any, float]]:
+    def records(self) -> Iterator[tuple[int, Any, float]]:
         names, number = list(self._columns), 0
         with self._opened(self._texts) as file:
             for batch in file.iter_batches(ROWS, columns=names, use_threads=False):
@@ -172,7 +170,7 @@ class Parquet(FileTable):
                         raise DataError(
                             f"{self._path}: row {number} is longer than {LONGEST >> 20} MiB, a record's most"
                         )
-                    yield record, self.size * number / self._rows
+                    yield number, record, self.size * number / self._rows
 
 
 class Csv(FileTable):
@@ -186,21 +184,22 @@ class Csv(FileTable):
                 lines = iter(lambda: file.readline(PIECE), b"")
                 head = next((line for line in lines if line.strip()), b"").decode("utf-8", "replace")
             self._delimiter = max(DELIMITERS, key=head.count)
-        self._require_columns(next(self._rows(), ([], 0))[0])
+        self._require_columns(next(self._rows(), (0, [], 0))[1])
 
-    def records(self) -> Iterator[tuple[Any, float]]:
+    def records(self) -> Iterator[tuple[int, Any, float]]:
         rows = self._rows()
-        columns, _ = next(rows)
-        for cells, offset in rows:
+        _, columns, _ = next(rows)
+        for line, cells, offset in rows:
             if len(cells) == len(columns):
-                yield dict(zip(columns, cells, strict=True)), self._at(offset)
+                yield line, dict(zip(columns, cells, strict=True)), self._at(offset)
             else:
                 why = f"{len(cells)} cells where the first line has {len(columns)}"
-                yield Unreadable(why), self._at(offset)
+                yield line, Unreadable(why), self._at(offset)
 
-    def _rows(self) -> Iterator[tuple[list[str], int]]:
-        """(the cells of a line that is not empty, the offset after it). DataError for quotes that do not end."""
-        offset = 0
+    def _rows(self) -> Iterator[tuple[int, list[str], int]]:
+        """(the line where a row begins that is not empty, its cells, the offset after it). DataError for quotes that do
+        not end."""
+        offset, line = 0, 1
         csv.field_size_limit(LONGEST)
         with reading(self._path, self._encoding) as file:
 
@@ -212,9 +211,11 @@ class Csv(FileTable):
                     yield line.removeprefix(codecs.BOM_UTF8 * marked).decode("utf-8", "surrogateescape")
 
             try:
-                for cells in csv.reader(lines(), delimiter=self._delimiter, strict=True):
+                rows = csv.reader(lines(), delimiter=self._delimiter, strict=True)
+                for cells in rows:
                     if cells:
-                        yield cells, offset
+                        yield line, cells, offset
+                    line = rows.line_num + 1
             except csv.Error as error:
                 why = f"no table of cells between {self._delimiter!r}: {error}, before byte {offset:,}"
                 raise self._no_table(f"{self._path}: {why}") from None
@@ -224,17 +225,17 @@ class Json(FileTable):
     """Objects of a .json: those of an array, or one after another."""
 
     def _require_fields(self) -> None:
-        record, _ = next(self.records(), ({}, 0))
+        _, record, _ = next(self.records(), (0, {}, 0))
         if not isinstance(record, dict):
             raise self._no_table(f"{self._path}: not records but other JSON")
         if record and not any(name in record for name in self._fields.columns(record)):
             self._require_columns(list(map(str, record)))
 
-    def records(self) -> Iterator[tuple[Any, float]]:
+    def records(self) -> Iterator[tuple[int, Any, float]]:
         """DataError where it is not JSON."""
         parse = json.JSONDecoder().raw_decode
         decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        text, at, offset, array = "", 0, 0, ""  # array: the bracket that was read last
+        text, at, offset, number, array = "", 0, 0, 0, ""  # array: the bracket that was read last
         with reading(self._path, self._encoding) as file:
             while True:
                 block = file.read(max(PIECE, len(text)))
@@ -248,8 +249,8 @@ class Json(FileTable):
                         break
                     array = (array + re.sub(r"[^\[\]]", "", between[0]))[-1:]
                     offset += len(text[at:end].encode("utf-8", "surrogateescape"))
-                    at = end
-                    yield value, self._at(offset)
+                    at, number = end, number + 1
+                    yield number, value, self._at(offset)
                 rest = _BETWEEN.sub("", text[at:], count=1)
                 if len(text) - at > LONGEST or (not block and rest):
                     raise self._no_table(f"{self._path}: no JSON from byte {offset:,} on")

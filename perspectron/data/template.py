@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perspectron.data import added
 from perspectron.data.shield import Shield
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.util.config import meant_beside, require
 from perspectron.util.errors import ConfigError
-from perspectron.util.files import read_json, read_text, remove, write_text
+from perspectron.util.files import read_object, read_text, remove, write_text
 
 SECONDS, MEMORY = 2.0, 512 << 20
 """Limits for one prompt: seconds of a processor, and bytes of memory of the process that makes it."""
@@ -33,7 +34,6 @@ the prompts of its training were made by."""
 TOOLS = "tool_use"
 """Name of the template for requests with tools, where a model has one of its own."""
 TOOLS_FILE = f"additional_chat_templates/{TOOLS}.jinja"
-NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 MORE = ("extra_special_tokens", "model_specific_special_tokens")
 """Fields that may have further ones by name."""
 NO_TOKENS: Mapping[str, str] = {"bos_token": "", "eos_token": ""}
@@ -44,7 +44,7 @@ _PLAIN = """\
 {%- for message in messages %}{{ '### ' + message.role + '\\n' + message.content + '\\n\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '### assistant\\n' }}{% endif -%}
 """
-_ANSWER = "answer"  # stands for an answer to see how a template ends one
+_QUESTION, _ANSWER = "question", "answer"  # stand for messages to see how a template ends the latter
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Names of a template's values that are arguments of their own here."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -108,7 +108,7 @@ class Template:
         several by name the one that is called "default", with its `tool_use`. tokens: by default those that the
         folder's files name. ConfigError: it is not a template."""
         tokens = tokens_of(folder) if tokens is None else tokens
-        text, named = _values(folder / CONFIG).get("chat_template"), dict[str, Any]()
+        text, named = read_object(folder / CONFIG, ConfigError).get("chat_template"), dict[str, Any]()
         if isinstance(text, list):
             named = {str(each.get("name")): each.get("template") for each in text if isinstance(each, dict)}
             text = named.get("default")
@@ -168,11 +168,12 @@ class Template:
         return self.marked(asked, tokenizer)
 
     def end(self, tokenizer: Tokenizer) -> int | None:
-        """The first of the tokens that end texts which the template writes after an answer; None if it writes none."""
-        talk = [*question(_ANSWER), {"role": "assistant", "content": _ANSWER}]
+        """The first of the tokens that end texts which the template writes after an answer; None if it writes none, or
+        the answer otherwise than as it is."""
+        talk = [*question(_QUESTION), {"role": "assistant", "content": _ANSWER}]
         with contextlib.suppress(ConfigError):
-            _, _, after = self.prompt(talk, add_generation_prompt=False).rpartition(_ANSWER)
-            ids = tokenizer.encode(tokenizer.marked(after))
+            _, found, after = self.prompt(talk, add_generation_prompt=False).rpartition(_ANSWER)
+            ids = tokenizer.encode(tokenizer.marked(after)) if found else []
             return next((id for id in ids if id in tokenizer.specials.stops), None)
         return None
 
@@ -227,7 +228,7 @@ def question(text: str) -> Messages:
 def tokens_of(folder: Path) -> Mapping[str, str]:
     """The special tokens that the files of a folder of transformers name, as it gives them to templates. ConfigError: a
     file is no object, or a token has no spelling."""
-    own, legacy = _values(folder / CONFIG), _values(folder / "special_tokens_map.json")
+    own, legacy = (read_object(folder / name, ConfigError) for name in (CONFIG, "special_tokens_map.json"))
     if "added_tokens_decoder" not in own:
         own = own | legacy
     found, more = dict[str, str](), dict[str, Any]()
@@ -237,16 +238,9 @@ def tokens_of(folder: Path) -> Mapping[str, str]:
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str) and (name.endswith("_token") or name in more):
             found[name] = value
-        elif value is not None and name in NAMES:
+        elif value is not None and name in added.NAMED:
             raise ConfigError(f"{folder / CONFIG}: {name} is {value!r}, must be a token's spelling")
     return found if own else NO_TOKENS
-
-
-def _values(path: Path) -> dict[str, Any]:
-    values = read_json(path, ConfigError, infinite=True) if path.is_file() else {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must be an object")
-    return values
 
 
 class _Failed(Exception):

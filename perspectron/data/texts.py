@@ -76,6 +76,10 @@ class Files(Corpus):
         super().__init__(source, identity, shares)
         self._parts = parts
 
+    @property
+    def size(self) -> float:
+        return sum(part.size for parts in self._parts.values() for part in parts)
+
     def _stream(self, split: SplitName) -> Iterator[Document]:
         tally = self._tallies[split]
         sizes = [part.size for part in self._parts[split]]

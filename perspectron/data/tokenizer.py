@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import pre_tokenizers, trainers
+from tokenizers import models, pre_tokenizers, trainers
 
 from perspectron.data import added, bpe, specials, world
 from perspectron.data.bpe import BYTE, END_OF_TEXT, MOST_TOKENS, blank, byte_letters
@@ -105,12 +105,14 @@ class Tokenizer:
         for character in characters:
             letters = [alphabet[byte] for byte in character.encode()]
             for end in range(1, len(letters)):
-                pair = ["".join(letters[:end]), letters[end]]
+                pair = ("".join(letters[:end]), letters[end])
                 if "".join(pair) not in vocab:
                     vocab["".join(pair)] = len(vocab)
                     merges.append(pair)
-        made = tokenizers.Tokenizer.from_str(bpe.to_json(vocab, merges))
-        return cls.parse(made.to_str(pretty=True), Path("tokenizer"))
+        inner = blank()
+        inner.model = models.BPE(vocab, merges)
+        inner.add_special_tokens([END_OF_TEXT])
+        return cls.parse(inner.to_str(pretty=True), Path("tokenizer"))
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
@@ -194,7 +196,7 @@ class Tokenizer:
         marks = itertools.takewhile(bool, first.special_tokens_mask)
         ids: Mapping[str, int] = self._spelled
         if isinstance(self._inner, world.Longest):  # of which the files of a folder have texts, not letters
-            ids = {self.token_bytes(id).decode(errors="replace"): id for id in ids.values()} | dict(ids)
+            ids = {data.decode(errors="replace"): id for data, id in self._inner.ids.items()} | dict(ids)
         prefix = [id for id, _ in zip(first.ids, marks, strict=False)]
         return specials.beside(folder, ids, prefix, set(self.special.values()))
 
@@ -289,7 +291,8 @@ class Tokenizer:
         return data.removeprefix(self._lead).decode("utf-8", errors="replace")
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes of one token within a text (possibly part of a character); none for special ones."""
+        """The bytes of one token within a text (possibly part of a character); none for special ones. An ordinary one
+        that also ends texts, as a model may name a line end, keeps its bytes."""
         if not 0 <= id < self.vocab_size:
             raise DataError(f"token id: {id} is not between 0 and {self.vocab_size - 1}")
         return self._bytes[id]
@@ -327,10 +330,10 @@ class Tokenizer:
         with spaces for ▁; and else the difference that it makes to the text before it."""
         letters = {letter: byte for byte, letter in enumerate(byte_letters())}
         kinds = _decoders(json.loads(self._text).get("decoder"))
-        silent = self.specials.silent.union(self.special.values())
+        special = frozenset(self.special.values())
         table, open_ = [b""] * self.vocab_size, list[tuple[str, int]]()
         for token, id in self._spelled.items():
-            if id in silent:
+            if id in special:
                 continue
             if self._joined:
                 table[id] = f" {token}".encode()
@@ -351,6 +354,9 @@ class Tokenizer:
             open_, self._inner.decode_batch([[*near, id] for _, id in open_]), strict=True
         ):
             table[id] = text.removeprefix(before).encode()
+        for id in self.specials.silent - special:
+            if id not in self.encode(table[id].decode(errors="replace")):  # of no text
+                table[id] = b""
         return table
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from perspectron.data.corpus import Corpus
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.util.errors import DataError
-from perspectron.util.files import read_json, sha256, write_json
+from perspectron.util.files import read_json, write_json
 
 KINDS = ("bpe", "bytes", "characters")
 NOTE = "vocabulary.json"
@@ -56,13 +56,11 @@ def characters(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def made_in(folder: Path, kind: str, corpus: Corpus, vocab_size: int) -> Tokenizer:
-    """`made`, kept in FOLDER/tokenizer.json: what is there for the same corpus, kind and size is not made again, so
-    that an encoding that goes on need not read the text from its beginning."""
+    """`made`, kept in FOLDER/tokenizer.json: what was learned there of the same corpus, kind and size is not learned
+    again, so that an encoding that goes on need not read the text from its beginning."""
     asked = {"corpus": corpus.fingerprint, "kind": kind, "vocab_size": vocab_size}
-    if kind not in KINDS:
-        asked["file"] = sha256(_file(kind))
     path, note = folder / "tokenizer.json", folder / NOTE
-    if path.is_file() and note.is_file():
+    if kind in KINDS and path.is_file() and note.is_file():
         try:
             tokenizer = Tokenizer.load(path)
             if read_json(note, DataError) == asked | {"tokenizer": tokenizer.fingerprint}:

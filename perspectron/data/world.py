@@ -106,22 +106,22 @@ class Encoding(NamedTuple):
 class Longest:
     """A tokenizer of the library that encodes by the longest token each time, in time linear in the text's length.
 
-    Added tokens are found first, by the names that they have in it."""
+    ids: of the tokens by their bytes. Added tokens are found first, by the names that they have in it."""
 
     def __init__(self, inner: tokenizers.Tokenizer, place: object) -> None:
         self._inner = inner
         added = {token.content: id for id, token in inner.get_added_tokens_decoder().items()}
         bytes_of = {letter: byte for byte, letter in enumerate(byte_letters())}
-        self._ids = dict[bytes, int]()
+        self.ids = dict[bytes, int]()
         for token, id in inner.get_vocab(with_added_tokens=False).items():
             if token not in added:
                 try:
-                    self._ids[bytes(bytes_of[letter] for letter in token)] = id
+                    self.ids[bytes(bytes_of[letter] for letter in token)] = id
                 except KeyError:
                     raise DataError(f"{place}: model.vocab has {token!r}, must be letters of bytes") from None
-        complete(self._ids, place)
+        complete(self.ids, place)
         lengths = dict[bytes, set[int]]()
-        for data in self._ids:
+        for data in self.ids:
             lengths.setdefault(data[:2], set()).add(len(data))
         # A token of one byte is taken where no token matches that begins with the next two bytes.
         self._lengths = {head: sorted(of, reverse=True) for head, of in lengths.items() if len(head) == 2}
@@ -154,7 +154,7 @@ class Longest:
                 yield from self._longest(part.encode())
 
     def _longest(self, data: bytes) -> Iterator[list[int]]:
-        known, lengths, at, size, found = self._ids, self._lengths, 0, len(data), list[int]()
+        known, lengths, at, size, found = self.ids, self._lengths, 0, len(data), list[int]()
         while at < size:
             for length in lengths.get(data[at : at + 2], ()):
                 token = data[at : at + length]  # at the end of the text it may be a shorter one, as good

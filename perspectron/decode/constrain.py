@@ -217,13 +217,15 @@ def _end(tokenizer: Vocabulary) -> int:
 
 
 class _Spelled:
-    """A tokenizer with the library's interface: tokens without bytes are special, and only a text's end is allowed."""
+    """A tokenizer with the library's interface: tokens without bytes, and those that end texts, are special, and only a
+    text's end is allowed."""
 
     bos_token_id = None
 
     def __init__(self, tokenizer: Vocabulary) -> None:
         self.eos_token_id = _end(tokenizer)
-        spelled = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
+        silent = tokenizer.specials.silent
+        spelled = [b"" if id in silent else tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
         self.special_token_ids = [id for id, data in enumerate(spelled) if not data]
         self.tokens = [data or f"<|{id}|>".encode() for id, data in enumerate(spelled)]
         self._encode, self._known = tokenizer.encode, lru_cache(4096)(self._spell)

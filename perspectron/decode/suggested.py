@@ -7,7 +7,7 @@ from typing import Any
 
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.util.errors import ConfigError
-from perspectron.util.files import read_json
+from perspectron.util.files import read_object
 
 FILE = "generation_config.json"
 FILTERS = ("top_k", "top_p", "min_p")
@@ -71,9 +71,7 @@ def suggested(
     ConfigError, naming the file and the key: an invalid value, unless `asked` replaces it.
     """
     path = folder / FILE
-    found = read_json(path, ConfigError, infinite=True) if path.is_file() else {}
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: must be an object")
+    found = read_object(path, ConfigError)
     values, greedy = dict[str, Any](), found.get("do_sample") is False
     if greedy or (found.get("do_sample") is True and found.get("temperature") is None):
         values["temperature"] = (

@@ -8,7 +8,6 @@ as a training window has, in a ring, so that no design's state grows with the te
 import bz2
 import gzip
 import lzma
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from perspectron.data.reading import ZSTD
 from perspectron.data.shards import Split
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.eval.subject import Subject
@@ -28,7 +28,6 @@ from perspectron.util.errors import ConfigError
 
 CHUNK = 1024
 """Tokens of a document that are read at once."""
-ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 PRIMED = 64 << 20
 """Bytes that a compressor reads before the text: as far as xz -9 looks back."""
 

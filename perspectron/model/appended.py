@@ -277,7 +277,9 @@ def _part(contents: Contents, start: int, *, whole: bool = False) -> tuple[bytes
         header = {END: _end(0).decode(), **header}
     shapes = {name: made[name][:2] for name in order}
     sizes = [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in shapes.values()]
-    return compose(shapes, header), [(size, made[name][2]) for size, name in zip(sizes, order, strict=True)]
+    first = compose(shapes, header)
+    parse_header(first[8:], sum(sizes))  # so that nothing is written that no reader takes
+    return first, [(size, made[name][2]) for size, name in zip(sizes, order, strict=True)]
 
 
 def _write(file: BinaryIO, bodies: list[_Body]) -> None:

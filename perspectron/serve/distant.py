@@ -11,7 +11,7 @@ from pathlib import Path
 from perspectron.decode.session import Session
 from perspectron.serve.states import ENDING, NAME, About, Missing, States, beside, sign_of
 from perspectron.util.errors import StorageError
-from perspectron.util.files import remove, temporary_beside
+from perspectron.util.files import atomic, remove, temporary_beside
 from perspectron.util.lease import Lease, Leases
 from perspectron.util.objects import Objects
 
@@ -41,7 +41,8 @@ class DistantStates(States):
             return path
         if (data := self._objects.get(f"{at}/{latest}")) is None:
             raise StorageError(f"state {name!r}: was written anew while it was read; ask again")
-        self._put(path, data)
+        with self._told(), atomic(path, durable=False) as temporary:
+            temporary.write_bytes(data)
         return path
 
     def list(self) -> list[About]:
@@ -127,17 +128,6 @@ class DistantStates(States):
     def _local(self, at: str, version: str) -> Path:
         """This server's file of a version, which never changes."""
         return self.folder / (hashlib.sha256(f"{at}/{version}".encode()).hexdigest()[:32] + ENDING)
-
-    def _put(self, path: Path, data: bytes) -> None:
-        temporary = temporary_beside(path)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(data)
-            os.replace(temporary, path)
-        except OSError as error:
-            raise StorageError(f"{path.name}: not written ({error.strerror or error})") from None
-        finally:
-            remove(temporary)
 
     def _forget_old(self) -> None:
         """Delete the server's own copies that are old and were not asked for lately."""

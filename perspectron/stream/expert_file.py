@@ -30,11 +30,11 @@ from perspectron.experts.fetched import Shard
 from perspectron.experts.mixture import ExpertsConfig
 from perspectron.experts.router import MOST_EXPERTS, RoutedConfig
 from perspectron.ops.packing import LAYOUTS, MAX_COLUMNS, Packed, check, sizes
-from perspectron.stream import tensors
 from perspectron.stream.tensors import HUGE, PAGE, Bytes
 from perspectron.util.config import one_of
 from perspectron.util.errors import ArtifactError
 from perspectron.util.files import atomic, parse_json
+from perspectron.util.tensors import compose
 
 FORMAT = "perspectron-experts-2"
 CODES = "ternary"
@@ -187,12 +187,12 @@ def dump(header: Header) -> bytes:
     if not header.layout.gated:
         fields["gate"] = "none"
     fields["header"] = xxh3_64(json.dumps(fields).encode()).hexdigest()
-    entries = (
-        (f"{expert}.{name}", dtype, shape)
+    entries = {
+        f"{expert}.{name}": (dtype, shape)
         for expert in header.stored
         for name, dtype, shape in header.layout.tensors
-    )
-    return tensors.header(entries, fields)
+    }
+    return compose(entries, fields, align=PAGE)
 
 
 def parse(read: Callable[[int, int], bytes], size: int, name: object) -> Header:

@@ -187,5 +187,4 @@ def training_batches(config: RunConfig, shards: Shards, rank: int = 0, world_siz
         batch_size=train.batch_size,
         seq_len=train.seq_len,
         seed=train.seed,
-        order=config.order,
     )

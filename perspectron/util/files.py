@@ -113,11 +113,11 @@ def sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic(path: Path) -> Iterator[Path]:
+def atomic(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside `path`; whatever file or folder stands there at the end is renamed onto it.
 
     On any error the temporary is removed and what stood at `path` before is untouched. Any number of threads and
-    processes may write one path: the last to end wins, and no file is ever a mixture.
+    processes may write one path: the last to end wins, and no file is ever a mixture. durable: wait for the disk.
     Raises StorageError for an OSError (full disk, read-only folder), and before anything is written where `path` is
     neither a regular file nor a folder: a link is not followed and a device not replaced.
     """
@@ -129,10 +129,12 @@ def atomic(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         _refuse_special(path)
         yield temporary
-        for part in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
-            sync(part)
+        if durable:
+            for part in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
+                sync(part)
         _put(temporary, path, aside)
-        sync(path.parent)
+        if durable:
+            sync(path.parent)
     except OSError as error:
         raise StorageError(f"{path}: not written ({error.strerror or error})") from error
     finally:
@@ -287,6 +289,14 @@ def read_json(
     except (OSError, ValueError) as cause:
         why = cause.strerror if isinstance(cause, OSError) else cause
         raise error(f"{path}: unreadable JSON ({why})") from None
+
+
+def read_object(path: Path, error: type[PerspectronError]) -> dict[str, Any]:
+    """The object in a JSON file of another program; empty where there is no such file. `error`, naming the file."""
+    value = read_json(path, error, infinite=True) if path.exists() else {}
+    if not isinstance(value, dict):
+        raise error(f"{path}: must be an object")
+    return value
 
 
 def read_text(path: Path, limit: int = MAX_JSON, errors: str = "strict") -> str:

@@ -216,13 +216,14 @@ def _status(field: str) -> int:
 @contextmanager
 def signals() -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP, which a closing terminal sends; a second one acts at once. One that is
-    ignored, as SIGHUP under nohup, stays so. Outside the main thread none are collected."""
+    ignored, as SIGHUP under nohup, stays so, and so does a handler that is not Python's, of a program that embeds it.
+    Outside the main thread none are collected."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    before = {number: its for number, its in before.items() if its not in (signal.SIG_IGN, None)}
 
     def catch(number: int, frame: FrameType | None) -> None:
         caught.append(number)

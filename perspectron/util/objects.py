@@ -12,10 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from perspectron.util.errors import ConfigError, StateError, StorageError
-from perspectron.util.files import atomic, open_file, remove, safe_join, temporary_beside
+from perspectron.util.files import atomic, open_file, remove, safe_join
 
 T = TypeVar("T")
 PATIENCE = 10.0  # seconds for an answer of a store
@@ -73,23 +73,9 @@ class Folder(Objects):
     def put(self, name: str, data: bytes, *, durable: bool = True) -> None:
         """As `Objects.put`."""
         self._there()
-        path = self._path(name)
-        if durable:
-            with atomic(path) as temporary:
-                temporary.write_bytes(data)
-            self._there()
-            return
-        temporary = temporary_beside(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic(self._path(name), durable=durable) as temporary:
             temporary.write_bytes(data)
-            os.replace(temporary, path)
-            self._there()
-        except OSError as error:
-            raise StorageError(f"{path}: not written ({error.strerror or error})") from error
-        finally:
-            with contextlib.suppress(OSError):
-                remove(temporary)
+        self._there()
 
     def get(self, name: str) -> bytes | None:
         """As `Objects.get`."""
@@ -252,7 +238,7 @@ def folder_of(url: str) -> Path | None:
     return None if "://" in url else Path(url)
 
 
-def objects_of(url: str, **options: Any) -> Objects:
+def objects_of(url: str) -> Objects:
     """The store of a URL, or of a path. ConfigError: a kind that is not known, or needs a package."""
     if (folder := folder_of(url)) is not None:
         return Folder(folder)
@@ -261,4 +247,4 @@ def objects_of(url: str, **options: Any) -> Objects:
         if not folder.is_absolute():
             raise ConfigError(f"store = {url}: must be file:// and an absolute path")
         return Folder(folder)
-    return Remote(url, **options)
+    return Remote(url)

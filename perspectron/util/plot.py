@@ -138,20 +138,19 @@ def draw(charts: Sequence[Chart], *, slug: str = "") -> str:
         return _svg(figure, " · ".join(chart.title for chart in charts), slug)
 
 
-def draw_dots(plot: Dots, *, slug: str = "") -> str:
+def draw_dots(plot: Dots, slug: str) -> str:
     """A dot plot as one <svg>, as high as its rows need; `slug` as in `draw`."""
     lines = max(_in_lines(dot.name).count("\n") + 1 for dot in plot.dots)
     height = 70 + ROW * len(plot.dots) * (1 if lines == 1 else 0.8 * lines)
-    with _figure(NARROW if slug else 1.2 * WIDTH, height, slug) as figure:
+    with _figure(NARROW, height, slug) as figure:
         axes = figure.add_subplot()
         _dots(axes, plot)
-        if slug:  # names take half of the width, and the title needs all of it
-            axes.set_title("")
-            figure.suptitle(plot.title, x=0.01, ha="left", fontsize=11)
+        axes.set_title("")  # names take half of the width, and the title needs all of it
+        figure.suptitle(plot.title, x=0.01, ha="left", fontsize=11)
         return _svg(figure, plot.title, slug)
 
 
-def draw_heat(heat: Heat, *, slug: str = "") -> str:
+def draw_heat(heat: Heat, slug: str) -> str:
     """Half-lives as colours on a logarithmic scale, as one <svg>; `slug` as in `draw`."""
     from matplotlib.colors import LogNorm
 

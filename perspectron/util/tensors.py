@@ -144,17 +144,22 @@ def check_size(path: Path, size: int, error: type[PerspectronError]) -> None:
         raise error(f"{path}: a header of {size:,} bytes, {why}")
 
 
-def compose(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+def compose(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None = None,
+    align: int = 8,
+) -> bytes:
     """The header of a file whose data are these tensors, by name in their order, its length included; metadata comes
-    first in it, in its order. ValueError: what `parse_header` would refuse."""
-    fields, at = dict[str, Any]({METADATA: dict(metadata)}), 0
+    first in it, in its order. align: bytes of which it has a multiple."""
+    fields, at = dict[str, Any](), 0
+    if metadata is not None:
+        fields[METADATA] = dict(metadata)
     for name, (dtype, shape) in tensors.items():
         size = math.prod(shape) * dtype.itemsize
         fields[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    parse_header(text, at)
+    text += b" " * (-(8 + len(text)) % align)
     return len(text).to_bytes(8, "little") + text
 
 

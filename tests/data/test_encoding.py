@@ -1,5 +1,6 @@
 """Encoding: in processes, interrupted anywhere; several sources, mixed by their weights; tokenizers of every kind."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from perspectron.data import Shards, Tokenizer, encode, made_in, open_corpus, open_shards
 from perspectron.data import encoding as encoding_module
 from perspectron.data.loader import Loader
+from perspectron.data.specials import Specials
 from perspectron.data.vocabulary import BYTES, characters, made
 from perspectron.util.errors import DataError
 from tests.data.conftest import sentence
@@ -43,6 +45,16 @@ def mixed(texts: str, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFac
 
 
 # Progress and interruption
+
+
+def test_progress_over_several_sources_is_by_their_bytes(
+    texts: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    told, corpus = list[float](), open_corpus(texts, heldout=0.2)
+    encode(corpus, tokenizer, tmp_path / "out", tell=lambda _, share: told.append(share))
+    digits, words = (corpus.size for _, corpus in corpus.named)
+    assert any(share == pytest.approx(digits / (digits + words)) for share in told)
+    assert told == sorted(told) and told[-1] == pytest.approx(1, abs=0.01)
 
 
 def test_progress_is_told_in_bytes_and_shares(
@@ -189,6 +201,32 @@ def test_other_weights_encode_nothing_again(
     assert [float(source.weight) for source in found.split("train").sources] == [0.4, 0.6]
 
 
+def test_nothing_stays_of_an_interrupted_encoding_of_another_kind(
+    texts: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digits, words = texts.split()[0].partition(":")[2], texts.split("0.3:")[1]
+    sources = [texts, digits, f"a=0.5:{digits} words=0.5:{words}", texts, words]
+    monkeypatch.setattr(encoding_module, "BATCH_DOCUMENTS", 8)
+
+    def encoded(source: str, out: Path, until: float = 2.0) -> None:
+        def tell(_: int, share: float) -> None:
+            if share > until:
+                raise KeyboardInterrupt
+
+        encode(open_corpus(source), tokenizer, out, shard_tokens=512, tell=tell)
+
+    for source, other in itertools.pairwise(sources):
+        out, fresh = tmp_path / "out", tmp_path / "fresh"
+        with pytest.raises(KeyboardInterrupt):
+            encoded(source, out, until=0.9)
+        assert len(contents(out)) > 2
+        encoded(other, out)
+        encoded(other, fresh)
+        assert contents(out) == contents(fresh)
+        shutil.rmtree(out)
+        shutil.rmtree(fresh)
+
+
 def test_a_position_in_other_weights_is_refused(texts: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     def loader(weights: str) -> Loader:
         shards = encode(open_corpus(weights), tokenizer, tmp_path / "out")
@@ -294,6 +332,10 @@ def test_a_tokenizer_of_a_file_is_that_of_the_file_as_it_is_now(tmp_path: Path) 
         wanted.save(file)
         found = made_in(tmp_path / "out", str(file), corpus, 300)
         assert found.vocab_size == size and found.fingerprint == wanted.fingerprint
+    for specials in (Specials(stops=frozenset((0, 7)), end=7), Specials(stops=frozenset((0, 9)), end=9)):
+        specials.save(tmp_path / "specials.json")
+        assert made_in(tmp_path / "out", str(file), corpus, 300).specials == specials
+        assert Tokenizer.load(tmp_path / "out" / "tokenizer.json").specials == specials
     file.unlink()
     with refused(DataError, file):
         made_in(tmp_path / "out", str(file), corpus, 300)

@@ -363,6 +363,21 @@ def test_documents_are_told_apart_by_what_the_tokenizer_has(tmp_path, kind, stop
     assert [i for i, start in enumerate(starts) if start] == [*split.starts]
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama2"])
+def test_a_line_end_that_ends_texts_stays_in_those_that_are_read(tmp_path, kind) -> None:
+    """And what is only a stop, though no added token, is in none."""
+    value = json.loads(KINDS[kind]().to_str())
+    value["added_tokens"] = [token for token in value["added_tokens"] if token["content"] != "</s>"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(value))
+    plain = Tokenizer.load(tmp_path / "tokenizer.json")
+    line = plain.encode("a\nb")[-2]
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [line, 2]}))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert tokenizer.specials.stops == {line, 2}
+    assert tokenizer.decode(tokenizer.encode("a\nb")) == "a\nb" == plain.decode(plain.encode("a\nb"))
+    assert tokenizer.token_bytes(line) == b"\n" and tokenizer.token_bytes(2) == b""
+
+
 @pytest.mark.parametrize(("kind", "stops"), [("llama2", [2]), ("llama2", [1]), ("qwen2", [2]), ("qwen2", [])])
 def test_a_prompt_is_no_target_and_what_ends_an_answer_is(tmp_path, kind, stops) -> None:
     KINDS[kind]().save(str(tmp_path / "tokenizer.json"))
@@ -411,6 +426,18 @@ def test_an_answer_ends_as_its_template_ends_one(tmp_path, after, end) -> None:
     assert ends == {turn if end == 3 else end}
     chosen = split.read(0, split.tokens)[split.is_learned(0, split.tokens)].tolist()
     assert sum(id in ends for id in chosen) == split.documents
+
+
+@pytest.mark.parametrize("content", ["m.content | upper", "m.content if m.role == 'user'"])
+def test_what_ends_a_question_is_not_what_ends_an_answer(tmp_path, content) -> None:
+    """Of a template that does not write an answer as it is."""
+    KINDS["qwen2"]().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    end = "{{ '</s>' if m.role == 'user' }}"
+    template = Template(
+        "{% for m in messages %}{{ m.role }}: {{ " + content + " }}" + end + "{% endfor %}", "turns"
+    )
+    assert template.end(Tokenizer.load(tmp_path / "tokenizer.json")) is None
 
 
 def test_the_vocabulary_of_smollm2_is_that_of_transformers(tmp_path) -> None:

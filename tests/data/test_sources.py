@@ -134,6 +134,20 @@ def test_records_name_what_they_skip(tmp_path: Path) -> None:
     assert sorted(corpus.skipped) == ["a.parquet:2", "a.parquet:5"]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_a_record_of_a_text_is_named_by_its_line(tmp_path: Path, name: str) -> None:
+    """With empty lines between and, in a .csv, a row of several lines."""
+    rows = ['{"text": "two\\nlines"}'] * 2 if name == "a.jsonl" else ["text", '"two', 'lines"']
+    rows += ["", *(json.dumps({"text": f"row{i}"}) if name == "a.jsonl" else f"row{i}" for i in range(60))]
+    path = tmp_path / name
+    path.write_text("\n\n".join(rows).replace("two\n\n", "two\n"))
+    corpus, there = open_corpus(str(path), heldout=0.3), path.read_text().split("\n")
+    found = [document for split in corpus.splits for document in corpus.documents(split)]
+    assert len(found) > 60
+    for document in found:
+        assert document.text.partition("\n")[0] in there[int(document.name.partition(":")[2]) - 1]
+
+
 # Datasets
 
 
@@ -172,19 +186,22 @@ def test_a_table_without_a_column_of_text_says_which_it_has(tmp_path: Path) -> N
     with refused(DataError, path, "'text'", "body", f"{path}#id"):
         open_corpus(str(path))
     assert everything(open_corpus(f"{path}#body")) == sorted(TEXTS)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    lines(folder / "b.jsonl")
+    shouted = table(folder / "A.PARQUET", name="body")
+    with refused(DataError, shouted, "'text'", "body"):
+        open_corpus(str(folder))
     (tmp_path / "no.parquet").write_bytes(b"PAR1 and nothing else")
     with refused(DataError, "no.parquet"):
         open_corpus(str(tmp_path / "no.parquet"))
 
 
-@pytest.mark.parametrize(
-    ("name", "missing"), [("a.parquet", "pyarrow"), ("a.txt.zst", "backports"), ("hf:some/name", "datasets")]
-)
+@pytest.mark.parametrize(("name", "missing"), [("a.parquet", "pyarrow"), ("hf:some/name", "datasets")])
 def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, missing: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt.zst").write_bytes(zstd.compress(b"text\n"))
     table(tmp_path / "a.parquet")
     there = reading_module.find_spec
     monkeypatch.setattr(reading_module, "find_spec", lambda n: None if n.startswith(missing) else there(n))

@@ -308,6 +308,8 @@ def test_a_run_that_no_border_cuts_is_refused_where_it_would_take_gigabytes() ->
 
 def test_what_an_earlier_version_imported_is_refused_as_its_ends_would_be_text(tmp_path: Path) -> None:
     vocab = {token: id for id, token in enumerate([END_OF_TEXT, *bpe.byte_letters(), "<|stop|><|eot|>"])}
-    (tmp_path / "tokenizer.json").write_text(bpe.to_json(vocab, []))
+    value = json.loads(Tokenizer.spelled([]).to_str())
+    value["model"]["vocab"] = vocab
+    (tmp_path / "tokenizer.json").write_text(json.dumps(value))
     with refused(DataError, tmp_path / "tokenizer.json"):
         Tokenizer.load(tmp_path / "tokenizer.json")

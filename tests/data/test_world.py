@@ -83,6 +83,17 @@ def test_special_ids_are_those_of_the_files_beside_it(tmp_path):
     assert found == Specials((), frozenset((0, end)), 0, None, end)
 
 
+def test_a_token_of_text_that_ends_texts_keeps_its_bytes(tmp_path):
+    vocabulary_file(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "\\n\\n"}')
+    found = Tokenizer.of_transformers(tmp_path)
+    found.save(tmp_path / "saved" / "tokenizer.json")
+    for one in (found, Tokenizer.load(tmp_path / "saved" / "tokenizer.json")):
+        assert one.specials.stops == {vocabulary()[b"\n\n"]}
+        assert one.decode(one.encode("the\n\nthe")) == "the\n\nthe"
+        assert one.byte_counts().sum() == sum(map(len, vocabulary()))
+
+
 def test_a_stream_gives_whole_characters(own):
     """A token may end within a character, and one may be the rest of it and a space."""
     ids = own.encode("a汉世é 🎉")

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from perspectron.data import Tokenizer
 from perspectron.decode import constrain
@@ -188,6 +189,13 @@ def test_a_row_whose_vocabulary_lacks_a_letter_ends_with_an_error_and_the_others
     assert finish(pieces[1], 0) == "stop"
     with refused(ConfigError):
         json_schema({"type": "object"}, Without(tokenizer, b"{"))
+
+
+def test_a_token_of_text_that_ends_texts_is_no_text_of_a_grammar(tokenizer) -> None:
+    vocabulary = Without(tokenizer, b"~")
+    vocabulary.specials = replace(tokenizer.specials, stops=frozenset({0, *tokenizer.encode("{")}))
+    with refused(ConfigError):
+        json_schema({"type": "object"}, vocabulary)
 
 
 def test_a_safe_set_that_masks_what_the_grammar_asks_for_ends_the_text_by_name(

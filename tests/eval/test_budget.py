@@ -118,6 +118,18 @@ def test_a_long_text_is_estimated_from_the_share_that_was_read(tmp_path, monkeyp
     )
 
 
+@pytest.mark.parametrize("mixture", [True, False])
+def test_a_long_text_beside_a_short_one_is_estimated_by_bytes(tmp_path, monkeypatch, mixture):
+    (tmp_path / "long.txt").write_text("One line of many.\n" * 100_000)
+    short = tmp_path / "short.jsonl"
+    short.write_text("".join(f'{{"text": "row {i}"}}\n' for i in range(200)))
+    source = f"long=0.5:{tmp_path / 'long.txt'} short=0.5:{short}" if mixture else str(tmp_path)
+    corpus = open_corpus(source, 0.1)
+    whole = budget.size_of(corpus)
+    monkeypatch.setattr(budget, "ENOUGH", whole // 3)
+    assert budget.size_of(corpus) == pytest.approx(whole, rel=1e-2)
+
+
 def test_short_trainings_warm_up_for_longer():
     steps = (1, 10, 600, 1200, 3000)
     assert [presets.warmup(number) for number in steps] == [1, 2, 120, 120, 300]

@@ -270,6 +270,16 @@ def test_a_closed_terminal_saves(tmp_path):
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_handler_that_is_not_pythons_stays(monkeypatch):
+    there, found = signal.getsignal(signal.SIGHUP), signal.getsignal
+    monkeypatch.setattr(
+        signal, "getsignal", lambda number: None if number == signal.SIGHUP else found(number)
+    )
+    with loop.signals():
+        assert found(signal.SIGHUP) is there and found(signal.SIGTERM) is not found(signal.SIGHUP)
+    assert found(signal.SIGHUP) is there
+
+
 @pytest.fixture
 def in_memory(tmp_path):
     """A folder on a disk in memory, if there is one: no wait for a disk."""

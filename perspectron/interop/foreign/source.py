@@ -14,7 +14,7 @@ from torch import Tensor
 
 from perspectron.model.config import MOST_SIZE
 from perspectron.util.errors import CheckpointError, ConfigError, DataError
-from perspectron.util.files import read_json
+from perspectron.util.files import read_json, read_object
 from perspectron.util.tensors import unread_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -132,12 +132,7 @@ class Source:
 
     def beside(self, name: str) -> "Source":
         """The values of another file of the folder, none if it is missing. CheckpointError: it is not an object."""
-        if not (self.folder / name).exists():
-            return Source(self.folder, {}, name)
-        values = read_json(self.folder / name, CheckpointError, infinite=True)
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{self.folder / name}: must be an object")
-        return Source(self.folder, values, name)
+        return Source(self.folder, read_object(self.folder / name, CheckpointError), name)
 
     def error(self, message: str) -> CheckpointError:
         """An error that says what is wrong with the file."""
