@@ -91,6 +91,7 @@ class Session:
         self._foreign = False
         """True if the state comes from a file: states after it are not stored, as other texts would begin with them."""
         self._seconds = 0.0
+        """The time that reading took; of a session that went back, its share by tokens."""
         self._remembered, self._drawn_before = list[int](), 0
         """If the beginning of the text is not known: tokens before it that a penalty counts, and how many were drawn,
         the last of which is the text's first token."""
@@ -451,7 +452,7 @@ class Session:
             found = store.first(path, sorted(ends, reverse=True))
             if found is not None:
                 earlier = self._cut(T, ends[found.tokens], found.state.to(self._rows.model.device))
-                earlier._foreign = False
+                earlier._foreign, earlier._seconds = False, found.seconds
         while len(earlier._calls) < calls:
             yield T - earlier._read
             earlier._call(self._calls[len(earlier._calls)])
@@ -589,6 +590,7 @@ class Session:
         own._before, own.whole = self._before, self.whole
         own._calls, own._runs = self._calls[:calls], self._runs[:calls]
         own._read = self._read - sum(self._calls[calls:])
+        own._seconds = self._seconds * own._read / max(1, self._read)
         own._remembered, own._drawn_before = self._remembered, self._drawn_before
         own._events = history.cut(self._events, T - self._before)
         own._state = None if state is None else state.fork()
