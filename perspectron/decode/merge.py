@@ -64,6 +64,7 @@ def merging(a: Session, b: Session, on: Sequence[int] | str = ()) -> Generator[i
     require(
         len(ids) > 0 and len(a.tokens) > 0, "tokens of the texts", [len(a.tokens), len(ids)], "≥ 1 of each"
     )
+    a.fork().append([*ids, *given])  # positions that are lacking are refused before the work
     state = yield from carrying(a, b)
     merged = a.remembered(state, ids[-1:])
     merged.note("merged", a.digest)
@@ -94,7 +95,6 @@ def carrying(a: Session, b: Session) -> Generator[int, None, LMState]:
     begins = reset is not None and reset in b.tokens and has_first(own)
     require(not begins, "the second text", "several documents", "one, where they begin with a trained memory")
     ids, at = b.tokens[:-1], 0
-    _require_positions(model, len(a.tokens) + len(ids) + 1)
     while at < len(ids):
         yield len(ids) - at
         part = ids[at : at + a.chunk]
@@ -127,8 +127,3 @@ def read_beside(
         assert length_B is not None
         far_B = carried.length_B + ids_BT.shape[1] if reset_BT is None else length_B
     return LMState(tuple(states), length_B, model.number), LMState(tuple(others), far_B, model.number)
-
-
-def _require_positions(model: LanguageModel, tokens: int) -> None:
-    if positions := model.config.room:
-        require(tokens <= positions, "tokens of both texts", tokens, f"≤ positions = {positions}")

@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ import torch
 from perspectron import presets
 from perspectron.data.specials import Specials
 from perspectron.decode.apart import diff
-from perspectron.decode.history import digest, history
-from perspectron.decode.merge import merge
+from perspectron.decode.history import digest, entries, history, noted
+from perspectron.decode.merge import merge, merging
 from perspectron.decode.past import Until, bisect, rebase, until_of
 from perspectron.decode.session import Session
 from perspectron.model.tuned import parts
@@ -158,6 +159,24 @@ def test_a_file_without_a_log_has_one_without_times(model, tokenizer, tmp_path) 
         history(tmp_path / "two")
 
 
+def test_a_long_log_keeps_its_origins_and_about_all_times(monkeypatch) -> None:
+    monkeypatch.setattr("perspectron.decode.history.MOST_EVENTS", 32)
+    now, events = [1000], []
+    monkeypatch.setattr("perspectron.decode.history.time.time", lambda: now[0])
+    for now[0] in range(1001, 2001):
+        noted(events, now[0] - 1000)
+        if now[0] % 300 == 7:
+            noted(events, now[0] - 1000, "from", str(now[0]))
+    assert len(events) <= 32
+    found = entries([5] * 1000, [0] * 1000, 0, events)
+    origins = [(e.stop, e.when, e.parent) for e in found if e.what == "from"]
+    assert origins == [(n - 1000, n, str(n)) for n in (1207, 1507, 1807)]
+    assert all(e.when - 1000 == e.stop and e.stop - e.start <= 128 for e in found)
+    for number in range(100):
+        noted(events, 1000, "from", str(number))
+    assert len(events) <= 32 and events[-1][3] == "99"
+
+
 @pytest.mark.parametrize(
     "log",
     [
@@ -288,6 +307,20 @@ def test_a_merge_is_judged_on_as_many_tokens_as_there_are_positions_left(tokeniz
         assert len(found.probe) == probe and found.kl < found.alone
     with refused(ConfigError, "on"):
         merge(a.read([5]), b)
+
+
+def test_a_merge_counts_positions_by_document(tokenizer) -> None:
+    model = small("gpt2")
+    a = Session(model, tokenizer).read([*prompt_of(30, 1), 0, *prompt_of(30, 2)])
+    b = Session(model, tokenizer).read([*prompt_of(10, 3), 0, *prompt_of(50, 4)])
+    with refused(ConfigError, "merge", model.config.name):  # nothing of a is left
+        merge(a, b, [5])
+    found = merge(a, b.at(10), prompt_of(20, 5))
+    assert found.kl < found.alone
+    for tokens, probe, fits in ((32, 1, True), (33, 1, False), (34, 0, False)):
+        c = Session(model, tokenizer).read(prompt_of(tokens, 6))
+        with nullcontext() if fits else refused(ConfigError, "positions", 65, 64):
+            next(merging(a, c, [5] * probe))  # before the work
 
 
 def test_a_merge_of_nothing_or_of_a_text_that_is_not_known_is_refused(tokenizer, tmp_path) -> None:
