@@ -295,7 +295,12 @@ class Shared:
         used = sum(entry.size for entry in entries)
         used += sum(size for name, size in pages.items() if uses[name])
         used += sum(size for name, size in chains.items() if lists[name])
-        for entry in entries:
+
+        def fits(entry: _Entry) -> bool:
+            own = sum(pages.get(page, 0) for page in needed[entry.name])
+            return entry.size + chains.get(entry.chain, 0) + own <= self.budget
+
+        for entry in sorted(entries, key=fits):  # what fits in no budget would have to go after all others
             missing = any(page not in pages for page in needed[entry.name]) or (
                 entry.chain != "0" and not needed[entry.name]
             )

@@ -23,7 +23,7 @@ from torch import Tensor
 from perspectron import native
 from perspectron.decode.anywhere import measured
 from perspectron.decode.disk import Counters, Disk, Prefix, saved
-from perspectron.decode.kept import Account, Hold
+from perspectron.decode.kept import Account, Hold, bytes_of
 from perspectron.decode.known import Known
 from perspectron.decode.marks import settle
 from perspectron.decode.places import Path
@@ -215,11 +215,13 @@ class PrefixStore:
         return path.places(most, least, self._lengths, there)
 
     def _remember(self, path: Path, key: bytes, prefix: Prefix) -> None:
-        """Keep a copy in memory, unless an entry worth more would have to go."""
+        """Keep a copy in memory, unless an entry worth more would have to go, or it has no room at all."""
         at, used = prefix.tokens, self.used_bytes
         shorter = (path.key(place) for place in self._places(path, at - 1, 0, False))
         parent = next((k for k in shorter if k in self._entries), b"")
         prefix = replace(prefix, state=prefix.state.fork(), last_1D=prefix.last_1D.clone())
+        if bytes_of(prefix.state) + prefix.last_1D.nbytes > self.memory_bytes:
+            return  # it would have to go after all others
         hold = Hold(self._account, prefix.state, prefix.last_1D)
         entry = _Entry(prefix, path.place(at), hold, max(1, self.used_bytes - used), parent, self._clock)
         while self.used_bytes > self.memory_bytes:
