@@ -73,11 +73,7 @@ def checked(events: Any, tokens: int, path: Path | str) -> list[Event]:
 
 def digest(ids: Sequence[int], drawn: Sequence[int]) -> str:
     """SHA-256 of a text, its ids and which of them were drawn: with the model, that is what a state depends on."""
-    return _taken(ids, drawn).hexdigest()
-
-
-def _taken(ids: Sequence[int], drawn: Sequence[int]) -> Any:
-    return hashlib.sha256((2 * np.asarray(ids, "<i8") + np.asarray(drawn, "<i8")).tobytes())
+    return hashlib.sha256((2 * np.asarray(ids, "<i8") + np.asarray(drawn, "<i8")).tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)
