@@ -21,7 +21,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from perspectron.decode.places import Path as Text
-from perspectron.model.appended import Contents, PageError, page_names, write
+from perspectron.model.appended import Contents, PageError, page_ends, page_names, write
 from perspectron.model.state import LMState, Stateful, packed, read_state
 from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError, StateError, StorageError
@@ -255,9 +255,7 @@ class Disk:
             page, start = name, stop
         index.execute("SAVEPOINT entry")
         try:
-            stops = (
-                [*range(start + PAGE, contents.slots, PAGE), contents.slots] if contents.slots > start else []
-            )
+            stops = page_ends(start, contents.slots, PAGE)
             for stop, name in zip(stops, page_names(contents, stops, start, page), strict=True):
                 if index.execute("SELECT 1 FROM pages WHERE name = ?", (name,)).fetchone() is None:
                     made.append(self._page(name))

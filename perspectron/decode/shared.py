@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from perspectron.decode.disk import PAGE, Counters, Prefix, extra_of, prefix_of
 from perspectron.decode.places import Path as Text
-from perspectron.model.appended import PageError, page_names, write
+from perspectron.model.appended import PageError, page_ends, page_names, write
 from perspectron.model.state import Stateful, packed
 from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError, StorageError
@@ -230,9 +230,7 @@ class Shared:
                     break
                 chain.append(each)
                 page, start = each
-            stops = (
-                [*range(start + PAGE, contents.slots, PAGE), contents.slots] if contents.slots > start else []
-            )
+            stops = page_ends(start, contents.slots, PAGE)
             for stop, name in zip(stops, page_names(contents, stops, start, page), strict=True):
                 head = {field: contents.header[field] for field in ("format", "model")}
                 part = replace(contents, header=head, tensors={}, slots=stop)

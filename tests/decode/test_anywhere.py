@@ -164,7 +164,7 @@ def test_a_text_that_goes_on_reads_nothing_again(gla, tokenizer) -> None:
     session = Session(gla, tokenizer, store=store)
     before = store.counters.tokens_saved
     session.append(text[:301] + text[1:500], whole=True)
-    for _ in session.finishing():
+    for _ in session.remembering():
         pass
     assert store.counters.tokens_saved - before == 301
     assert said(Rows(gla, tokenizer, store=store), [session._ids[:]])[0][2] == 800 == len(session._ids)

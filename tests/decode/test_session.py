@@ -339,7 +339,7 @@ def test_what_is_of_another_type_is_refused_by_name(perspective, tokenizer, tmp_
     assert session.text == "The cat" and not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize("name", ["finishing", "expecting", "remembering"])
+@pytest.mark.parametrize("name", ["expecting", "remembering"])
 def test_a_session_goes_on_after_all_was_read(perspective, tokenizer, tmp_path, name) -> None:
     session = Session(perspective, tokenizer).read("The cat")
     expected = session.fork().say(5)
