@@ -12,7 +12,7 @@ from torch import Tensor
 from perspectron.model.cache import Cache
 from perspectron.native import tape
 from perspectron.native.ahead import Program, Template
-from perspectron.native.tape import Tape, Unrecordable, places_of
+from perspectron.native.tape import Tape, places_of
 
 MOST_PROGRAMS = 48
 """Kinds of programs kept for a recording, by the number of tokens that each row reads."""
@@ -111,11 +111,3 @@ def _table(caches: Sequence[Cache], row: int, tokens: int) -> tape.Table:
         [[[piece.place for piece in own]] * tokens for own in pieces],
         [[sum(piece.tokens for piece in own)] * tokens for own in pieces],
     )
-
-
-def ahead_of(written: Tape, bases: Sequence[Tensor], ends: Sequence[int]) -> Ahead | Unrecordable:
-    """The pool of programs for a finished tape that is not packed yet, or the reason why there can be none."""
-    try:
-        return Ahead(written, bases, ends)
-    except Unrecordable as reason:
-        return reason

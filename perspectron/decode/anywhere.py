@@ -31,7 +31,8 @@ def measured(model: LanguageModel, chunk: int) -> bool:
     draw, config = torch.Generator().manual_seed(0), model.config
     length = min(LENGTH, config.room or LENGTH)
     ids = torch.randint(config.vocab_size, (length,), generator=draw).tolist()
-    kept = _same(_read(model, ids, chunk, ()), _read(model, ids, chunk, CUTS))
+    pairs = zip(_read(model, ids, chunk, ()), _read(model, ids, chunk, CUTS), strict=True)
+    kept = all(torch.equal(x, y) for x, y in pairs)
     if not kept:
         why = "a prompt that is cut has other bits on this machine"
         log.warning("%s: prefixes are shared in steps of %d tokens; %s", config.name, chunk, why)
@@ -57,7 +58,3 @@ def _read(model: LanguageModel, ids: list[int], chunk: int, cuts: tuple[int, ...
         hidden_1TD, state = read_all(model, [ids[start:stop]], state, fresh=[start == 0], reset=None)
         read.append(hidden_1TD)
     return [torch.cat(read, 1), *(x for x in pytree.tree_leaves(state.filled()) if isinstance(x, Tensor))]
-
-
-def _same(some: list[Tensor], others: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(some, others, strict=True))

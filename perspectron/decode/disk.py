@@ -21,7 +21,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from perspectron.decode.places import Path as Text
-from perspectron.model.appended import Contents, PageError, page_names, write
+from perspectron.model.appended import Contents, PageError, page_ends, page_names, write
 from perspectron.model.state import LMState, Stateful, packed, read_state
 from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError, StateError, StorageError
@@ -32,12 +32,12 @@ INDEX = "index.sqlite"
 AT_ONCE = 500  # most cells in one query
 PATIENCE = 30.0  # seconds to wait for another process that writes
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # of the head's input
-VERSION = 3  # of the tables
+VERSION = 4  # of the tables
 PAGE = 128
 """Maximum number of cache slots in a page."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
-  key TEXT PRIMARY KEY, parent TEXT NOT NULL, bytes INTEGER NOT NULL, seconds REAL NOT NULL,
+  key TEXT PRIMARY KEY, parent TEXT NOT NULL, bytes INTEGER NOT NULL, added INTEGER NOT NULL, seconds REAL NOT NULL,
   clock REAL NOT NULL, worth REAL NOT NULL, page TEXT NOT NULL,
   cell TEXT NOT NULL, length INTEGER NOT NULL
 ) WITHOUT ROWID;
@@ -193,10 +193,12 @@ class Disk:
             clock = self._now(index)
             worth = clock + saved(prefix.seconds, before) / (size + added)
             index.execute(
-                "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (key, parent, size, prefix.seconds, clock, worth, page, cell.hex(), length),
+                "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (key, parent, size, added, prefix.seconds, clock, worth, page, cell.hex(), length),
             )
             self._use(index, page)
+            if size + self._chained(index, page) > self.budget:  # it would have to go after all others
+                self._forget(index, key)
             while self._used(index) > self.budget:
                 least, worth = index.execute(
                     "SELECT key, worth FROM entries ORDER BY worth LIMIT 1"
@@ -217,6 +219,15 @@ class Disk:
         """Bytes of all files."""
         statement = "SELECT (SELECT total(bytes) FROM entries) + (SELECT total(bytes) FROM pages)"
         return float(index.execute(statement).fetchone()[0])
+
+    @staticmethod
+    def _chained(index: sqlite3.Connection, page: str) -> float:
+        """Bytes of the chain of pages that ends with one."""
+        statement = """WITH RECURSIVE chain(name, bytes, before) AS (
+            SELECT name, bytes, before FROM pages WHERE name = ?
+            UNION SELECT pages.name, pages.bytes, pages.before FROM pages JOIN chain ON pages.name = chain.before
+        ) SELECT total(bytes) FROM chain"""
+        return float(index.execute(statement, (page,)).fetchone()[0])
 
     @staticmethod
     def _chain(index: sqlite3.Connection, name: str) -> list[tuple[str, int]]:
@@ -244,9 +255,7 @@ class Disk:
             page, start = name, stop
         index.execute("SAVEPOINT entry")
         try:
-            stops = (
-                [*range(start + PAGE, contents.slots, PAGE), contents.slots] if contents.slots > start else []
-            )
+            stops = page_ends(start, contents.slots, PAGE)
             for stop, name in zip(stops, page_names(contents, stops, start, page), strict=True):
                 if index.execute("SELECT 1 FROM pages WHERE name = ?", (name,)).fetchone() is None:
                     made.append(self._page(name))
@@ -329,7 +338,7 @@ class Disk:
             page = own[0]
         before = index.execute("SELECT seconds FROM entries WHERE key = ?", row[:1]).fetchone()
         index.execute(
-            "UPDATE entries SET parent = ?, worth = clock + max(seconds - ?, 0) / bytes WHERE parent = ?",
+            "UPDATE entries SET parent = ?, worth = clock + max(seconds - ?, 0) / (bytes + added) WHERE parent = ?",
             (row[0], before[0] if before else 0.0, key),
         )
 

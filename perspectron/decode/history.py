@@ -20,19 +20,31 @@ Event = tuple[int, int, str, str]
 for tokens that were read or drawn, which have no such digest, and one of PARENTS for the others."""
 PARENTS = ("from", "rebased", "merged")
 """Kinds of origins: a loaded file, a text that was replayed on another prefix or model, each of the two of a merge."""
+MOST_SECONDS = 1 << 40
 MOST_EVENTS = 1 << 16
+"""Maximum number of a text's events. Beyond it, tokens of the same 2, 4, 8 … seconds become one event; the earliest
+events go only if that does not suffice, because there are more origins."""
 
 
-def noted(
-    events: list[Event], tokens: int, how: str = "text", parent: str = "", when: int | None = None
-) -> None:
-    """Add an event, at the present time unless `when` says otherwise. Tokens of the same second become one event."""
-    when = int(time.time()) if when is None else when
-    if events and how == "text" == events[-1][2] and events[-1][1] == when:
-        events.pop()
-    events.append((tokens, when, how, parent))
+def noted(events: list[Event], tokens: int, how: str = "text", parent: str = "") -> None:
+    """Add an event at the present time. Tokens of the same second become one event."""
+    events[-1:] = _joined([*events[-1:], (tokens, int(time.time()), how, parent)], 1)
+    seconds, most = 1, MOST_EVENTS if len(events) <= MOST_EVENTS else MOST_EVENTS // 2
+    while len(events) > most and seconds < MOST_SECONDS:
+        seconds *= 2
+        events[:] = _joined(events, seconds)
     if len(events) > MOST_EVENTS:
         del events[: -MOST_EVENTS // 2]
+
+
+def _joined(events: Sequence[Event], seconds: int) -> list[Event]:
+    """Events in which those of tokens that follow one another in the same so many seconds are one, the last."""
+    found = list[Event]()
+    for event in events:
+        if found and event[2] == "text" == found[-1][2] and event[1] // seconds == found[-1][1] // seconds:
+            found.pop()
+        found.append(event)
+    return found
 
 
 def cut(events: Sequence[Event], tokens: int) -> list[Event]:
@@ -52,7 +64,7 @@ def checked(events: Any, tokens: int, path: Path | str) -> list[Event]:
         if not isinstance(event, list) or [type(field) for field in event] != [int, int, str, str]:
             raise StateError(f"{path}: log is not one of a text")
         end, when, how, parent = event
-        if not (least <= end <= tokens and 0 <= when < 1 << 40 and how in ("text", *PARENTS)):
+        if not (least <= end <= tokens and 0 <= when < MOST_SECONDS and how in ("text", *PARENTS)):
             raise StateError(f"{path}: log is not one of a text of {tokens} tokens")
         found.append((end, when, how, parent[:64]))
         least = end
@@ -61,11 +73,7 @@ def checked(events: Any, tokens: int, path: Path | str) -> list[Event]:
 
 def digest(ids: Sequence[int], drawn: Sequence[int]) -> str:
     """SHA-256 of a text, its ids and which of them were drawn: with the model, that is what a state depends on."""
-    return _taken(ids, drawn).hexdigest()
-
-
-def _taken(ids: Sequence[int], drawn: Sequence[int]) -> Any:
-    return hashlib.sha256((2 * np.asarray(ids, "<i8") + np.asarray(drawn, "<i8")).tobytes())
+    return hashlib.sha256((2 * np.asarray(ids, "<i8") + np.asarray(drawn, "<i8")).tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)

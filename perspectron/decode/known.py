@@ -14,13 +14,8 @@ class Known:
     default, MOST_BYTES in all; those met least recently go first."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._most, self._used = most_bytes, 0
+        self._most, self._used = most_bytes, 0  # bytes, about
         self._cells = OrderedDict[bytes, OrderedDict[bytes, None]]()
-
-    @property
-    def used_bytes(self) -> int:
-        """Approximate bytes of memory in use."""
-        return self._used
 
     def add(self, path: Path) -> int:
         """Add a text to those that were read: the number of tokens after which others part from it; 0 if none do. Texts

@@ -106,7 +106,8 @@ class Marks:
     def learn(self, other: "Marks") -> None:
         """Add the marks of a fork that has read the same text."""
         with _LOCK:
-            self._kept = {**other._kept, **self._kept}
+            alive = {made: mark for made, mark in self._kept.items() if mark.state is not None}
+            self._kept = {**other._kept, **alive}
 
     def _alive(self) -> dict[int, LMState]:
         return {made: mark.state for made, mark in list(self._kept.items()) if mark.state is not None}

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from perspectron.decode.apart import diverging, ids_of
-from perspectron.decode.history import exhausted
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.model.block import Block, ShiftedState
@@ -42,18 +41,13 @@ class Merged:
     probe: tuple[int, ...]
 
 
-def merge(a: Session, b: Session, on: Sequence[int] | str = ()) -> Merged:
-    """Join the memories of two texts of a model, leaving both as they are. on: a probe on which the result is judged;
-    without one, the most likely tokens after A and then B. The result remembers both texts but knows only B's last
-    token, as a session from a bare state does.
+def merging(a: Session, b: Session, on: Sequence[int] | str = ()) -> Generator[int, None, Merged]:
+    """Join the memories of two texts of a model, leaving both as they are; pauses as `Session.reading` does. on: a
+    probe on which the result is judged; without one, the most likely tokens after A and then B. The result remembers
+    both texts but knows only B's last token, as a session from a bare state does.
 
     StateError: texts of different models, or B's beginning is not known. ConfigError: a text is empty, together they
     are too long, B has several documents that begin with a trained memory, or the merge is no better than B alone."""
-    return exhausted(merging(a, b, on))
-
-
-def merging(a: Session, b: Session, on: Sequence[int] | str = ()) -> Generator[int, None, Merged]:
-    """`merge` as a generator, which pauses as `Session.reading` does."""
     if a.model is not b.model:
         raise StateError("the texts are of different models; merge texts of one")
     if not b.whole:
@@ -64,6 +58,7 @@ def merging(a: Session, b: Session, on: Sequence[int] | str = ()) -> Generator[i
     require(
         len(ids) > 0 and len(a.tokens) > 0, "tokens of the texts", [len(a.tokens), len(ids)], "≥ 1 of each"
     )
+    a.fork().append([*ids, *given])  # positions that are lacking are refused before the work
     state = yield from carrying(a, b)
     merged = a.remembered(state, ids[-1:])
     merged.note("merged", a.digest)
@@ -94,7 +89,6 @@ def carrying(a: Session, b: Session) -> Generator[int, None, LMState]:
     begins = reset is not None and reset in b.tokens and has_first(own)
     require(not begins, "the second text", "several documents", "one, where they begin with a trained memory")
     ids, at = b.tokens[:-1], 0
-    _require_positions(model, len(a.tokens) + len(ids) + 1)
     while at < len(ids):
         yield len(ids) - at
         part = ids[at : at + a.chunk]
@@ -127,8 +121,3 @@ def read_beside(
         assert length_B is not None
         far_B = carried.length_B + ids_BT.shape[1] if reset_BT is None else length_B
     return LMState(tuple(states), length_B, model.number), LMState(tuple(others), far_B, model.number)
-
-
-def _require_positions(model: LanguageModel, tokens: int) -> None:
-    if positions := model.config.room:
-        require(tokens <= positions, "tokens of both texts", tokens, f"≤ positions = {positions}")

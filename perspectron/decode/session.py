@@ -91,6 +91,7 @@ class Session:
         self._foreign = False
         """True if the state comes from a file: states after it are not stored, as other texts would begin with them."""
         self._seconds = 0.0
+        """The time that reading took; of a session that went back, its share by tokens."""
         self._remembered, self._drawn_before = list[int](), 0
         """If the beginning of the text is not known: tokens before it that a penalty counts, and how many were drawn,
         the last of which is the text's first token."""
@@ -167,21 +168,12 @@ class Session:
         self.append(text)
         yield from self._reading(self._cell(len(self._ids) - 1))
 
-    @torch.inference_mode()
-    def finishing(self) -> Generator[int, None, None]:
-        """Read all tokens that wait, so that the store has them, pausing as `reading` does. The session stays as it is:
-        its last token waits for the draw."""
-        own = self.fork()
-        own._seconds = self._seconds
-        yield from own._reading(len(own._ids))
-
     def _reading(self, end: int) -> Generator[int, None, None]:
         """Read the ids before `end`, pausing as `reading` does."""
         stop = self._look_up(end)
         while self._read < end:
             yield len(self._ids) - self._read
-            until = min(end, self._cell(self._read) + self.chunk)
-            self._call((stop if stop is not None and self._read < stop < until else until) - self._read)
+            self._call(self._next(end if stop is None or stop <= self._read else min(stop, end)))
 
     @torch.inference_mode()
     def likely(
@@ -198,7 +190,7 @@ class Session:
         while own._read < len(own._ids):
             yield len(own._ids) - own._read
             start = own._read
-            hidden_1TD = own._call(min(own._cell(start) + own.chunk, len(own._ids)) - start)
+            hidden_1TD = own._call(own._next(len(own._ids)))
             logits_TV = own._rows.model.head(hidden_1TD)[0, :, :V].cpu()
             if non_finite(logits_TV):
                 raise NonFiniteError(
@@ -346,7 +338,7 @@ class Session:
         while self._read < len(self._ids) - 1:
             yield len(self._ids) - self._read
             start = self._read
-            hidden_1TD = self._call(min(self._cell(start) + self.chunk, len(self._ids) - 1) - start)
+            hidden_1TD = self._call(self._next(len(self._ids) - 1))
             kept_1TD = hidden_1TD[:, max(0, first - 1 - start) :]
             if kept_1TD.shape[1]:
                 found.append(self._rows.model.head(kept_1TD)[0, :, :V].cpu())
@@ -359,14 +351,14 @@ class Session:
         own, V, hidden_1TD = self.fork(), self._rows.tokenizer.vocab_size, None
         while own._read < len(own._ids):
             yield len(own._ids) - own._read
-            hidden_1TD = own._call(min(own._cell(own._read) + own.chunk, len(own._ids)) - own._read)
+            hidden_1TD = own._call(own._next(len(own._ids)))
         if hidden_1TD is None:
             return torch.zeros(0, V)
         return self._rows.model.head(hidden_1TD[0, -1:])[:, :V].cpu()
 
     @torch.inference_mode()
     def remembering(self) -> Generator[int, None, LMState]:
-        """A copy of the state after the whole text; pauses as `reading` does."""
+        """A copy of the state after the whole text, which the store then has, too; pauses as `reading` does."""
         own = self.fork()
         yield from own._reading(len(own._ids))
         return own._before_call()
@@ -451,7 +443,7 @@ class Session:
             found = store.first(path, sorted(ends, reverse=True))
             if found is not None:
                 earlier = self._cut(T, ends[found.tokens], found.state.to(self._rows.model.device))
-                earlier._foreign = False
+                earlier._foreign, earlier._seconds = False, found.seconds
         while len(earlier._calls) < calls:
             yield T - earlier._read
             earlier._call(self._calls[len(earlier._calls)])
@@ -589,6 +581,7 @@ class Session:
         own._before, own.whole = self._before, self.whole
         own._calls, own._runs = self._calls[:calls], self._runs[:calls]
         own._read = self._read - sum(self._calls[calls:])
+        own._seconds = self._seconds * own._read / max(1, self._read)
         own._remembered, own._drawn_before = self._remembered, self._drawn_before
         own._events = history.cut(self._events, T - self._before)
         own._state = None if state is None else state.fork()
@@ -631,7 +624,7 @@ class Session:
         if found is not None:
             self._state, self._seconds = found.state.to(self._rows.model.device), found.seconds
             while self._read < found.tokens:
-                self._count(min(self._cell(self._read) + self.chunk, found.tokens) - self._read)
+                self._count(self._next(found.tokens))
             self._marks.put(len(self._calls), self._state.fork())
         return store.part(path, self._read)
 
@@ -648,6 +641,10 @@ class Session:
         """The first token of the cell in which `token` lies, counted as for a prompt."""
         first = self._runs[-1] if self._runs else 0
         return first + (token - first) // self.chunk * self.chunk
+
+    def _next(self, end: int) -> int:
+        """Number of tokens that the next call reads, of those before `end`."""
+        return min(self._cell(self._read) + self.chunk, end) - self._read
 
     def _was_drawn(self, token: int) -> bool:
         return self._drawn[token : token + 1] == [True] or (token == 0 and self._drawn_before > 0)

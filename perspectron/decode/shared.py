@@ -17,12 +17,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 from perspectron.decode.disk import PAGE, Counters, Prefix, extra_of, prefix_of
 from perspectron.decode.places import Path as Text
-from perspectron.model.appended import PageError, page_names, write
+from perspectron.model.appended import PageError, page_ends, page_names, write
 from perspectron.model.state import Stateful, packed
 from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError, StorageError
@@ -104,7 +105,9 @@ class Shared:
             self._cells.clear()
         for cell, names in zip(cells, listed, strict=True):
             own = (entry for name, size in names.items() if (entry := _entry(_short(cell), name, size)))
-            self._cells[cell] = {(entry.length, entry.key): entry for entry in sorted(own, key=_used)}
+            self._cells[cell] = {
+                (entry.length, entry.key): entry for entry in sorted(own, key=attrgetter("used"))
+            }
 
     def collect(self) -> None:
         """If over budget, delete the states unused for longest, and always the objects that nothing refers to any more;
@@ -227,12 +230,11 @@ class Shared:
                     break
                 chain.append(each)
                 page, start = each
-            stops = (
-                [*range(start + PAGE, contents.slots, PAGE), contents.slots] if contents.slots > start else []
-            )
+            stops = page_ends(start, contents.slots, PAGE)
             for stop, name in zip(stops, page_names(contents, stops, start, page), strict=True):
                 head = {field: contents.header[field] for field in ("format", "model")}
-                self._put_file(f"pages/{name}", replace(contents, header=head, tensors={}, slots=stop), start)
+                part = replace(contents, header=head, tensors={}, slots=stop)
+                self._count(f"pages/{name}", self._file(part, start))
                 chain.append((name, stop))
                 start = stop
             lines = "\n".join(f"{name} {stop}" for name, stop in chain)
@@ -249,9 +251,6 @@ class Shared:
         name = f"{length}.{key}.{chain}.{int(time.time())}"
         self._count(f"prefixes/{cell}/{name}", data)
         return _Entry(cell, name, len(data))
-
-    def _put_file(self, name: str, contents: Any, start: int) -> None:
-        self._count(name, self._file(contents, start))
 
     def _file(self, contents: Any, start: int) -> bytes:
         with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
@@ -287,7 +286,7 @@ class Shared:
                 entries.append(entry)
         # Listed after the states, whose pages and chains were written before them.
         pages, chains = self.objects.all_listed(["pages", "chains"])
-        entries.sort(key=_used)
+        entries.sort(key=attrgetter("used"))
         needed = {entry.name: [name for name, _ in self._chain(entry.chain)] for entry in entries}
         uses = Counter(page for needs in needed.values() for page in needs)
         lists = Counter(entry.chain for entry in entries)
@@ -295,7 +294,12 @@ class Shared:
         used = sum(entry.size for entry in entries)
         used += sum(size for name, size in pages.items() if uses[name])
         used += sum(size for name, size in chains.items() if lists[name])
-        for entry in entries:
+
+        def fits(entry: _Entry) -> bool:
+            own = sum(pages.get(page, 0) for page in needed[entry.name])
+            return entry.size + chains.get(entry.chain, 0) + own <= self.budget
+
+        for entry in sorted(entries, key=fits):  # what fits in no budget would have to go after all others
             missing = any(page not in pages for page in needed[entry.name]) or (
                 entry.chain != "0" and not needed[entry.name]
             )
@@ -364,10 +368,6 @@ class _Lengths(Mapping[bytes, list[int]]):
 
 def _short(key: bytes) -> str:
     return key.hex()[:32]
-
-
-def _used(entry: _Entry) -> int:
-    return entry.used
 
 
 def _entry(cell: str, name: str, size: int) -> _Entry | None:

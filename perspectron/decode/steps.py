@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.modules import module as everywhere
 
 from perspectron import native
-from perspectron.decode.ahead import Ahead, Reading, ahead_of
+from perspectron.decode.ahead import Ahead, Reading
 from perspectron.decode.graphs import Graphs
 from perspectron.decode.held import (
     MOST_UNSETTLED,
@@ -315,9 +315,10 @@ class _Recording:
         recorder.rehearses = False
         self.ahead: Ahead | Unrecordable | None = None
         if rows == 1:
-            self.ahead = ahead_of(self._tape, [ids_B1, hidden_BD, logits_BV, *bases, table_LB3], copies)
-            if isinstance(self.ahead, Unrecordable):
-                self.ahead = self.ahead.with_traceback(None)  # whose frames hold the model
+            try:
+                self.ahead = Ahead(self._tape, [ids_B1, hidden_BD, logits_BV, *bases, table_LB3], copies)
+            except Unrecordable as reason:
+                self.ahead = reason.with_traceback(None)  # whose frames hold the model
         self._tape.pack()
         self.leave()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from perspectron import native
 from perspectron.decode.anywhere import measured
 from perspectron.decode.disk import Counters, Disk, Prefix, saved
-from perspectron.decode.kept import Account, Hold
+from perspectron.decode.kept import Account, Hold, bytes_of
 from perspectron.decode.known import Known
 from perspectron.decode.marks import settle
 from perspectron.decode.places import Path
@@ -90,8 +90,7 @@ class PrefixStore:
     entries of a common beginning count once (`decode.kept`).
 
     An entry is worth the seconds it saves over the nearest shorter one that is stored, per byte; the one worth least
-    goes first, and what was not asked for since others went counts less (GreedyDual-Size: Cao and Irani 1997). adapter:
-    digest of whatever changes the model besides its weights.
+    goes first, and what was not asked for since others went counts less (GreedyDual-Size: Cao and Irani 1997).
 
     The disk's tier may be shared by any number of processes; one that is killed loses at most the entry that it was
     writing. A file that is damaged or of something else is dropped, counted and computed again; if the disk is full or
@@ -108,12 +107,11 @@ class PrefixStore:
         folder: File | None = None,
         disk_bytes: int = 4 << 30,
         shared: Objects | None = None,
-        adapter: str = "",
     ) -> None:
         require_whole("chunk", chunk, 1)
         require(memory_bytes >= 0, "memory_bytes", memory_bytes, "≥ 0")
         self.model, self.chunk, self.memory_bytes = Frozen(model), chunk, memory_bytes
-        said = [FORMAT, self.model.fingerprint(), adapter, chunk, model.device.type, *_arithmetic()]
+        said = [FORMAT, self.model.fingerprint(), "", chunk, model.device.type, *_arithmetic()]
         self.root = hashlib.sha256(json.dumps(said).encode()).digest()
         self.anywhere = measured(model, chunk)
         self.counters, self.known = Counters(), Known()
@@ -135,10 +133,6 @@ class PrefixStore:
     def __len__(self) -> int:
         """Entries in memory."""
         return len(self._entries)
-
-    def __contains__(self, key: bytes) -> bool:
-        """True if the state of this key is in memory."""
-        return key in self._entries
 
     def path(self, ids: Sequence[int], *, reset: int | None = None) -> Path:
         """The places of a text that is read from its start. reset: the token before which all is forgotten."""
@@ -188,25 +182,16 @@ class PrefixStore:
         if self._disk is not None:
             self._disk.close()
 
-    def _remembered(self, key: bytes) -> Prefix | None:
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        entry.clock = self._clock
-        return replace(entry.prefix, state=entry.prefix.state.fork(), last_1D=entry.prefix.last_1D.clone())
-
-    def _on_disk(self, path: Path, at: int, key: bytes) -> Prefix | None:
-        prefix = None if self._disk is None else self._disk.get(path, at)
-        if prefix is not None:
-            self._remember(path, key, replace(prefix, tokens=at))
-        return prefix
-
     def _first(self, path: Path, places: Iterable[int], disk: bool) -> Prefix | None:
         for at in places:
-            key = path.key(at)
-            prefix = self._remembered(key) or (self._on_disk(path, at, key) if disk else None)
+            if (entry := self._entries.get(path.key(at))) is not None:
+                entry.clock, own = self._clock, entry.prefix
+                return replace(own, state=own.state.fork(), last_1D=own.last_1D.clone())
+            prefix = self._disk.get(path, at) if disk and self._disk is not None else None
             if prefix is not None:
-                return replace(prefix, tokens=at)
+                prefix = replace(prefix, tokens=at)
+                self._remember(path, path.key(at), prefix)
+                return prefix
         return None
 
     def _places(self, path: Path, most: int, least: int, disk: bool) -> Iterator[int]:
@@ -215,11 +200,13 @@ class PrefixStore:
         return path.places(most, least, self._lengths, there)
 
     def _remember(self, path: Path, key: bytes, prefix: Prefix) -> None:
-        """Keep a copy in memory, unless an entry worth more would have to go."""
+        """Keep a copy in memory, unless an entry worth more would have to go, or it has no room at all."""
         at, used = prefix.tokens, self.used_bytes
         shorter = (path.key(place) for place in self._places(path, at - 1, 0, False))
         parent = next((k for k in shorter if k in self._entries), b"")
         prefix = replace(prefix, state=prefix.state.fork(), last_1D=prefix.last_1D.clone())
+        if bytes_of(prefix.state) + prefix.last_1D.nbytes > self.memory_bytes:
+            return  # it would have to go after all others
         hold = Hold(self._account, prefix.state, prefix.last_1D)
         entry = _Entry(prefix, path.place(at), hold, max(1, self.used_bytes - used), parent, self._clock)
         while self.used_bytes > self.memory_bytes:

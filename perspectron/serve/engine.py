@@ -313,7 +313,7 @@ class Engine:
         session.append(ids, whole=whole)
         yield from session.reading([])
         if self.store is not None and self.store.anywhere:
-            yield from session.finishing()
+            yield from session.remembering()
 
     @property
     def _least(self) -> int:

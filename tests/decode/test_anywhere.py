@@ -164,7 +164,7 @@ def test_a_text_that_goes_on_reads_nothing_again(gla, tokenizer) -> None:
     session = Session(gla, tokenizer, store=store)
     before = store.counters.tokens_saved
     session.append(text[:301] + text[1:500], whole=True)
-    for _ in session.finishing():
+    for _ in session.remembering():
         pass
     assert store.counters.tokens_saved - before == 301
     assert said(Rows(gla, tokenizer, store=store), [session._ids[:]])[0][2] == 800 == len(session._ids)
@@ -202,7 +202,7 @@ def test_known_texts_are_within_their_bytes_and_tell_partings_from_ends() -> Non
     small = Known(most_bytes=3000)
     for number in range(100):
         small.add(path([number, *text]))
-        assert 0 < small.used_bytes <= 3000
+        assert 0 < small._used <= 3000
 
 
 def test_a_place_in_a_cell_where_a_document_begins_serves_nobody() -> None:

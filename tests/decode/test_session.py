@@ -13,12 +13,10 @@ import torch
 
 from perspectron import presets
 from perspectron.data.specials import Specials
-from perspectron.decode.apart import diff
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.drafts import NGrams
 from perspectron.decode.generate import generate
 from perspectron.decode.marks import Marks, held
-from perspectron.decode.past import bisect, rebase
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
@@ -26,7 +24,7 @@ from perspectron.decode.store import PrefixStore
 from perspectron.model.model import build
 from perspectron.model.state import LMState, read_state, save_state
 from perspectron.util.errors import ConfigError, StateError
-from tests.decode.conftest import VOCAB, drain, make
+from tests.decode.conftest import VOCAB, bisect, drain, make, rebase
 from tests.decode.test_rows import GREEDY, SETTINGS, equal, prompt_of
 from tests.decode.test_store import CHUNK, small
 from tests.refusals import refused
@@ -222,6 +220,35 @@ def test_the_way_back_pauses_before_each_call(perspective, tokenizer) -> None:
     assert sum(1 for _ in session.back_to(4 * CHUNK)) == 4
 
 
+def test_what_the_way_back_reads_again_is_marked_again(perspective, tokenizer) -> None:
+    """Also where the session had a mark there once, which was released."""
+    session = session_of(perspective, tokenizer).read(prompt_of(20 * CHUNK, 1))
+    for mark in session._marks._kept.values():
+        mark.let_go()
+    assert [sum(1 for _ in session.back_to(token * CHUNK)) for token in (15, 15, 7, 16)] == [15, 0, 0, 1]
+    assert sorted(session._marks._alive()) == [*range(1, 17)]
+
+
+def test_seconds_count_all_that_was_read(perspective, tokenizer, monkeypatch) -> None:
+    """Also after forks, files that are open and ways back, from marks or from the store."""
+    now = [0.0]
+    monkeypatch.setattr(
+        "perspectron.decode.session.time.perf_counter", lambda: now.__setitem__(0, now[0] + 1) or now[0]
+    )
+    store, text = PrefixStore(perspective, chunk=CHUNK), prompt_of(20 * CHUNK - 1, 1)
+    session = session_of(perspective, tokenizer, store=store).read(text)
+
+    def seconds(own: Session) -> float:
+        own.fork().read(prompt_of(2 * CHUNK, 2))
+        path = store.path([*own._ids[:], *prompt_of(2 * CHUNK, 2)])
+        return store.find(path, most=len(path.ids) - 1).seconds
+
+    assert [seconds(own) for own in (session, session.fork(), session.at(10 * CHUNK))] == [21, 21, 12]
+    session._marks = Marks()
+    assert seconds(session.at(5 * CHUNK)) == 7, "from the store"
+    assert seconds(session.opened(session.begun())) == 21
+
+
 def test_the_marks_of_all_sessions_are_within_one_bound(tokenizer, monkeypatch) -> None:
     """Those of the text used least recently go first, its oldest first; one alone keeps every second one. Nothing
     that is said afterwards differs."""
@@ -300,7 +327,6 @@ def test_what_is_of_another_type_is_refused_by_name(perspective, tokenizer, tmp_
         (partial(PrefixStore, perspective), "chunk", 1.5),
         (partial(session.save, tmp_path / "a"), "extra", [1]),
         (lambda count: list(session.likely([5], count)), "count", -1),
-        (partial(diff, session, session), "count", -1),
         (partial(rebase, session, session), "after", 1.5),
         (partial(bisect, session, "x"), "until", 5),
         (partial(bisect, session, "x", "y"), "max_tokens", "2"),
@@ -310,7 +336,7 @@ def test_what_is_of_another_type_is_refused_by_name(perspective, tokenizer, tmp_
     assert session.text == "The cat" and not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize("name", ["finishing", "expecting", "remembering"])
+@pytest.mark.parametrize("name", ["expecting", "remembering"])
 def test_a_session_goes_on_after_all_was_read(perspective, tokenizer, tmp_path, name) -> None:
     session = Session(perspective, tokenizer).read("The cat")
     expected = session.fork().say(5)

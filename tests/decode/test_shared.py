@@ -5,13 +5,14 @@ import logging
 import threading
 
 import pytest
+import torch
 
 from perspectron.decode import shared
 from perspectron.decode.store import PrefixStore
 from perspectron.util.errors import StorageError
 from perspectron.util.objects import Folder, Objects, objects_of
 from tests.decode.test_rows import prompt_of
-from tests.decode.test_store import CHUNK, answered, same, small
+from tests.decode.test_store import CHUNK, answered, read, same, small
 
 NUMBERS = itertools.count()
 
@@ -19,6 +20,10 @@ NUMBERS = itertools.count()
 @pytest.fixture(params=["folder", "memory"])
 def objects(request, tmp_path) -> Objects:
     return Folder(tmp_path) if request.param == "folder" else objects_of(f"memory://shared{next(NUMBERS)}")
+
+
+def used(objects: Objects) -> int:
+    return sum(sum(objects.listed(kind, deep=True).values()) for kind in ("prefixes", "pages", "chains"))
 
 
 @pytest.mark.parametrize("design", ["perspective", "gpt2", "ssd"])
@@ -93,19 +98,33 @@ def test_what_is_least_used_goes_and_pages_that_nothing_names_after_a_while(
         clock[0] += 10
         answered(model, tokenizer, text, store, count=1)
         store._disk.flush()
-    used = sum(sum(objects.listed(kind, deep=True).values()) for kind in ("prefixes", "pages", "chains"))
-    store._disk.budget = used // 2
+    whole = used(objects)
+    store._disk.budget = whole // 2
     pages = {*objects.listed("pages")}
     store._disk.collect()
     assert {*objects.listed("pages")} == pages, "who reads what they belong to may still do so"
     clock[0] += shared.GRACE + 1
     store._disk.collect()
-    left = sum(sum(objects.listed(kind, deep=True).values()) for kind in ("prefixes", "pages", "chains"))
-    assert used // 4 < left <= used // 2 and store.counters.evicted > 0
+    assert whole // 4 < used(objects) <= whole // 2 and store.counters.evicted > 0
     fresh = PrefixStore(model, chunk=CHUNK, shared=objects, memory_bytes=0)
     for text in texts:
         same(answered(model, tokenizer, text, fresh), answered(model, tokenizer, text, None))
     assert fresh.counters.damaged == 0 and fresh.counters.tokens_saved > 0
+
+
+def test_a_state_that_has_no_room_alone_takes_nobody_elses(tokenizer, objects) -> None:
+    model = small("gpt2")
+    store = PrefixStore(model, chunk=CHUNK, shared=objects, memory_bytes=0)
+    for seed in range(3):
+        answered(model, tokenizer, prompt_of(7, seed), store, count=1)
+    store._disk.flush()
+    kept = objects.listed("prefixes", deep=True)
+    store._disk.budget = used(objects)
+    ids, state = read(model, tokenizer, 60, 4)
+    store.put(store.path(ids), 60, state, torch.zeros(1, 32), 1.0)
+    store._disk.flush()
+    store._disk.collect()
+    assert objects.listed("prefixes", deep=True) == kept
 
 
 def test_readers_and_a_collector_at_once(tokenizer, objects, monkeypatch) -> None:

@@ -8,6 +8,8 @@ import torch
 
 from perspectron import presets
 from perspectron.decode.disk import INDEX
+from perspectron.decode.history import exhausted
+from perspectron.decode.kept import bytes_of
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
@@ -96,13 +98,12 @@ def perspective() -> LanguageModel:
     return make("perspective-tiny")
 
 
-def test_another_model_another_adapter_another_chunk_share_nothing(perspective, tokenizer) -> None:
+def test_another_model_and_another_chunk_share_nothing(perspective, tokenizer) -> None:
     other = make("perspective-tiny")
     with torch.no_grad():
         other.norm.weight[0] += 1
-    stores = [PrefixStore(perspective, adapter=name) for name in ("", "abc")]
-    stores += [PrefixStore(other), PrefixStore(perspective, chunk=64)]
-    assert len({store.root for store in stores}) == 4
+    stores = [PrefixStore(perspective), PrefixStore(other), PrefixStore(perspective, chunk=64)]
+    assert len({store.root for store in stores}) == 3
     assert PrefixStore(perspective).root == stores[0].root
 
 
@@ -120,6 +121,40 @@ def test_what_is_worth_least_goes_first_and_its_time_passes_to_what_needs_it(per
     store.put(store.path([9]), 1, state, last, 50.0)
     assert len(store) == 1 and store.find(store.path([9]), most=1).seconds == 50.0
     assert store.find(path, most=5) is None
+
+
+def read(model: LanguageModel, tokenizer, tokens: int, seed: int) -> tuple[list[int], LMState]:
+    """Ids, the tokenizer's prefix among them, and the state after them."""
+    session = Session(model, tokenizer, chunk=CHUNK).read(prompt_of(tokens - 1, seed))
+    return session._ids[:], exhausted(session.remembering())
+
+
+def test_a_state_that_has_no_room_alone_takes_nobody_elses(tokenizer, tmp_path) -> None:
+    """In memory and on disk, however much time it would save."""
+    model, last_1D = small("gpt2"), torch.zeros(1, 32)
+    store = PrefixStore(model, chunk=CHUNK, folder=tmp_path)
+    for seed in range(3):
+        ids, state = read(model, tokenizer, 9, seed)
+        store.put(store.path(ids), 9, state, last_1D, 1.0)
+    entries, files = set(store._entries), held(tmp_path)
+    ids, state = read(model, tokenizer, 60, 4)
+    store.memory_bytes, store._disk.budget = bytes_of(state), sum(files.values())
+    store.put(store.path(ids), 60, state, last_1D, 1000.0)
+    assert set(store._entries) == entries and store.counters.evicted == store.counters.failed == 0
+    assert held(tmp_path) == files and counted_in(tmp_path) == (files.keys(), sum(files.values()))
+
+
+def test_what_a_state_is_worth_on_disk_counts_its_pages_after_its_parent_went(tokenizer, tmp_path) -> None:
+    model = small("gpt2")
+    store = PrefixStore(model, chunk=CHUNK, folder=tmp_path, memory_bytes=0)
+    path, index = store.path(read(model, tokenizer, 60, 1)[0]), store._disk._index
+    for tokens in (8, 56):
+        _, state = read(model, tokenizer, tokens, 1)
+        store.put(path, tokens, state, torch.zeros(1, 32), float(tokens))
+    worth = "SELECT worth FROM entries WHERE key = ?", (path.key(56).hex(),)
+    [before] = index.execute(*worth).fetchone()
+    store._disk._forget(index, path.key(8).hex())
+    assert index.execute(*worth).fetchone()[0] == pytest.approx(before * 56 / 48)
 
 
 def test_a_budget_is_kept_on_disk_and_in_memory(perspective, tokenizer, tmp_path) -> None:
