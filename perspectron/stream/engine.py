@@ -213,10 +213,10 @@ def load_shared(
     model.load_state_dict(weights, assign=True)
     model.requires_grad_(False).eval()
     model.digest = manifest.digest
-    known = _known(manifest.digest)
+    known, seen = _known(manifest.digest), False
     with contextlib.suppress(OSError):
-        check = check or known is None or not known.is_file()
-    if check:
+        seen = known is not None and known.is_file()
+    if check or not seen:
         _legal(model, folder / SHARED)
         with contextlib.suppress(OSError):  # no place to keep it: it is checked again next time
             if known is not None:
