@@ -233,8 +233,9 @@ class Layout:
     def held(self, device: str) -> float:
         """Share of the weights that is held in one memory, by all processes of a machine or by a GPU's one; more than 1
         if there are copies."""
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        each = 1 / self.shards(processes(), local)
+        size = processes()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+        each = 1 / self.shards(size, local)
         return each if device == "cuda" else each * local
 
     def shards(self, size: int, local: int) -> int:
