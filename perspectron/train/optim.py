@@ -91,8 +91,10 @@ class Muon(AdamW):
     def step(self) -> None:  # type: ignore[override]
         """Make one update."""
         *self.param_groups, last = self.param_groups
-        super().step()
-        self.param_groups.append(last)
+        try:
+            super().step()
+        finally:
+            self.param_groups.append(last)
         inspect.unwrap(torch.optim.Muon.step)(self.muon)
 
 
