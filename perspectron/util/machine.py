@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from types import FrameType
@@ -32,6 +33,25 @@ def pick_device(name: str) -> torch.device:
     if (f"{name}:0" if name == "cuda" else name) not in there:
         raise ConfigError(f"device = {name!r}, must be one that this machine has: auto, {', '.join(there)}")
     return torch.device(name)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(
+    call: Callable[[], object], device: torch.device, clock: Callable[[], float] | None = None
+) -> float:
+    """Seconds that a call takes, with the work that it leaves to the device; by another clock than `time.perf_counter`
+    if one is given."""
+    now = clock or time.perf_counter
+    synchronise(device)
+    start = now()
+    call()
+    synchronise(device)
+    return now() - start
 
 
 def processor() -> str:

@@ -27,7 +27,6 @@ from perspectron.train.convert.config import (
     on_meta,
 )
 from perspectron.train.convert.layers import LayerTrainer, costs, kept, learning
-from perspectron.train.estimate import without_trace
 from perspectron.train.heldout import heldout
 from perspectron.train.loop import Trainer
 from perspectron.train.pace import Pace
@@ -35,7 +34,7 @@ from perspectron.train.prepare import training_batches
 from perspectron.util.config import dump, load, meant_beside, require
 from perspectron.util.errors import CheckpointError
 from perspectron.util.files import read_json, write_json
-from perspectron.util.machine import pick_device
+from perspectron.util.machine import pick_device, seconds_of
 
 FILE, STAGES, FOLDERS = "convert.json", "stages", ("0-taken", "1-layers", "2-chosen", "3-whole")
 LAST = "text"  # stage
@@ -215,7 +214,7 @@ class Conversion:
             if timed:
                 ends = self.ends(stage)
                 with self.doing(f"timing an update of stage {stage}"):
-                    took = seconds(trainer)
+                    took = trainer.estimate().seconds
                 steps = int((ends - time.monotonic()) / took)
                 if stage == LAYERS and steps < LEAST_UPDATES and self.began is not None:
                     whole = LEAST_UPDATES * took / min(self.config.shares.values())
@@ -273,25 +272,8 @@ def limit_of(notes: dict[str, Any]) -> int:
 @torch.inference_mode()
 def pass_seconds(model: LanguageModel, seq_len: int) -> float:
     """Seconds that a token takes in a pass over one window, measured on the faster of two."""
-    ids_BT, took = torch.zeros(1, seq_len, dtype=torch.int64, device=model.device), math.inf
-    for _ in range(2):
-        start = time.perf_counter()
-        model(ids_BT).logits[0, -1, 0].item()
-        took = min(took, time.perf_counter() - start)
-    return took / seq_len
-
-
-def seconds(trainer: Trainer) -> float:
-    """Seconds of an update, measured on two that leave no trace."""
-    batch, took = trainer.batches().next_batch(), math.inf
-    with without_trace(trainer.model):
-        for _ in range(2):
-            start = time.perf_counter()
-            trainer.backward(batch, 1.0)
-            if trainer.device.type == "cuda":
-                torch.cuda.synchronize()
-            took = min(took, time.perf_counter() - start)
-    return took
+    ids_BT = torch.zeros(1, seq_len, dtype=torch.int64, device=model.device)
+    return min(seconds_of(lambda: model(ids_BT), model.device) for _ in range(2)) / seq_len
 
 
 def config_of(run: Path) -> ConvertConfig:
