@@ -37,7 +37,6 @@ from perspectron.util.files import read_json, write_json
 from perspectron.util.machine import pick_device, seconds_of
 
 FILE, STAGES, FOLDERS = "convert.json", "stages", ("0-taken", "1-layers", "2-chosen", "3-whole")
-LAST = "text"  # stage
 MEASURED = 65536  # held-out tokens, at most
 CLOSING = 0.03  # share of the time that a measurement after a stage may take; it is left for the last one
 CHOOSING = 0.1  # of the time, at most: for the layers that keep attention, and the distances that attention looks back
@@ -84,7 +83,7 @@ class Conversion:
 
     def go(self, fit: Fit = paced, report: Callable[[Row], None] = lambda row: None) -> int | None:
         """Do what is left. Returns the number of the signal that stopped it, or None."""
-        if any(row["stage"] == LAST for row in self.notes["rows"]):
+        if any(row["stage"] == TEXT for row in self.notes["rows"]):
             return None  # the folders of the stages may have been deleted
         if not self.notes["rows"] and self.config.minutes > 0:
             with self.doing("timing a pass of the teacher"):
@@ -105,7 +104,7 @@ class Conversion:
         self.note(report, "the teacher's distribution", self.folder(3))
         if (signal := self.train(4, TEXT, fit)) is not None:
             return signal
-        self.note(report, LAST, self.run)
+        self.note(report, TEXT, self.run)
         return None
 
     def allot(self) -> None:
