@@ -30,8 +30,8 @@ from perspectron.experts.fetched import Shard
 from perspectron.experts.mixture import ExpertsConfig
 from perspectron.experts.router import MOST_EXPERTS, RoutedConfig
 from perspectron.ops.packing import LAYOUTS, MAX_COLUMNS, Packed, check, sizes
-from perspectron.stream import tensors
 from perspectron.stream.tensors import HUGE, PAGE, Bytes
+from perspectron.util import tensors
 from perspectron.util.config import one_of
 from perspectron.util.errors import ArtifactError
 from perspectron.util.files import atomic, parse_json
@@ -192,7 +192,7 @@ def dump(header: Header) -> bytes:
         for expert in header.stored
         for name, dtype, shape in header.layout.tensors
     )
-    return tensors.header(entries, fields)
+    return tensors.header(entries, fields, align=PAGE)
 
 
 def parse(read: Callable[[int, int], bytes], size: int, name: object) -> Header:

@@ -5,7 +5,6 @@ then costs an error, not the process.
 """
 
 import hashlib
-import json
 import math
 import mmap
 import os
@@ -21,7 +20,7 @@ from torch import Tensor
 from perspectron.util.errors import ArtifactError
 from perspectron.util.files import open_file
 from perspectron.util.machine import memory
-from perspectron.util.tensors import NAMES, Place, parse_header, read_header
+from perspectron.util.tensors import Place, header, read_places
 
 PAGE = 4096  # the data begin on a page, so that they can be read past the page cache
 HUGE = 2 << 20
@@ -71,28 +70,11 @@ def aligned(size: int) -> Bytes:
     return whole[start : start + size]
 
 
-def header(
-    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
-) -> bytes:
-    """The first bytes of a safetensors file with these tensors (name, dtype, shape) one after the other: whole
-    pages."""
-    fields, at = dict[str, Any](), 0
-    if metadata is not None:
-        fields["__metadata__"] = metadata
-    for name, dtype, shape in tensors:
-        end = at + math.prod(shape) * dtype.itemsize
-        fields[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % PAGE)
-    return len(text).to_bytes(8, "little") + text
-
-
 def write(path: Path, specs: dict[str, Spec]) -> None:
     """Write `specs` as safetensors, one after the other; OSError when the disk is full."""
     order = sorted(specs, key=lambda name: (specs[name].bytes % LINE != 0, -specs[name].dtype.itemsize, name))
     with path.open("wb") as file:
-        file.write(header((name, specs[name].dtype, specs[name].shape) for name in order))
+        file.write(header(((name, specs[name].dtype, specs[name].shape) for name in order), align=PAGE))
         for name in order:
             start = file.tell()
             for chunk in specs[name].chunks():
@@ -108,9 +90,8 @@ def read(path: Path, wanted: Mapping[str, Kind]) -> tuple[dict[str, Tensor], str
     """
     try:
         with open_file(path) as file:
-            text = read_header(file, MAX_HEADER)
-            room = os.fstat(file.fileno()).st_size - 8 - len(text)
-            places = parse_header(text, room)[1]
+            text, _, places = read_places(file, MAX_HEADER)
+            room = sum(place.bytes for place in places.values())
             _require(path, places, wanted)
             if room > memory():
                 bound = f"≤ {memory() / 1e9:,.1f} GB, the memory of this machine"

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
@@ -136,6 +136,13 @@ def read_header(file: BufferedReader, most: int = MAX_JSON) -> bytes:
     return file.read(length)
 
 
+def read_places(file: BufferedReader, most: int = MAX_JSON) -> tuple[bytes, dict[str, str], dict[str, Place]]:
+    """(text, metadata, the place of each tensor by name) of the header of a file, which has no more than these tensors.
+    ValueError as `read_header` and `parse_header`."""
+    text = read_header(file, most)
+    return text, *parse_header(text, os.fstat(file.fileno()).st_size - 8 - len(text))
+
+
 def check_size(path: Path, size: int, error: type[PerspectronError]) -> None:
     """Check the size of a header against the bound, the same for writing and reading. `error`, which names `path`: it
     is larger."""
@@ -144,18 +151,28 @@ def check_size(path: Path, size: int, error: type[PerspectronError]) -> None:
         raise error(f"{path}: a header of {size:,} bytes, {why}")
 
 
-def compose(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """The header of a file whose data are these tensors, by name in their order, its length included; metadata comes
-    first in it, in its order. ValueError: what `parse_header` would refuse."""
-    fields, at = dict[str, Any]({METADATA: dict(metadata)}), 0
-    for name, (dtype, shape) in tensors.items():
-        size = math.prod(shape) * dtype.itemsize
-        fields[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
+def header(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None = None,
+    align: int = 8,
+) -> bytes:
+    """The header of a file whose data are these tensors (name, dtype, shape) in their order, its length included; the
+    data begin at a multiple of `align` bytes. Metadata come first in it, in their order."""
+    fields, at = dict[str, Any]() if metadata is None else {METADATA: dict(metadata)}, 0
+    for name, dtype, shape in tensors:
+        end = at + math.prod(shape) * dtype.itemsize
+        fields[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [at, end]}
+        at = end
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    parse_header(text, at)
+    text += b" " * (-(8 + len(text)) % align)
     return len(text).to_bytes(8, "little") + text
+
+
+def compose(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """`header` of these tensors. ValueError: what `parse_header` would refuse."""
+    whole = header(((name, *kind) for name, kind in tensors.items()), metadata)
+    parse_header(whole[8:], None)
+    return whole
 
 
 def load_tensors(
@@ -168,9 +185,7 @@ def load_tensors(
         if size > most:
             raise error(f"{path}: {size:,} bytes, must be ≤ {most:,}, half the memory of this machine")
         try:
-            text = read_header(file)
-            metadata, places = parse_header(text, size - 8 - len(text))
-            del text
+            metadata, places = read_places(file)[1:]
             return metadata, {name: read_tensor(file, place) for name, place in places.items()}
         except ValueError as cause:
             raise error(f"{path}: not {what} ({cause})") from None
@@ -183,8 +198,7 @@ def unread_tensors(
     `load_tensors`, then too."""
     with opened(path, error) as file:
         try:
-            text = read_header(file)
-            places = parse_header(text, os.fstat(file.fileno()).st_size - 8 - len(text))[1]
+            text, _, places = read_places(file)
         except ValueError as cause:
             raise error(f"{path}: not {what} ({cause})") from None
 
@@ -214,7 +228,6 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str] 
     try:
         save_file(whole, path, header)
         with open_file(path) as file:
-            text = read_header(file)
-            parse_header(text, os.fstat(file.fileno()).st_size - 8 - len(text))
+            read_places(file)
     except (SafetensorError, ValueError) as error:
         raise OSError(str(error)) from error
