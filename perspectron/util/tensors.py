@@ -158,7 +158,9 @@ def header(
 ) -> bytes:
     """The header of a file whose data are these tensors (name, dtype, shape) in their order, its length included; the
     data begin at a multiple of `align` bytes. Metadata come first in it, in their order."""
-    fields, at = dict[str, Any]() if metadata is None else {METADATA: dict(metadata)}, 0
+    fields, at = dict[str, Any](), 0
+    if metadata is not None:
+        fields[METADATA] = dict(metadata)
     for name, dtype, shape in tensors:
         end = at + math.prod(shape) * dtype.itemsize
         fields[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [at, end]}
