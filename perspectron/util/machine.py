@@ -1,6 +1,7 @@
 """The machine: devices, processor, free memory, and the commit of the running program."""
 
 import ctypes
+import functools
 import os
 import platform
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -178,14 +179,18 @@ def in_large_pages() -> None:
 
 def trim() -> None:
     """Give free memory of the C library back to the system."""
-    function = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if function is not None:
+    if (function := of_c_library("malloc_trim")) is not None:
         function(0)
 
 
+@functools.cache
+def of_c_library(name: str) -> Any:
+    """A function of the C library by its name; None where it has none, and elsewhere than on Linux."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+
+
 def _mallopt(options: dict[int, int]) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
+    if (mallopt := of_c_library("mallopt")) is not None:
         for option, value in options.items():
             mallopt(option, value)
 
