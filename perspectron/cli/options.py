@@ -94,7 +94,7 @@ def _parse(amount: str, text: str, field: str, bound: str) -> int:
 
 def assignments(given: Sequence[Sequence[str]]) -> dict[str, Any]:
     """The values of every `--set`, by key; the last one of a key counts."""
-    return dict(assignment(text) for texts in given for text in texts)
+    return dict(assignment(text, "set") for texts in given for text in texts)
 
 
 def describe(model: str, given: Sequence[Sequence[str]]) -> "Folder":

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,15 +18,17 @@ from perspectron.data.vocabulary import BYTES
 from perspectron.eval.timing import Dtype, Setting, stepper, take_turns, timed
 from perspectron.model.census import active_parameters
 from perspectron.model.config import ModelConfig
-from perspectron.model.model import LanguageModel
-from perspectron.train import lora
+from perspectron.model.model import LanguageModel, build
+from perspectron.train import checkpoint, lora
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.distill import divergence
 from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER, precisions, room
 from perspectron.train.optim import freeze
 from perspectron.train.prepare import training_batches
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 from perspectron.util.machine import pick_device
+from perspectron.util.terms import Term
 
 SMALLEST, LARGEST = 200_000, 10**12  # parameters of a model that is chosen
 FIRST = 500_000  # parameters of the model that is timed first
@@ -135,15 +138,30 @@ def _in_time(model: Callable[[float], ModelConfig], train: TrainConfig, seconds:
 def seconds_of(model: ModelConfig, train: TrainConfig) -> float:
     """Seconds of an update here, measured on a few, or on a single one that takes SLOW or longer."""
     device = pick_device(train.device)
-    step = stepper(
-        model, Setting(train.batch_size, train.seq_len, train.device), train.optim, partial(_as_in, train)
-    )
+    setting = Setting(train.batch_size, train.seq_len, train.device)
+    step = stepper(model, setting, train.optim, partial(_as_in, train), _teaching(train, device))
     dtypes: list[Dtype] = precisions(device) if train.dtype == "auto" else [train.dtype]
     turns = {dtype: timed(partial(step, dtype), device) for dtype in dtypes}
     found = min(turn() for turn in turns.values())
     if found < SLOW:
         found = min(map(min, take_turns(turns, ROUNDS, warmup=0).values()))
     return found * train.accumulate
+
+
+def _teaching(train: TrainConfig, device: torch.device) -> Callable[[Tensor, Tensor], Term] | None:
+    """The term of distillation for logits and the ids that gave them, by a model of the teacher's shape."""
+    if not train.teacher:
+        return None
+    config = checkpoint.load_config(checkpoint.run_of(Path(train.teacher))).model
+    teacher = build(config).to(device).requires_grad_(False).eval()
+
+    def term(logits_BTV: Tensor, ids_BT: Tensor) -> Term:
+        its_BTV = teacher(ids_BT % config.vocab_size).logits
+        shared = min(config.vocab_size, logits_BTV.shape[-1])
+        student_NV, teacher_NV = (x_BTV[..., :shared].flatten(0, 1) for x_BTV in (logits_BTV, its_BTV))
+        return Term(divergence(student_NV, teacher_NV, train.teacher_temperature), weight=1.0)
+
+    return term
 
 
 def _as_in(train: TrainConfig, model: LanguageModel, ids_BT: Tensor) -> None:

@@ -30,7 +30,8 @@ from perspectron.stream.speed import reading
 from perspectron.train.estimate import room
 from perspectron.train.optim import OptimConfig, optimizer_of
 from perspectron.util.config import require
-from perspectron.util.machine import pick_device
+from perspectron.util.machine import pick_device, seconds_of
+from perspectron.util.terms import Term
 
 Key = TypeVar("Key", bound=Hashable)
 Dtype = Literal["float32", "bfloat16"]
@@ -83,24 +84,8 @@ def timed(
     device: torch.device = torch.device("cpu"),  # noqa: B008  (immutable)
     clock: Callable[[], float] | None = None,
 ) -> Callable[[], float]:
-    """A function that makes the call and returns the seconds it took, with work left to the device; by another clock
-    than `time.perf_counter` if one is given."""
-
-    def seconds() -> float:
-        now = clock or time.perf_counter
-        synchronise(device)
-        start = now()
-        call()
-        synchronise(device)
-        return now() - start
-
-    return seconds
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """A function that makes the call and returns the seconds it took, as `seconds_of` measures them."""
+    return partial(seconds_of, call, device, clock)
 
 
 # Training: a step is forward, loss with every term, backward and AdamW, on random tokens.
@@ -135,9 +120,11 @@ def stepper(
     setting: Setting,
     optim: OptimConfig | None = None,
     prepare: Callable[[LanguageModel, Tensor], None] | None = None,
+    term: Callable[[Tensor, Tensor], Term] | None = None,
 ) -> Callable[[Dtype], None]:
     """A function that makes one training step of a random model, by AdamW unless another optimizer is named. prepare:
-    called with the model and the ids [B, T] that it reads, before the optimizer is made."""
+    called with the model and the ids [B, T] that it reads, before the optimizer is made. term: of its logits and these
+    ids, added to the loss."""
     device = pick_device(setting.device)
     model = build(config).to(device).train()
     draw, shape = torch.Generator().manual_seed(0), (setting.batch_size, setting.seq_len + 1)
@@ -148,7 +135,10 @@ def stepper(
 
     def step(dtype: Dtype) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-            objective = model(ids_BT[:, :-1], targets=ids_BT[:, 1:]).objective()
+            output = model(ids_BT[:, :-1], targets=ids_BT[:, 1:])
+            if term is not None:
+                output.aux["term"] = term(output.logits, ids_BT[:, :-1])
+            objective = output.objective()
         if objective.requires_grad:  # else the first update of the training says why not
             objective.backward()
         optimizer.step()

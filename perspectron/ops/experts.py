@@ -10,7 +10,6 @@ Shapes: N tokens, D model width, F hidden width, E experts, S hidden units sampl
 
 import ctypes
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from perspectron.ops.dispatch import gradients_off, once_differentiable
 from perspectron.ops.fused import batch_invariant
+from perspectron.util.machine import of_c_library
 
 HUGE = 1 << 22  # bytes from which huge pages are asked for
 FEW = 64  # most tokens of a step of many texts, or of an expert, that are read in full groups
@@ -314,18 +314,13 @@ def _empty_like(x: Tensor) -> Tensor:
     """Uninitialised memory, in huge pages where the system has them: first touches of small pages took a quarter of the
     time of a backward pass."""
     made = torch.empty_like(x)
-    advise = _madvise() if made.device.type == "cpu" and made.nbytes >= HUGE else None
+    advise = of_c_library("madvise") if made.device.type == "cpu" and made.nbytes >= HUGE else None
     if advise is not None:
         page = 4096
         start = -(-made.data_ptr() // page) * page
         stop = (made.data_ptr() + made.nbytes) // page * page
         advise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), 14)  # MADV_HUGEPAGE
     return made
-
-
-@functools.cache
-def _madvise() -> Any:
-    return getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 
 
 # ---------------------------------------------------------------- all experts in one call

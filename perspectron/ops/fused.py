@@ -10,7 +10,7 @@ Shapes: N rows, or mixes; V vocabulary, B batch, T time, D width.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,17 +54,47 @@ def plain(*tensors: Tensor) -> bool:
     )
 
 
-def recorded(function: Callable[..., Any], inputs: tuple[Tensor, ...], *dy: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of a function's inputs from those of its outputs, by PyTorch, to be differentiated again."""
+class _Op(NamedTuple):
+    """An operation of `native.training`. forward: the outputs for the inputs, then what the backward pass needs beside
+    them. backward: the gradients of the inputs, by the inputs, that, and the outputs' gradients. plain: by PyTorch."""
+
+    forward: Callable[..., tuple[Any, ...]]
+    backward: Callable[..., tuple[Tensor | None, ...]]
+    plain: Callable[..., Any]
+
+
+class _Native(torch.autograd.Function):
+    """The outputs of an operation of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, op: _Op, *inputs: Tensor | None) -> Any:
+        outputs, *kept = op.forward(*inputs)
+        ctx.op, ctx.count = op, len(inputs)
+        ctx.save_for_backward(*inputs, *kept)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, *recorded(ctx.op.plain, saved[: ctx.count], *dy)
+        return None, *ctx.op.backward(*saved, *dy)
+
+
+def recorded(
+    function: Callable[..., Any], inputs: tuple[Tensor | None, ...], *dy: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a function's inputs from those of its outputs, by PyTorch, to be differentiated again; None of
+    inputs that need none."""
     with torch.enable_grad():
-        inputs = tuple(x.view_as(x) for x in inputs)  # one input may be computed from another
-        wanted, y = [x for x in inputs if x.requires_grad], function(*inputs)
+        views = [None if x is None else x.view_as(x) for x in inputs]  # one may be computed from another
+        wanted, y = [x for x in views if x is not None and x.requires_grad], function(*views)
         outputs = y if isinstance(y, tuple) else (y,)
         of, by = zip(
             *((one, d) for one, d in zip(outputs, dy, strict=True) if one.requires_grad), strict=True
         )
         gradients = iter(torch.autograd.grad(of, wanted, by, create_graph=True))
-        return tuple(next(gradients) if x.requires_grad else torch.empty(0) for x in inputs)
+        return tuple(next(gradients) if x is not None and x.requires_grad else None for x in views)
 
 
 # ---------------------------------------------------------------- the loss
@@ -81,7 +111,7 @@ def entropy(logits_NV: Tensor, target_N: Tensor) -> Tensor:
 def entropies(logits_NV: Tensor, target_N: Tensor) -> Tensor:
     """The terms of `entropy` [N]."""
     if _entropy_fits(logits_NV, target_N):
-        each_N: Tensor = _Entropies.apply(logits_NV.contiguous(), target_N.contiguous())
+        each_N: Tensor = _Native.apply(_ENTROPIES, logits_NV.contiguous(), target_N.contiguous())
         return each_N
     return _entropies(logits_NV, target_N)
 
@@ -96,21 +126,13 @@ def _entropies(logits_NV: Tensor, target_N: Tensor, reduction: str = "none") -> 
     return F.cross_entropy(full, target_N, reduction=reduction, ignore_index=IGNORE)
 
 
-class _Entropies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
-        losses, total = training.entropy(logits, target)
-        ctx.save_for_backward(logits, target, total)
-        return losses
+def _entropies_backward(logits: Tensor, target: Tensor, total: Tensor, g: Tensor) -> tuple[Tensor, None]:
+    if g.stride(0) == 0:  # the gradient of a sum: one number for all
+        return training.entropy_backward(logits, target, total, float(g[0])), None
+    return training.entropy_backward(logits, target, total, 1.0).mul_(g[:, None]), None
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        logits, target, total = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return recorded(lambda x: _entropies(x, target), (logits,), g)[0], None
-        if g.stride(0) == 0:  # the gradient of a sum: one number for all
-            return training.entropy_backward(logits, target, total, float(g[0])), None
-        return training.entropy_backward(logits, target, total, 1.0).mul_(g[:, None]), None
+
+_ENTROPIES = _Op(lambda *inputs: training.entropy(*inputs), _entropies_backward, _entropies)
 
 
 # ---------------------------------------------------------------- norms
@@ -122,9 +144,19 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.dim() > 1 and len(self.normalized_shape) == 1 and x.shape[-1:] == self.normalized_shape
         if rows and self.eps is not None and self.weight is not None and fits(x, self.weight):
-            y: Tensor = _Norm.apply(x.flatten(0, -2).contiguous(), self.weight.contiguous(), self.eps)
+            y: Tensor = _Native.apply(
+                _norm(self.eps), x.flatten(0, -2).contiguous(), self.weight.contiguous()
+            )
             return y.view(x.shape)
         return super().forward(x)
+
+
+def _norm(eps: float) -> _Op:
+    return _Op(
+        lambda x, w: training.norm(x, w, eps),
+        lambda x, w, r, dy: training.norm_backward(x, w, r, dy.contiguous()),
+        lambda x, w: F.rms_norm(x, w.shape, w, eps),
+    )
 
 
 class GroupedRMSNorm(nn.RMSNorm):
@@ -139,36 +171,26 @@ class GroupedRMSNorm(nn.RMSNorm):
         return F.rms_norm(parts, parts.shape[-1:], None, self.eps).flatten(-2) * self.weight
 
 
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, r = training.norm(x, weight, eps)
-        ctx.save_for_backward(x, weight, r)
-        ctx.eps = eps
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, r = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            dx, dweight = recorded(lambda x, w: F.rms_norm(x, w.shape, w, ctx.eps), (x, weight), dy)
-            return dx, dweight, None
-        return *training.norm_backward(x, weight, r, dy.contiguous()), None
-
-
 # ---------------------------------------------------------------- gates
 
 
 def gated(a: Tensor, b: Tensor) -> Tensor:
     """silu(a) · b."""
     if a.shape == b.shape and fits(a, b, dtypes=(torch.float32, torch.bfloat16)):
-        y: Tensor = _Gated.apply(a.contiguous(), b.contiguous())
+        y: Tensor = _Native.apply(_GATED, a.contiguous(), b.contiguous())
         return y
     return _gated(a, b)
 
 
 def _gated(a: Tensor, b: Tensor) -> Tensor:
     return batch_invariant(F.silu, a) * b
+
+
+_GATED = _Op(
+    lambda a, b: (training.gated(a, b),),
+    lambda a, b, dy: training.gated_backward(a, b, dy.contiguous()),
+    _gated,
+)
 
 
 def batch_invariant(function: Callable[[Tensor], Tensor], x: Tensor, *, least: int = CUT) -> Tensor:
@@ -191,24 +213,10 @@ def _pieces(n: int) -> int:
     return 1 if n <= CUT else math.lcm(threads, min(threads, -(-n // GRAIN)))
 
 
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return training.gated(a, b)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        a, b = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return recorded(_gated, (a, b), dy)
-        return training.gated_backward(a, b, dy.contiguous())
-
-
 def gelu(x: Tensor) -> Tensor:
     """GELU by tanh."""
     if fits(x, dtypes=(torch.float32, torch.bfloat16)):
-        y: Tensor = _Gelu.apply(x.contiguous())
+        y: Tensor = _Native.apply(_GELU, x.contiguous())
         return y
     return batch_invariant(_gelu, x)
 
@@ -217,25 +225,14 @@ def _gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-class _Gelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return training.gelu(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return recorded(_gelu, (x,), dy)[0]
-        return training.gelu_backward(x, dy.contiguous())
+_GELU = _Op(lambda x: (training.gelu(x),), lambda x, dy: (training.gelu_backward(x, dy.contiguous()),), _gelu)
 
 
 def decayed(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(γ, √(1 − γ²) · v) with γ = σ(p), float32 at least: decays, and inputs scaled so that a memory keeps its size."""
     p = p if v.dtype is p.dtype else p.to(torch.promote_types(p.dtype, torch.float32))
     if p.shape == v.shape and fits(p, v, dtypes=(torch.float32, torch.bfloat16)):
-        gamma, y = _Decayed.apply(p.contiguous(), v.contiguous())
+        gamma, y = _Native.apply(_DECAYED, p.contiguous(), v.contiguous())
         return gamma, y
     return _decayed(p, v)
 
@@ -249,18 +246,11 @@ def _decayed(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-class _Decayed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(p, v)
-        return training.decayed(p, v)
-
-    @staticmethod
-    def backward(ctx: Any, dgamma: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-        p, v = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return recorded(_decayed, (p, v), dgamma, dy)
-        return training.decayed_backward(p, v, dgamma.contiguous(), dy.contiguous())
+_DECAYED = _Op(
+    lambda p, v: (training.decayed(p, v),),
+    lambda p, v, *dy: training.decayed_backward(p, v, *(d.contiguous() for d in dy)),
+    _decayed,
+)
 
 
 # ---------------------------------------------------------------- mixes
@@ -270,7 +260,8 @@ def shifted(x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | N
     """x + (before − x) · mix for each of the N mixes, all of one dtype. before: the token before each in its document;
     `last` for the first token, zeros where `reset` says that a document begins."""
     if fits(x_BTD, last_BD, mix_ND):
-        y: tuple[Tensor, ...] = _Shifted.apply(*(x.contiguous() for x in (x_BTD, last_BD, mix_ND)), reset_BT)
+        inputs = (None if x is None else x.contiguous() for x in (x_BTD, last_BD, mix_ND, reset_BT))
+        y: tuple[Tensor, ...] = _Native.apply(_SHIFTED, *inputs)
         return y
     return _shifted(x_BTD, last_BD, mix_ND, reset_BT)
 
@@ -284,24 +275,19 @@ def _shifted(x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | 
     return mixed(x_BTD, before_BTD, mix_ND)
 
 
+_SHIFTED = _Op(
+    lambda *inputs: (training.shifted(*inputs),),
+    lambda x, last, mix, reset, *dy: (
+        *training.shifted_backward(x, last, mix, reset, [d.contiguous() for d in dy]),
+        None,
+    ),
+    _shifted,
+)
+
+
 def mixed(x_BTD: Tensor, before_BTD: Tensor, mix_ND: Tensor) -> tuple[Tensor, ...]:
     """`shifted`, with the tokens before given."""
     apart_BTD = before_BTD - x_BTD
     if x_BTD.shape[1] == 1:  # of one token all mixes at once, in two operations
         return (x_BTD + apart_BTD * mix_ND[:, None, None]).unbind(0)
     return tuple(x_BTD + apart_BTD * mix_D for mix_D in mix_ND)
-
-
-class _Shifted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, last: Tensor, mix: Tensor, reset: Tensor | None) -> tuple[Tensor, ...]:
-        reset = None if reset is None else reset.contiguous()
-        ctx.save_for_backward(x, last, mix, reset)
-        return training.shifted(x, last, mix, reset)
-
-    @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, last, mix, reset = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return *recorded(lambda x, last, mix: _shifted(x, last, mix, reset), (x, last, mix), *dy), None
-        return *training.shifted_backward(x, last, mix, reset, [d.contiguous() for d in dy]), None

@@ -6,15 +6,16 @@ has failed, and the others go on.
 """
 
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from perspectron.ops.case import Case, Tensors
 from perspectron.ops.cases import cases
+from perspectron.util.machine import seconds_of
 
 REPEATS = 3
 
@@ -108,13 +109,5 @@ def _error(found: Tensor, exact: Tensor) -> float:
 
 def _ms(case: Case, backend: str, inputs: Tensors, device: torch.device) -> float:
     """The median milliseconds of a pass, after one before to warm up."""
-    taken = []
-    for _ in range(REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        _passed(case, backend, inputs)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(taken)
+    call = partial(_passed, case, backend, inputs)
+    return 1e3 * statistics.median(seconds_of(call, device) for _ in range(REPEATS))

@@ -204,7 +204,7 @@ def _parts(name: str) -> tuple[str, bool, dict[str, Any]]:
     items = between_commas(inside.removesuffix("]")) if bracket else []
     words = [item for item in items if "=" not in item]
     design = head.removesuffix("+") + (f"[{','.join(words)}]" if words else "")
-    pairs = [assignment(item) for item in items if "=" in item]
+    pairs = [assignment(item, "design") for item in items if "=" in item]
     given = dict(pairs)
     require(len(given) == len(pairs), "design", name, "one in which each size is given once")
     return design, head.endswith("+"), given

@@ -27,6 +27,7 @@ from perspectron.decode.store import WORTHWHILE, PrefixStore
 from perspectron.model.model import LanguageModel
 from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError
+from perspectron.util.machine import synchronise
 
 T = TypeVar("T")
 Event = Piece | PerspectronError
@@ -363,15 +364,10 @@ def row_by_row_cost(model: LanguageModel, rows: int) -> float:
     for _ in range(4 + (PATIENCE if isinstance(steps, Graphs) else 0)):
         start = time.perf_counter()
         _, _, batch = stepped(model, steps, ids_B1, batch)
-        _wait(model.device)
+        synchronise(model.device)
         middle = time.perf_counter()
         for row in range(rows):
             _, _, alone[row] = stepped(model, steps, ids_B1[:1], alone[row])
-        _wait(model.device)
+        synchronise(model.device)
         ratios.append((time.perf_counter() - middle) / (middle - start))
     return statistics.median(ratios[-3:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

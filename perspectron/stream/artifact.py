@@ -174,12 +174,7 @@ def weights_of(experts: int, distinct: int) -> list[int]:
 
 @torch.no_grad()
 def save_artifact(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    folder: Path,
-    *,
-    trained: Trained | None = None,
-    about: str = "",
+    model: LanguageModel, tokenizer: Tokenizer, folder: Path, *, trained: Trained | None = None
 ) -> Header:
     """Write a model whose layers were packed (`quant.convert`). Other weights are kept as they are, except experts,
     which are rounded to ternary if they are not yet; those of a mixture are packed.
@@ -190,7 +185,7 @@ def save_artifact(
     quant = {n: m.format for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)}
     formats = [module.format for module in model.modules() if isinstance(module, PackedMixture)]
     files = expert_files(model.config, linear=formats[0] if formats else CODES)
-    header = Header(FORMAT, model.config, tokenizer.fingerprint, quant, files, trained, about)
+    header = Header(FORMAT, model.config, tokenizer.fingerprint, quant, files, trained)
     shared = {
         name: tensors.spec(tensor)
         for name, tensor in model.state_dict().items()

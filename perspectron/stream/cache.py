@@ -88,23 +88,35 @@ class ShardCache(AbstractContextManager["ShardCache"]):
     # ------------------------------------------------------------ for callers
 
     @contextlib.contextmanager
-    def get(self, layer: int, expert: int) -> Iterator[Shard]:
-        """The expert's weights, pinned while the context is open; after it, they may be overwritten.
+    def get(self, layer: int, expert: int, *, asked: bool = True) -> Iterator[Shard]:
+        """The expert's weights, pinned while the context is open; after it, they may be overwritten. asked: False for
+        one that is copied because of a hint, which counts as no request.
 
         ShardError: it cannot be read. A later request tries again.
         """
         key = self._keys[layer, expert]
-        if self.usage is not None:
+        if asked and self.usage is not None:
             self.usage.count(layer, expert, ready=self.holds(layer, expert))
         if self.resident and not self._threads:  # nothing ever moves
-            self._schedule.counters.hits += 1
+            self._schedule.counters.hits += asked
             yield _shard(self._schedule.entries[key])
             return
-        entry = self._acquire(key)
+        entry = self._acquire(key, asked)
         try:
             yield _shard(entry)
         finally:
             self._release(entry)
+
+    def served(self, layer: int, expert: int) -> None:
+        """Count a request that a copy of the expert answered, as one that found it in memory."""
+        if self.usage is not None:
+            self.usage.count(layer, expert, ready=True)
+        with self._lock:
+            entry = self._schedule.entries.get(self._keys[layer, expert])
+            if entry is not None and entry.state is State.READY:
+                self._schedule.request(entry)
+            else:  # its memory has another expert by now
+                self._schedule.counters.hits += 1
 
     def warm(self, usage: Usage) -> None:
         """Read the experts that were used most until the cache is full, and count from now on."""
@@ -166,7 +178,7 @@ class ShardCache(AbstractContextManager["ShardCache"]):
 
     # ------------------------------------------------------------ requests
 
-    def _acquire(self, key: Key) -> Entry:
+    def _acquire(self, key: Key, asked: bool) -> Entry:
         """The expert, ready and pinned."""
         if self._pid != os.getpid():  # there are no readers here, and the lock may be held forever
             raise self._error(key, "the cache was opened before this process was forked; open it anew")
@@ -174,7 +186,10 @@ class ShardCache(AbstractContextManager["ShardCache"]):
             entry = self._schedule.entries.get(key) or self._add(key)
             entry.pins += 1
             try:
-                self._schedule.request(entry)
+                if asked or entry.state is not State.READY:
+                    self._schedule.request(entry)
+                else:
+                    self._schedule.entries.move_to_end(key)
                 if entry.state is not State.READY:
                     if self._idle < len(self._schedule.asked):
                         self._schedule.give_up_one()

@@ -125,15 +125,15 @@ class _Staging:
         self._buffers = [(lane.staging(cache.layout.bytes), None) for _ in range(BUFFERS)]
         self._thread, self._own = ThreadPoolExecutor(1, "expert-copies"), 0
 
-    def bring(self, key: tuple[int, int], to: Tensor, after: list[Any]) -> Future[Any]:
-        """Begin to bring an expert; a future of the event of the end of its copy."""
-        return self._thread.submit(self._bring, key, to, after)
+    def bring(self, key: tuple[int, int], to: Tensor, after: list[Any], *, asked: bool) -> Future[Any]:
+        """Begin to bring an expert; a future of the event of the end of its copy. asked: as the cache has it."""
+        return self._thread.submit(self._bring, key, to, after, asked)
 
-    def _bring(self, key: tuple[int, int], to: Tensor, after: list[Any]) -> Any:
+    def _bring(self, key: tuple[int, int], to: Tensor, after: list[Any], asked: bool) -> Any:
         self._own = threading.get_ident()
         buffer, read = self._buffers.pop(0)
         try:
-            with self._cache.get(*key) as shard:
+            with self._cache.get(*key, asked=asked) as shard:
                 if read is not None:
                     read.synchronize()
                 buffer.copy_(_whole(shard, len(to)))
@@ -181,10 +181,13 @@ class DeviceExperts:
         key = layer, expert
         for hinted in self._slots:  # right or wrong, they have had their time
             hinted.hinted &= hinted.key is not None and hinted.key[0] != layer
-        slot = self._find(key) or self._fetch(key)
+        found = self._find(key)
+        slot = found or self._fetch(key)
         assert slot is not None, "contexts of more experts are open than there are buffers"
         self._slots.sort(key=lambda other: other is slot)  # it is the one used last
         self._settle(slot)
+        if found is not None:
+            self._cache.served(layer, expert)
         stream = None if self._lane is None else self._lane.reader(slot.memory)
         if stream is not None:
             stream.wait_event(slot.copied)
@@ -223,9 +226,9 @@ class DeviceExperts:
             return None
         slot.key = None
         if self._staging is not None:
-            slot.copied = self._staging.bring(key, slot.memory, list(slot.used.values()))
+            slot.copied = self._staging.bring(key, slot.memory, list(slot.used.values()), asked=not hint)
         else:
-            with self._cache.get(*key) as shard:
+            with self._cache.get(*key, asked=not hint) as shard:
                 host = _whole(shard, len(slot.memory))
                 if self._lane is None:
                     slot.memory.copy_(host)

@@ -31,6 +31,7 @@ from perspectron.util.config import require
 from perspectron.util.errors import ArtifactError, ConfigError, DataError
 from perspectron.util.files import cache_folder
 from perspectron.util.machine import free_memory, return_memory
+from perspectron.util.numbers import size
 from perspectron.util.terms import Term
 
 CONVERSATION = 8192  # tokens whose state fits beside the cache of experts that takes the free memory
@@ -137,13 +138,13 @@ class StreamedModel(LanguageModel):
             opened.pop_all()
         weakref.finalize(self, cache.close)  # its readers would keep it alive
         self.attach(cache, predict=not cache.resident)
-        self.plan = f"experts: {cache.distinct} of {_size(cache.slot_bytes)} "
+        self.plan = f"experts: {cache.distinct} of {size(cache.slot_bytes)} "
         if cache.resident:
             self.plan += "all in memory, nothing streams"
         else:
-            self.plan += f"in {cache.slots} slots ({_size(budget)}), read from disk ({disk}), "
+            self.plan += f"in {cache.slots} slots ({size(budget)}), read from disk ({disk}), "
             wanted = sum(ffn.config.chosen for ffn in self.routed)
-            self.plan += f"up to {_size(wanted * self.header.experts.shard_bytes)} for a token"
+            self.plan += f"up to {size(wanted * self.header.experts.shard_bytes)} for a token"
 
     def warm(self, path: Path) -> Usage:
         """Begin with the experts that this machine used most, as the file has it, and count from now on."""
@@ -157,7 +158,7 @@ class StreamedModel(LanguageModel):
         """One line on what is in memory, what streams, and what a token costs."""
         kinds = sorted(set(self.header.quant.values()))
         parts = [
-            f"{self.config.name}: {', '.join(kinds) or 'float32'} layers, {_size(self.shared_bytes)} in memory"
+            f"{self.config.name}: {', '.join(kinds) or 'float32'} layers, {size(self.shared_bytes)} in memory"
         ]
         if self.header.experts is not None:
             parts.append(self.plan)
@@ -213,10 +214,10 @@ def load_shared(
     model.load_state_dict(weights, assign=True)
     model.requires_grad_(False).eval()
     model.digest = manifest.digest
-    known = _known(manifest.digest)
+    known, seen = _known(manifest.digest), False
     with contextlib.suppress(OSError):
-        check = check or known is None or not known.is_file()
-    if check:
+        seen = known is not None and known.is_file()
+    if check or not seen:
         _legal(model, folder / SHARED)
         with contextlib.suppress(OSError):  # no place to keep it: it is checked again next time
             if known is not None:
@@ -259,9 +260,3 @@ def _check(file: ShardFile, layer: int, header: Header) -> None:
             f"{file.path}: {len(file.header.stored)} experts with weights of their own, must be "
             f"{header.experts.distinct} as config.json says"
         )
-
-
-def _size(count: int) -> str:
-    if count < 1e6:
-        return f"{count / 1e3:.1f} kB"
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -3,6 +3,7 @@
 Matrices are packed (`perspectron.ops.packing`); what is not a matrix stays float32.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,6 @@ from perspectron.quant import convert as quant
 from perspectron.quant.gptq import FORMATS
 from perspectron.stream.device import BUFFERS
 from perspectron.stream.expert_file import CODES, ExpertLayout
-from perspectron.stream.trace import missed, stack_distances
 from perspectron.util.config import one_of
 
 USES = 1 << 17  # simulated uses of random experts
@@ -237,11 +237,31 @@ def uniform_hit_rate(experts: Sequence[int], slots: int, chosen: Sequence[int] =
     if max(counts) == 1:
         draws_TL = random.integers(0, experts, (2 * tokens, len(experts)))
     else:
-        orders = [
-            random.random((2 * tokens, E)).argsort(1)[:, :K].copy()  # a view would keep all E
-            for E, K in zip(experts, counts, strict=True)
-        ]
-        draws_TL = np.concatenate(orders, 1)
-    starts = np.repeat(np.cumsum((0, *experts[:-1])), counts)
-    distances_N = stack_distances((draws_TL + starts).ravel())[tokens * sum(counts) :]
-    return 1 - missed(distances_N, slots) / len(distances_N)
+        draws = [_least(random.random((2 * tokens, E)), K) for E, K in zip(experts, counts, strict=True)]
+        draws_TL = np.concatenate(draws, 1)
+    draws_TL += np.repeat(np.cumsum((0, *experts[:-1])), counts)
+    cache = OrderedDict[int, None]()
+    _run(cache, draws_TL[:tokens], slots)
+    return 1 - _run(cache, draws_TL[tokens:], slots) / draws_TL[tokens:].size
+
+
+def _least(x_TE: np.ndarray, count: int) -> np.ndarray:
+    """The places of the least numbers of each row, the least first."""
+    places_TK = np.argpartition(x_TE, count - 1, 1)[:, :count]
+    order_TK = np.take_along_axis(x_TE, places_TK, 1).argsort(1)
+    return np.take_along_axis(places_TK, order_TK, 1)
+
+
+def _run(cache: OrderedDict[int, None], keys_TL: np.ndarray, slots: int) -> int:
+    """Use these keys in a cache of `slots` entries, the least recently used first; how many were not in it."""
+    lacked = 0
+    for keys in keys_TL:
+        for key in keys.tolist():
+            if key in cache:
+                cache.move_to_end(key)
+            else:
+                lacked += 1
+                cache[key] = None
+                if len(cache) > slots:
+                    cache.popitem(last=False)
+    return lacked

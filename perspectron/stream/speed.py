@@ -1,7 +1,6 @@
 """Measured bandwidths in bytes per second: memory, a disk by each reading method, copies to a GPU."""
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from perspectron.stream.cache import READERS
 from perspectron.stream.reader import PIECE, Method, ShardFile
 from perspectron.stream.tensors import Bytes, aligned
 from perspectron.util.errors import ArtifactError, ConfigError
+from perspectron.util.machine import seconds_of
 
 BUFFER = 256 << 20
 TRIES = 6
@@ -48,11 +48,7 @@ def pcie() -> float:
 
 
 def _rate(work: Callable[[], object], touched: Tensor) -> float:
-    start = time.perf_counter()
-    work()
-    if touched.is_cuda:
-        torch.cuda.synchronize(touched.device)
-    return touched.nbytes / (time.perf_counter() - start)
+    return touched.nbytes / seconds_of(work, touched.device)
 
 
 class Disk(NamedTuple):
@@ -72,9 +68,11 @@ class Disk(NamedTuple):
 
 def _together(file: ShardFile, pool: ThreadPoolExecutor, buffers: Sequence[Bytes], half: int) -> float:
     """Bytes per second of two readers, of half as many bytes each."""
-    start = time.perf_counter()
-    list(pool.map(lambda i: file.rate(buffers[i], i * half, half), range(2)))
-    return 2 * half / (time.perf_counter() - start)
+
+    def read() -> None:
+        list(pool.map(lambda i: file.rate(buffers[i], i * half, half), range(2)))
+
+    return 2 * half / seconds_of(read, torch.device("cpu"))
 
 
 def disk(path: Path) -> float | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from perspectron.util.errors import ArtifactError
 from perspectron.util.files import open_file
 from perspectron.util.machine import memory
-from perspectron.util.tensors import Place, compose, parse_header, read_header
+from perspectron.util.tensors import Place, compose, read_places
 
 PAGE = 4096  # the data begin on a page, so that they can be read past the page cache
 HUGE = 2 << 20
@@ -90,9 +90,8 @@ def read(path: Path, wanted: Mapping[str, Kind]) -> tuple[dict[str, Tensor], str
     """
     try:
         with open_file(path) as file:
-            text = read_header(file, MAX_HEADER)
-            room = os.fstat(file.fileno()).st_size - 8 - len(text)
-            places = parse_header(text, room)[1]
+            text, _, places = read_places(file, MAX_HEADER)
+            room = sum(place.bytes for place in places.values())
             _require(path, places, wanted)
             if room > memory():
                 bound = f"≤ {memory() / 1e9:,.1f} GB, the memory of this machine"

@@ -3,6 +3,7 @@ first."""
 
 import contextlib
 import platform
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +19,8 @@ FIRST = 100  # requests for each layer that are counted
 
 
 class Usage:
-    """A moving average, for each layer's experts, of whether a request is for it, f ← 0.999 f + 0.001 · [asked].
+    """A moving average, for each layer's experts, of whether a request is for it, f ← 0.999 f + 0.001 · [asked]. Any
+    number of threads may count.
 
     experts: how many each layer has. Averages begin at 0 if the file is missing, damaged or of other layers, and for a
     machine that is not in it with the mean of those that are. asked, served: of the first hundred requests for each
@@ -28,7 +30,7 @@ class Usage:
     def __init__(self, path: Path, experts: Mapping[int, int]) -> None:
         self.path, self._machine = path, platform.node() or "here"
         self._share = {layer: np.zeros(count) for layer, count in experts.items()}
-        self._turns = dict.fromkeys(experts, 0)
+        self._turns, self._lock = dict.fromkeys(experts, 0), threading.Lock()
         self.asked = self.served = 0
         known = self._read(path)
         each = [known[self._machine]] if self._machine in known else list(known.values())
@@ -39,12 +41,13 @@ class Usage:
 
     def count(self, layer: int, expert: int, *, ready: bool) -> None:
         """Count a request for an expert. ready: it was at hand."""
-        share_E = self._share[layer]
-        share_E *= 1 - MEMORY
-        share_E[expert] += MEMORY
-        self._turns[layer] += 1
-        if self._turns[layer] <= FIRST:
-            self.asked, self.served = self.asked + 1, self.served + ready
+        with self._lock:
+            share_E = self._share[layer]
+            share_E *= 1 - MEMORY
+            share_E[expert] += MEMORY
+            self._turns[layer] += 1
+            if self._turns[layer] <= FIRST:
+                self.asked, self.served = self.asked + 1, self.served + ready
 
     def most(self) -> list[tuple[int, int]]:
         """(layer, expert) of all that were asked for, the most used first."""

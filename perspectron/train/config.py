@@ -9,7 +9,7 @@ from perspectron.data.shuffle import ORDER
 from perspectron.model.config import ModelConfig
 from perspectron.train.lora import LoraConfig
 from perspectron.train.optim import OptimConfig
-from perspectron.util.config import at_least, one_of, positive, require
+from perspectron.util.config import at_least, positive, require, require_choices
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ class TrainConfig:
         )
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2⁶³)")
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
-        one_of(self.measured_on, ("heldout", "dev"), "measured_on")
-        one_of(self.dtype, ("auto", "float32", "bfloat16"), "dtype")
+        require_choices(self)
         require(0 <= self.ternary_from <= 1, "ternary_from", self.ternary_from, "in [0, 1]")
         least = self.ternary_from
         require(least <= self.ternary_until <= 1, "ternary_until", self.ternary_until, f"in [{least}, 1]")
@@ -233,8 +232,9 @@ class Layout:
     def held(self, device: str) -> float:
         """Share of the weights that is held in one memory, by all processes of a machine or by a GPU's one; more than 1
         if there are copies."""
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        each = 1 / self.shards(processes(), local)
+        size = processes()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+        each = 1 / self.shards(size, local)
         return each if device == "cuda" else each * local
 
     def shards(self, size: int, local: int) -> int:
@@ -245,5 +245,5 @@ class Layout:
         return {"ddp": 1, "fsdp": rows, "hsdp": within}[self.shard]
 
     def __post_init__(self) -> None:
-        one_of(self.shard, ("ddp", "fsdp", "hsdp"), "shard")
+        require_choices(self)
         at_least(1, self, "context_parallel", "expert_parallel")

@@ -1,10 +1,8 @@
 """The cost of a training: memory before a model is built; time, memory and the faster precision, measured."""
 
 import contextlib
-import math
 import statistics
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -20,7 +18,7 @@ from perspectron.train.config import RunConfig
 from perspectron.train.optim import by_muon, freeze
 from perspectron.util import ranks
 from perspectron.util.config import require
-from perspectron.util.machine import Peak, free_memory, memory, resident
+from perspectron.util.machine import Peak, free_memory, memory, resident, seconds_of
 
 PER_PARAMETER = 16  # bytes in training: weight, gradient and two moments, float32
 PER_MOMENT = 4  # bytes
@@ -92,14 +90,16 @@ def local_part(x: Tensor) -> Tensor:
     return cast(Tensor, x.to_local()) if hasattr(x, "to_local") else x
 
 
-def estimate(model: LanguageModel, batch: Batch, config: RunConfig, device: torch.device) -> Estimate:
-    """The cost of a training, measured on two passes over `batch`, which leave no trace."""
+def estimate(model: LanguageModel, backward: Callable[[], object], config: RunConfig) -> Estimate:
+    """The cost of a training, measured on two calls of `backward`, which adds the gradients of a batch; they leave no
+    trace."""
     learned = sum(local_part(p).numel() for p in model.parameters() if p.requires_grad)
-    before, cuda = resident(), device.type == "cuda"
+    device, before = model.device, resident()
+    cuda = device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     with without_trace(model), Peak() as peak:
-        seconds = min(training_pass(model, batch, device, config.train.dtype) for _ in range(2))
+        seconds = min(seconds_of(backward, device) for _ in range(2))
     used = torch.cuda.max_memory_allocated(device) if cuda else before + (peak.bytes or 0)
     moments = 2 * learned - sum(local_part(p).numel() for p in by_muon(model, config.train.optim))
     return Estimate(seconds * config.train.accumulate, used + PER_MOMENT * moments)
@@ -124,27 +124,21 @@ def without_trace(model: LanguageModel) -> Iterator[None]:
 
 def training_pass(model: LanguageModel, batch: Batch, device: torch.device, dtype: str) -> float:
     """Seconds of a pass forwards and backwards, whose gradients are added to those there are."""
-    start = time.perf_counter()
-    with autocast(device, dtype):
-        ids, targets = (ranks.columns(x).to(device) for x in (batch.ids_BT, batch.targets_BT))
-        loss = model(ids, targets=targets).loss
-    if loss.requires_grad:  # else the first update says so
-        loss.backward()
-    loss.item()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+
+    def once() -> None:
+        with autocast(device, dtype):
+            ids, targets = (ranks.columns(x).to(device) for x in (batch.ids_BT, batch.targets_BT))
+            loss = model(ids, targets=targets).loss
+        if loss.requires_grad:  # else the first update says so
+            loss.backward()
+
+    return seconds_of(once, device)
 
 
 def products(device: torch.device, dtype: torch.dtype) -> float:
     """Seconds of the three products of a linear layer, forwards and backwards, by the fastest of three."""
     x, w = torch.ones(2, 256, 256, device=device, dtype=dtype)
-    best = math.inf
-    for _ in range(3):
-        start = time.perf_counter()
-        sum(y[0, 0].item() for y in (x @ w.T, x.T @ w, x @ w))
-        best = min(best, time.perf_counter() - start)
-    return best
+    return min(seconds_of(lambda: (x @ w.T, x.T @ w, x @ w), device) for _ in range(3))
 
 
 def precisions(device: torch.device) -> list[Literal["float32", "bfloat16"]]:

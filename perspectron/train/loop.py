@@ -268,7 +268,8 @@ class Trainer:
 
     def estimate(self) -> Estimate:
         """The time of an update and the memory of the training, measured."""
-        return estimate(self.model, self.batches().next_batch(), self.config, self.device)
+        batch = self.batches().next_batch()
+        return estimate(self.model, lambda: self.backward(batch, 1.0), self.config)
 
     def step(self) -> Metrics:
         """One update."""

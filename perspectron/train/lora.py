@@ -38,7 +38,7 @@ class LoraConfig:
     @classmethod
     def parse(cls, text: str) -> "LoraConfig":
         """Parse such a text. ConfigError, naming the field: it is malformed."""
-        pairs = [assignment(part.strip()) for part in filter(None, text.split(","))]
+        pairs = [assignment(part.strip(), "lora") for part in filter(None, text.split(","))]
         require(len(dict(pairs)) == len(pairs), "lora", text, "one in which each field is given once")
         return load(cls, dict(pairs), "lora")
 

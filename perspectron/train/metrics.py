@@ -54,8 +54,8 @@ def forget(run: Path, step: int) -> None:
 
 
 def read_metrics(run: Path) -> list[Metrics]:
-    """The lines of metrics.jsonl. Damaged lines are left out, with a warning unless it is only the last, cut short by a
-    crash."""
+    """The lines of metrics.jsonl; what a model reported is None where it was not finite. Damaged lines are left out,
+    with a warning unless it is only the last, cut short by a crash."""
     try:
         text = read_text(run / METRICS, MOST_METRICS, errors="replace")
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def _metrics(line: Any) -> Metrics:
     of_update = {name: line.get(name) for name in OF_UPDATE}
     numbers = of_update if "loss" in line else {"step": line.get("step"), "bits_per_byte": measured(line)[1]}
     aux = line.get("aux", {})
-    numbers |= aux if isinstance(aux, dict) else {"aux": None}
+    numbers |= {k: v for k, v in aux.items() if v is not None} if isinstance(aux, dict) else {"aux": None}
     perplexities = {name: line[name] for name in PERPLEXITIES if name in line}
     for name, value in (numbers | perplexities).items():
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -12,7 +12,7 @@ from torch import nn
 
 from perspectron.experts.router import Routed
 from perspectron.model.mixer import Mixer
-from perspectron.util.config import at_least, one_of, positive, require
+from perspectron.util.config import at_least, one_of, positive, require, require_choices
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,7 @@ class OptimConfig:
     """Largest gradient norm; 0 is no limit."""
 
     def __post_init__(self) -> None:
-        one_of(self.optimizer, ("adamw", "muon"), "optimizer")
-        one_of(self.schedule, ("cosine", "constant"), "schedule")
+        require_choices(self)
         positive(self, "lr")
         at_least(0, self, "warmup", "weight_decay", "clip")
         require(0 <= self.final <= 1, "final", self.final, "in [0, 1]")
@@ -91,8 +90,10 @@ class Muon(AdamW):
     def step(self) -> None:  # type: ignore[override]
         """Make one update."""
         *self.param_groups, last = self.param_groups
-        super().step()
-        self.param_groups.append(last)
+        try:
+            super().step()
+        finally:
+            self.param_groups.append(last)
         inspect.unwrap(torch.optim.Muon.step)(self.muon)
 
 

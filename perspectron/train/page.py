@@ -69,7 +69,8 @@ class History:
             return
         self.last = line
         values = {name: line[name] for name in ("loss", "tokens_per_second")} | line.get("aux", {})
-        sums = {name: (value, 1) for name, value in values.items()}
+        finite = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+        sums = {name: (value, 1) for name, value in finite.items()}
         if not self._lines or self._lines[-1]["count"] == self._each:
             self._lines.append({"count": 0, "sums": {}})
         self._join(self._lines[-1], {**line, "count": 1, "sums": sums})

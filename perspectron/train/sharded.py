@@ -8,7 +8,6 @@ and the largest part.
 """
 
 import math
-import os
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from perspectron.util.errors import CheckpointError
 from perspectron.util.files import opened, parse_json
 from perspectron.util.machine import memory
-from perspectron.util.tensors import JSON_ROOM, parse_header, read_header
+from perspectron.util.tensors import JSON_ROOM, read_places
 
 
 def shard_of(rank: int) -> str:
@@ -45,8 +44,7 @@ def _reader(folder: Path) -> HuggingFaceStorageReader:
     parts, rooms = Counter[str](), dict[str, tuple[int, ...]]()
     for path in sorted(folder.glob("*.safetensors")):
         with opened(path, CheckpointError) as file:
-            text = read_header(file)
-            metadata, places = parse_header(text, os.fstat(file.fileno()).st_size - 8 - len(text))
+            _, metadata, places = read_places(file)
         starts = parse_json(metadata.get(CUSTOM_METADATA_KEY, "{}"), room=JSON_ROOM)
         for name, place in places.items():
             start = starts[name][SAVED_OFFSETS_KEY] if starts else [0] * len(place.shape)

@@ -53,10 +53,11 @@ def divides(heads: int, d_model: int, *, even: bool = False) -> None:
     require(d_model % ((1 + even) * heads) == 0, "heads", heads, f"a divisor of {bound}")
 
 
-def assignment(text: str) -> tuple[str, Any]:
-    """("rank", 64) of "rank=64"; the value is read as TOML, and a bare word as a string."""
+def assignment(text: str, field: str) -> tuple[str, Any]:
+    """("rank", 64) of "rank=64"; the value is read as TOML, and a bare word as a string. ConfigError, naming the field
+    that has the text: it is no assignment."""
     key, equals, value = text.partition("=")
-    require(equals == "=" and key != "", "set", text, "KEY=VALUE")
+    require(equals == "=" and key != "", field, text, "KEY=VALUE")
     import tomllib  # takes a tenth of what `--help` does
 
     try:

@@ -1,17 +1,19 @@
 """The machine: devices, processor, free memory, and the commit of the running program."""
 
 import ctypes
+import functools
 import os
 import platform
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -32,6 +34,25 @@ def pick_device(name: str) -> torch.device:
     if (f"{name}:0" if name == "cuda" else name) not in there:
         raise ConfigError(f"device = {name!r}, must be one that this machine has: auto, {', '.join(there)}")
     return torch.device(name)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(
+    call: Callable[[], object], device: torch.device, clock: Callable[[], float] | None = None
+) -> float:
+    """Seconds that a call takes, with the work that it leaves to the device; by another clock than `time.perf_counter`
+    if one is given."""
+    now = clock or time.perf_counter
+    synchronise(device)
+    start = now()
+    call()
+    synchronise(device)
+    return now() - start
 
 
 def processor() -> str:
@@ -158,14 +179,18 @@ def in_large_pages() -> None:
 
 def trim() -> None:
     """Give free memory of the C library back to the system."""
-    function = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if function is not None:
+    if (function := of_c_library("malloc_trim")) is not None:
         function(0)
 
 
+@functools.cache
+def of_c_library(name: str) -> Any:
+    """A function of the C library by its name; None where it has none, and elsewhere than on Linux."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+
+
 def _mallopt(options: dict[int, int]) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
+    if (mallopt := of_c_library("mallopt")) is not None:
         for option, value in options.items():
             mallopt(option, value)
 

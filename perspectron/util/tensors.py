@@ -136,6 +136,13 @@ def read_header(file: BufferedReader, most: int = MAX_JSON) -> bytes:
     return file.read(length)
 
 
+def read_places(file: BufferedReader, most: int = MAX_JSON) -> tuple[bytes, dict[str, str], dict[str, Place]]:
+    """(text, metadata, the place of each tensor by name) of the header of a file, which has no more than these tensors.
+    ValueError as `read_header` and `parse_header`."""
+    text = read_header(file, most)
+    return text, *parse_header(text, os.fstat(file.fileno()).st_size - 8 - len(text))
+
+
 def check_size(path: Path, size: int, error: type[PerspectronError]) -> None:
     """Check the size of a header against the bound, the same for writing and reading. `error`, which names `path`: it
     is larger."""
@@ -173,9 +180,7 @@ def load_tensors(
         if size > most:
             raise error(f"{path}: {size:,} bytes, must be ≤ {most:,}, half the memory of this machine")
         try:
-            text = read_header(file)
-            metadata, places = parse_header(text, size - 8 - len(text))
-            del text
+            metadata, places = read_places(file)[1:]
             return metadata, {name: read_tensor(file, place) for name, place in places.items()}
         except ValueError as cause:
             raise error(f"{path}: not {what} ({cause})") from None
@@ -188,8 +193,7 @@ def unread_tensors(
     `load_tensors`, then too."""
     with opened(path, error) as file:
         try:
-            text = read_header(file)
-            places = parse_header(text, os.fstat(file.fileno()).st_size - 8 - len(text))[1]
+            text, _, places = read_places(file)
         except ValueError as cause:
             raise error(f"{path}: not {what} ({cause})") from None
 
@@ -219,7 +223,6 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str] 
     try:
         save_file(whole, path, header)
         with open_file(path) as file:
-            text = read_header(file)
-            parse_header(text, os.fstat(file.fileno()).st_size - 8 - len(text))
+            read_places(file)
     except (SafetensorError, ValueError) as error:
         raise OSError(str(error)) from error

@@ -10,6 +10,8 @@ from perspectron.data import Tokenizer, encode, open_corpus
 from perspectron.eval import budget, timing
 from perspectron.eval.budget import Budget, sized
 from perspectron.model.census import active_parameters
+from perspectron.model.model import build
+from perspectron.train.checkpoint import INDEX, save_config
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import optimizer_of
 from perspectron.util.errors import ConfigError
@@ -90,6 +92,25 @@ def test_what_is_timed_is_the_training_that_was_asked_for(monkeypatch, part):
     )
     assert model.recompute == train.recompute
     assert (learned == every) == train.recompute and learned
+
+
+@pytest.mark.parametrize("vocab_size", [200, 400])
+def test_the_pass_of_a_teacher_is_timed_too(monkeypatch, tmp_path, vocab_size):
+    step, read = tmp_path / "checkpoints" / "step-00000001", []
+    step.mkdir(parents=True)
+    (step / INDEX).write_text("{}")
+    sizes = {"vocab_size": vocab_size, "d_model": 32, "layers": 3}
+    save_config(tmp_path, RunConfig(presets.get("transformer-tiny", **sizes), TrainConfig()))
+
+    def kept(config):
+        model = build(config)
+        model.register_forward_hook(lambda *_: read.append(len(model.blocks)))
+        return model
+
+    monkeypatch.setattr(budget, "build", kept)
+    train = TrainConfig(batch_size=2, seq_len=16, dtype="float32", device="cpu", teacher=str(tmp_path))
+    assert budget.seconds_of(presets.get("transformer-tiny", **sizes | {"vocab_size": 300}), train) > 0
+    assert set(read) == {3} and len(read) > 1
 
 
 def test_a_run_of_no_design_is_settled_where_it_begins_with_its_weights(tmp_path, monkeypatch):

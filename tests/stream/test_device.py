@@ -11,6 +11,7 @@ import torch
 
 from perspectron.stream.cache import ShardCache
 from perspectron.stream.device import DeviceExperts, Lane, Pinned
+from perspectron.stream.usage import Usage
 from perspectron.util.errors import ShardError
 
 EXPERTS, LAYERS = 5, 3
@@ -195,6 +196,28 @@ def test_a_wait_that_is_missing_shows_on_the_simulated_device(files, eager, forg
         copies.close()
 
 
+@pytest.mark.parametrize("slots", [3, 6, 15])
+@pytest.mark.parametrize("simulated", [False, True], ids=["copied", "streams"])
+def test_requests_are_counted_and_copies_are_not(files, tmp_path, slots, simulated):
+    """Wrong hints are no requests, and what the device's buffers answer are some."""
+    made, _ = files
+    with made(slots) as cache:
+        usage = Usage(tmp_path / "usage.json", dict.fromkeys(range(LAYERS), EXPERTS))
+        cache.warm(usage)
+        lane = Simulated(eager=True) if simulated else None
+        copies = DeviceExperts(cache, torch.device("cpu"), lane=lane)
+        with cache.get(1, 2, asked=False):  # so that the host has what is hinted
+            pass
+        before = cache.counters
+        for key in ((0, 1), (1, 3), (1, 3)):
+            with copies.get(*key):
+                copies.hint(1, 2)
+        copies.close()
+        after = cache.counters
+        assert after.hits + after.misses - before.hits - before.misses == usage.asked == 3
+        assert usage.most() == [(1, 3), (0, 1)]
+
+
 def test_the_host_does_not_wait_for_a_hint(files):
     made, whole = files
     with made(3) as cache:
@@ -205,11 +228,11 @@ def test_the_host_does_not_wait_for_a_hint(files):
         held, go = threading.Event(), threading.Event()
         inner = cache.get
 
-        def slow(layer, expert):
+        def slow(layer, expert, **asked):
             if (layer, expert) == (1, 2):
                 held.set()
                 assert go.wait(10)
-            return inner(layer, expert)
+            return inner(layer, expert, **asked)
 
         cache.get = slow
         with copies.get(0, 0) as shard:
@@ -230,10 +253,10 @@ def test_a_read_that_fails_is_told_to_who_asks_and_can_be_tried_again(files):
         copies = DeviceExperts(cache, torch.device("cpu"), lane=lane)
         inner, broken = cache.get, [True]
 
-        def failing(layer, expert):
+        def failing(layer, expert, **asked):
             if broken and broken.pop():
                 raise ShardError("file", layer, expert, "unreadable")
-            return inner(layer, expert)
+            return inner(layer, expert, **asked)
 
         with copies.get(0, 1) as shard:
             lane.now.add(lambda codes=shard.gate.codes: codes.clone())
@@ -260,7 +283,9 @@ def test_a_copy_that_failed_leaves_the_waits_to_the_next_one(files):
         with copies.get(0, 1) as shard:
             lane.now.add(lambda codes=shard.gate.codes: found.append(codes.clone()))
         inner = cache.get
-        cache.get = lambda layer, expert: (_ for _ in ()).throw(ShardError("file", layer, expert, "gone"))
+        cache.get = lambda layer, expert, **asked: (_ for _ in ()).throw(
+            ShardError("file", layer, expert, "gone")
+        )
         with cache_holds(cache):
             copies._slots[0].hinted = False
             copies.hint(1, 1)

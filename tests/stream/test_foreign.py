@@ -219,6 +219,13 @@ def test_weights_are_checked_once_for_a_manifest(folder, tmp_path, monkeypatch):
     assert len(seen) == 3
 
 
+def test_weights_are_checked_where_nobody_can_say_whether_they_were(folder, tmp_path, monkeypatch):
+    """A cache folder whose files cannot be looked up, as where the user may not enter it."""
+    spoilt(folder, norm)
+    monkeypatch.setattr(engine, "_known", lambda digest: tmp_path / ("x" * 300))
+    unread(folder, "blocks.0.mixer_norm.weight")
+
+
 @pytest.mark.parametrize("place", ["a file", "read-only", "no home", "a link"])
 def test_nowhere_to_remember_it_is_fine(folder, tmp_path, monkeypatch, place):
     cache = tmp_path / "cache"

@@ -1,6 +1,7 @@
 """Disks probed, and files that are too small to tell."""
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_two_readers_where_a_disk_serves_both_at_once(
     size = path.stat().st_size // 4096 * 4096
 
     now, lock, both = [0.0], threading.Lock(), threading.Barrier(2)
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
     def rate(file: ShardFile, buffer: object, start: int, count: int) -> float:
         alone = count == size or readers == 1

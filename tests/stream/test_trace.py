@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perspectron.stream.plan import uniform_hit_rate
+from perspectron.stream.plan import _least, _run, uniform_hit_rate
 from perspectron.stream.trace import COLD, Trace, load, missed, save, stack_distances
 from perspectron.util.errors import ConfigError, DataError, PerspectronError
 from tests.refusals import refused
@@ -74,6 +74,21 @@ def test_uniform_routing_hits_as_often_as_counted(experts, slots):
     trace = Trace("m", tuple(range(len(experts))), experts, chosen_TL, chosen_TL)
     hits = 1 - missed(stack_distances(trace.keys_N), slots) / chosen_TL.size
     assert uniform_hit_rate(experts, slots) == pytest.approx(hits, abs=0.006)
+
+
+@pytest.mark.parametrize("slots", [1, 7, 40])
+def test_a_cache_of_random_uses_lacks_what_an_actual_one_does(slots):
+    cache, keys_TL = OrderedDict(), np.random.default_rng(2).integers(0, 50, (300, 4))
+    lacked = _run(cache, keys_TL[:100], slots), _run(cache, keys_TL[100:], slots)
+    hits = lru(keys_TL.ravel().tolist(), slots)
+    assert lacked == (hits[:400].count(False), hits[400:].count(False))
+    assert sum(lacked) == missed(stack_distances(keys_TL.ravel()), slots)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_the_experts_of_a_token_are_those_of_the_least_numbers_in_order(count):
+    x_TE = np.random.default_rng(3).random((40, 8))
+    assert _least(x_TE, count).tolist() == x_TE.argsort(1)[:, :count].tolist()
 
 
 def test_uniform_routing_at_the_ends():

@@ -25,6 +25,7 @@ from perspectron.train.convert.config import LONGER, RATES, SHARES, ConvertConfi
 from perspectron.train.convert.layers import LayerTrainer, costs, kept
 from perspectron.train.convert.run import Conversion
 from perspectron.train.convert.run import config_of as asked_of
+from perspectron.train.estimate import Estimate
 from perspectron.train.optim import OptimConfig
 from perspectron.util.config import dump
 from perspectron.util.errors import CheckpointError, ConfigError
@@ -445,7 +446,7 @@ def test_the_minutes_are_kept_to(runs, tmp_path, teacher, monkeypatch):
 
 def test_too_few_minutes_are_told_what_would_do(runs, tmp_path, teacher, monkeypatch):
     """What was read and measured before the first stage counts: the bound is beyond the minutes that were asked for."""
-    monkeypatch.setattr(conversions, "seconds", lambda trainer: 5.0)
+    monkeypatch.setattr(conversions.Trainer, "estimate", lambda trainer: Estimate(5.0, 0))
     made = conversion(tmp_path / "out", teacher, runs, tokens=0, minutes=2.0)
     made.began = time.monotonic() - 60 * 3.5
     with pytest.raises(ConfigError, match=r"minutes = 2.0, must be ≥ 8, or else tokens"):

@@ -46,6 +46,18 @@ def test_divergence_is_the_plain_sum(temperature):
     assert gradcheck(lambda x: divergence(x, its, temperature), (student.clone().requires_grad_(),))
 
 
+def test_the_time_of_an_update_has_the_pass_of_the_teacher(runs, tmp_path, teacher):
+    trainer, read = runs.trainer(tmp_path, teacher=str(teacher)), []
+    trainer.teacher.model.register_forward_hook(lambda *_: read.append("teacher"))
+    trainer.forward = lambda *ids, **options: (read.append("forward"), trainer.model(*ids, **options))[1]
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    assert trainer.estimate().seconds > 0
+    assert read == ["forward", "teacher"] * 2
+    assert all(
+        p.grad is None and torch.equal(p, before[name]) for name, p in trainer.model.named_parameters()
+    )
+
+
 def test_a_high_temperature_compares_logits():
     """Its limit is ½ the variance of the difference, which T² keeps in sight (Hinton et al., 2015)."""
     student, its = logits(0), logits(1)

@@ -13,7 +13,7 @@ from perspectron.model.mixer import mixers
 from perspectron.model.model import LanguageModel, build
 from perspectron.train import loop
 from perspectron.train.moments import training_state
-from perspectron.train.optim import OptimConfig, learning_rate, optimizer_of
+from perspectron.train.optim import AdamW, OptimConfig, learning_rate, optimizer_of
 from perspectron.util.config import load
 from perspectron.util.errors import ConfigError
 from tests.refusals import refused
@@ -187,3 +187,16 @@ def test_muon_is_refused_in_a_new_run_where_it_would_turn_nothing(runs, tmp_path
         before.setattr(loop, "require", lambda *_: None)
         runs.trainer(tmp_path / "old", **part).fit(until=2)
     assert runs.trainer(tmp_path / "old", **part).progress.step == 2
+
+
+def test_an_update_that_fails_leaves_all_groups(monkeypatch):
+    optimizer = optimizer_of(model_of("gdn"), replace(OWN, optimizer="muon"))
+    before = list(optimizer.param_groups)
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(AdamW, "step", fails)
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    assert optimizer.param_groups == before and "ns_steps" in before[-1]

@@ -246,6 +246,14 @@ def test_what_few_updates_report_has_the_mean_of_those():
     assert [figure.title for figure in history.figures()][-1] == "drift"
 
 
+@pytest.mark.parametrize("value", [None, math.nan, math.inf], ids=str)
+def test_what_is_not_finite_is_no_point(value):
+    history = History()
+    for step in range(1, 5):
+        history.note(line(step, aux={"drift": value if step == 2 else 0.5}))
+    assert [mean for _, mean in history.points("drift", "tokens")] == [0.5] * 3
+
+
 @pytest.mark.parametrize(
     "values", [[2.0, 2.0], [0.0], [1e8, 5.0, 4.0], [3e-7, 1e-7], [6.0, 0.0], [1e300, -1e300]], ids=str
 )

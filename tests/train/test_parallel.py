@@ -17,6 +17,7 @@ from perspectron.cli.main import main
 from perspectron.train import checkpoint
 from perspectron.train.config import Layout, RunConfig, TrainConfig
 from perspectron.train.parallel import ParallelTrainer
+from perspectron.train.team import Team
 from perspectron.util.errors import CheckpointError, ConfigError
 from perspectron.util.ranks import Ranks, all_reduce_sum, shared, together
 from tests.refusals import in_a_line, refused
@@ -165,6 +166,13 @@ def test_the_ranks_of_a_window_share_no_weights(monkeypatch, layout, size, local
     for name, value in (("RANK", 0), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", local)):
         monkeypatch.setenv(name, str(value))
     assert layout.held("cuda") == 1 / shards and layout.held("cpu") == local / shards
+
+
+def test_processes_that_no_launcher_counts_are_on_one_machine(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 4)):
+        monkeypatch.setenv(name, str(value))
+    assert Layout("ddp").held("cpu") == Team().locals == 4
 
 
 def test_items_are_shared_so_that_every_rank_gets_as_many():

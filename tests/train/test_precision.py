@@ -132,8 +132,7 @@ def test_the_moments_of_what_learns_alone_are_counted(monkeypatch):
     monkeypatch.setattr(precision, "Peak", lambda: nullcontext(SimpleNamespace(bytes=0)))
     monkeypatch.setattr(precision, "resident", lambda: 0)
     model = perspectron.build(presets.get("gla", vocab_size=40, d_model=16, layers=1, heads=2, hidden=16))
-    ids = torch.zeros(1, 4, dtype=torch.int64)
     config = RunConfig(model.config, TrainConfig(dtype="float32"))
     freeze(model, ("norm.weight",))
-    found = precision.estimate(model, Batch(ids, ids, None, 4), config, torch.device("cpu"))
+    found = precision.estimate(model, lambda: None, config)
     assert found.bytes == 8 * 16

@@ -6,6 +6,7 @@ Each refusal is one line that says what to do, and changes nothing.
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -245,6 +246,15 @@ def test_damaged_metrics_are_left_out_and_the_run_goes_on(run):
     with warned(path):
         assert go_on(run) == 0
     assert path.read_text().splitlines()[: len(lines)] == lines
+
+
+def test_a_reported_number_that_is_not_finite_damages_no_line(run, recwarn):
+    with metrics.noting(run, lambda line: None, []) as note:
+        update = {"tokens": 9, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 9.0, "seconds": 1.0}
+        note({"step": 7, "loss": 1.0, **update, "aux": {"far": math.inf, "near": 0.5}})
+    metrics.forget(run, 7)
+    assert metrics.read_metrics(run)[-1]["aux"] == {"far": None, "near": 0.5}
+    assert not recwarn.list
 
 
 def test_a_line_cut_short_by_a_crash_is_no_news(run, recwarn):

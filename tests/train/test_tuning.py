@@ -222,7 +222,7 @@ def test_only_adapters_of_the_targets_learn() -> None:
         ("rank=10000", ["rank", 10000]),
         ("rank=x", ["lora.rank", "x"]),
         ("size=3", ["size", "rank", "alpha", "targets"]),
-        ("rank", ["KEY=VALUE"]),
+        ("rank", ["lora", "rank", "KEY=VALUE"]),
         ("targets=nope", ["targets", "nope"]),
     ],
 )

@@ -4,13 +4,13 @@ Shapes: B batch, T time, D model width.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from perspectron import presets
 from perspectron.data.loader import Batch
@@ -23,6 +23,7 @@ from perspectron.model.transfer import Heads
 from perspectron.train.convert.config import on_meta
 from perspectron.util.config import MixerConfig, require
 from perspectron.util.errors import ConfigError
+from perspectron.util.hooks import hooked
 from perspectron.util.registry import part
 
 
@@ -137,23 +138,18 @@ def shift(config: ModelConfig, to: str) -> Shift:
 def noting(model: LanguageModel, layers: Sequence[int]) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
     """Note during a pass, for each of these blocks, its input and the output of its mixers [B,T,D]."""
     notes, reads = dict[int, tuple[Tensor, Tensor]](), dict[int, Tensor]()
-    handles = []
 
-    def watch(index: int, block: Block) -> None:
+    def watch(index: int, block: Block) -> Iterator[RemovableHandle]:
         def given(_: Any, __: Any, output: Any) -> None:
             y_BTD = output[0] if index not in notes else notes[index][1] + output[0]
             notes[index] = (reads[index], y_BTD)
 
-        handles.append(block.register_forward_pre_hook(lambda _, x: reads.update({index: x[0]})))
-        handles.extend(mixer.register_forward_hook(given) for mixer in block.mixers)
+        yield block.register_forward_pre_hook(lambda _, x: reads.update({index: x[0]}))
+        for mixer in block.mixers:
+            yield mixer.register_forward_hook(given)
 
-    for index in layers:
-        watch(index, blocks_of(model)[index])
-    try:
+    with hooked(hook for index in layers for hook in watch(index, blocks_of(model)[index])):
         yield notes
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()
@@ -161,10 +157,11 @@ def heads_of(model: LanguageModel, batches: Sequence[Batch]) -> dict[int, Heads]
     """The `Heads` of each block's attention, with its distances summed over these batches."""
     mixers = {index: blocks_of(model)[index].mixer for index in attention_in(model)}
     reads, found = dict[int, Inputs](), dict[int, Heads]()  # reads: what comes out of norms and token shifts
-    with ExitStack() as hooks:
-        for index, mixer in mixers.items():
-            note = partial(lambda index, _, given: reads.update({index: given[0]}), index)
-            hooks.callback(mixer.register_forward_pre_hook(note).remove)
+    hooks = [
+        mixer.register_forward_pre_hook(lambda _, given, index=index: reads.update({index: given[0]}))
+        for index, mixer in mixers.items()
+    ]
+    with hooked(hooks):
         for batch in batches:
             model.hidden(batch.ids_BT.to(model.device), reset_BT=None)
             for index, mixer in mixers.items():

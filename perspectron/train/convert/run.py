@@ -27,7 +27,6 @@ from perspectron.train.convert.config import (
     on_meta,
 )
 from perspectron.train.convert.layers import LayerTrainer, costs, kept, learning
-from perspectron.train.estimate import without_trace
 from perspectron.train.heldout import heldout
 from perspectron.train.loop import Trainer
 from perspectron.train.pace import Pace
@@ -35,10 +34,9 @@ from perspectron.train.prepare import training_batches
 from perspectron.util.config import dump, load, meant_beside, require
 from perspectron.util.errors import CheckpointError
 from perspectron.util.files import read_json, write_json
-from perspectron.util.machine import pick_device
+from perspectron.util.machine import pick_device, seconds_of
 
 FILE, STAGES, FOLDERS = "convert.json", "stages", ("0-taken", "1-layers", "2-chosen", "3-whole")
-LAST = "text"  # stage
 MEASURED = 65536  # held-out tokens, at most
 CLOSING = 0.03  # share of the time that a measurement after a stage may take; it is left for the last one
 CHOOSING = 0.1  # of the time, at most: for the layers that keep attention, and the distances that attention looks back
@@ -85,7 +83,7 @@ class Conversion:
 
     def go(self, fit: Fit = paced, report: Callable[[Row], None] = lambda row: None) -> int | None:
         """Do what is left. Returns the number of the signal that stopped it, or None."""
-        if any(row["stage"] == LAST for row in self.notes["rows"]):
+        if any(row["stage"] == TEXT for row in self.notes["rows"]):
             return None  # the folders of the stages may have been deleted
         if not self.notes["rows"] and self.config.minutes > 0:
             with self.doing("timing a pass of the teacher"):
@@ -106,7 +104,7 @@ class Conversion:
         self.note(report, "the teacher's distribution", self.folder(3))
         if (signal := self.train(4, TEXT, fit)) is not None:
             return signal
-        self.note(report, LAST, self.run)
+        self.note(report, TEXT, self.run)
         return None
 
     def allot(self) -> None:
@@ -215,7 +213,7 @@ class Conversion:
             if timed:
                 ends = self.ends(stage)
                 with self.doing(f"timing an update of stage {stage}"):
-                    took = seconds(trainer)
+                    took = trainer.estimate().seconds
                 steps = int((ends - time.monotonic()) / took)
                 if stage == LAYERS and steps < LEAST_UPDATES and self.began is not None:
                     whole = LEAST_UPDATES * took / min(self.config.shares.values())
@@ -273,25 +271,8 @@ def limit_of(notes: dict[str, Any]) -> int:
 @torch.inference_mode()
 def pass_seconds(model: LanguageModel, seq_len: int) -> float:
     """Seconds that a token takes in a pass over one window, measured on the faster of two."""
-    ids_BT, took = torch.zeros(1, seq_len, dtype=torch.int64, device=model.device), math.inf
-    for _ in range(2):
-        start = time.perf_counter()
-        model(ids_BT).logits[0, -1, 0].item()
-        took = min(took, time.perf_counter() - start)
-    return took / seq_len
-
-
-def seconds(trainer: Trainer) -> float:
-    """Seconds of an update, measured on two that leave no trace."""
-    batch, took = trainer.batches().next_batch(), math.inf
-    with without_trace(trainer.model):
-        for _ in range(2):
-            start = time.perf_counter()
-            trainer.backward(batch, 1.0)
-            if trainer.device.type == "cuda":
-                torch.cuda.synchronize()
-            took = min(took, time.perf_counter() - start)
-    return took
+    ids_BT = torch.zeros(1, seq_len, dtype=torch.int64, device=model.device)
+    return min(seconds_of(lambda: model(ids_BT), model.device) for _ in range(2)) / seq_len
 
 
 def config_of(run: Path) -> ConvertConfig:
