@@ -92,6 +92,13 @@ def test_sizes_are_those_of_the_design_that_is_named():
         assert run.model.config.d_model == 16 and bool(run.model.config.shift) == shift
 
 
+def test_a_run_from_anothers_weights_is_called_after_its_text():
+    given = {"steps": 1, "seq_len": 16, "batch_size": 2, "quiet": True}
+    first = perspectron.train(text=TEXT, out="first", **given | SMALL)
+    assert perspectron.train(init=first.folder, **given).folder == Path("runs/text")
+    assert perspectron.train(init=first.folder, text=TEXT, **given).folder == Path("runs/text-2")
+
+
 def test_a_size_of_none_is_the_usual_one():
     sizes = {"layers": np.int64(2), "d_model": 16, "vocab_size": 300, "kv_heads": None}
     made = perspectron.train(text=TEXT, steps=1, design="transformer", sizes=sizes, seq_len=16, quiet=True)
@@ -186,6 +193,8 @@ def test_of_another_runs_text_no_more_is_held_out_than_by_it():
         (ConfigError, "sizes", {"text": TEXT, "sizes": ["d_model"]}),
         (ConfigError, "shift", {"text": TEXT, "sizes": {"shift": {"k"}}, "steps": 1}),
         (ConfigError, "layers", {"text": TEXT, "sizes": {"layers": np.arange(2)}, "steps": 1}),
+        (ConfigError, "layers", {"text": TEXT, "sizes": {"layers": [np.int64(2)]}, "steps": 1}),
+        (ConfigError, "name", {"text": TEXT, "preset": "gla-tiny", "sizes": {"name": "mine"}, "steps": 1}),
         (
             ConfigError,
             "input_conv",

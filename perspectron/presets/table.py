@@ -129,7 +129,7 @@ def names() -> list[str]:
     return list(PRESETS)
 
 
-def get(name: str, **overrides: Any) -> ModelConfig:
+def get(name: str, /, **overrides: Any) -> ModelConfig:
     """Give the config of a preset, or of a design at its default sizes, with some sizes replaced.
 
     ConfigError, naming the key, for an unknown name or key, a value of the wrong type or out of bounds.

@@ -313,7 +313,7 @@ def test_sizes_may_be_given_one_by_one(command):
 def test_flags_replace_single_sizes_of_a_file(tmp_path):
     (tmp_path / "sizes.toml").write_text('[model]\npreset = "perspective-tiny"\nrank = 16\nwindow = 32\n')
     parsed = _parse(["train", "--config", str(tmp_path / "sizes.toml"), "--set", "rank=8"])
-    assert assignments(parsed.set) == {"rank": 8, "window": 32}
+    assert {**parsed.sizes, **assignments(parsed.set)} == {"rank": 8, "window": 32}
 
 
 def test_a_run_is_not_overwritten(run, capsys):
