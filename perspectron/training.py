@@ -24,6 +24,7 @@ from perspectron.train.optim import OptimConfig
 from perspectron.util.config import load, one_of, require
 from perspectron.util.errors import ConfigError, PerspectronError
 from perspectron.util.files import remove, write_text
+from perspectron.util.machine import flushing_denormals
 
 TEXT, TEXTS = "text.txt", "text.jsonl"
 """Files in a run's folder that keep one text that was given as it is, or several."""
@@ -203,7 +204,7 @@ def _free(run: Path) -> Path:
 def _trained(command: Train, quiet: bool) -> Trained:
     """Run a command for training, and open the run that it leaves."""
     run = command.resume or _free(command.folder())
-    with silence(quiet):
+    with silence(quiet), flushing_denormals():
         code = replace(command, out=None if command.resume else run)()
     if code not in (0, 128 + signal.SIGINT):  # another signal, which asks the program to end
         raise SystemExit(code)

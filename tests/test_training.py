@@ -137,6 +137,27 @@ def test_an_interrupt_saves_the_run_which_resumes_to_the_same_weights(monkeypatc
     assert same(resumed.model, perspectron.train(text=TEXT, steps=6, out="whole", **SMALL).model)
 
 
+@pytest.mark.cpu_only
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor cannot choose")
+def test_numbers_too_small_for_full_precision_are_zero_as_in_the_command(monkeypatch):
+    left, step = list[int](), Trainer.step
+
+    def counted(trainer):
+        small = torch.full((1 << 20,), 3e-36)
+        left.append(int(((small * 1e-3).view(torch.int32) != 0).sum()))
+        return step(trainer)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert int(((torch.full((1 << 20,), 3e-36) * 1e-3).view(torch.int32) != 0).sum()) == 1 << 20
+        monkeypatch.setattr(Trainer, "step", counted)
+        perspectron.train(text=TEXT, steps=2, out="flushed", **SMALL)
+    finally:
+        torch.set_num_threads(before)
+    assert left == [0, 0]
+
+
 def test_it_trains_in_a_thread_beside_the_main_one():
     runs = []
     thread = threading.Thread(
