@@ -47,4 +47,8 @@ def _row(name: str, entry: Any, **sizes: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     target = Path(str(files("perspectron.cli").joinpath(NAME)))
-    target.write_text(json.dumps(counted(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    tables = []
+    for kind, rows in counted().items():
+        lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in rows)
+        tables.append(f' "{kind}": [\n{lines}\n ]')
+    target.write_text("{\n" + ",\n".join(tables) + "\n}\n", encoding="utf-8")
