@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import perspectron
-from perspectron.cli.main import GROUPS, RENAMED, _parse, commands, main
+from perspectron.cli.main import GROUPS, _parse, commands, main
 from perspectron.cli.options import assignments
 from perspectron.cli.quickstart import Quickstart
 from perspectron.data import open_shards
@@ -289,7 +289,6 @@ def test_a_design_says_what_its_commands_are(capsys):
 
 
 OLD = {name.split()[1]: name for name in commands() if " " in name}
-OLD |= {old: OLD[new] for old, new in RENAMED.items()}
 
 
 @pytest.mark.parametrize("name", OLD)
