@@ -2,7 +2,7 @@
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -42,10 +42,9 @@ def ways(
     batches: Sequence[int] = BATCHES,
     pieces: Sequence[int] = PIECES,
     threads: Sequence[int] = (1, 2),
-    on_way: Callable[[], object] = lambda: None,
 ) -> list[Way]:
     """Digests of the text alone, in batches with others, read in pieces, and on other numbers of threads; the number of
-    threads is restored at the end. on_way: called before each."""
+    threads is restored at the end."""
     found, said = list[Way](), partial(digest, model, tokenizer)
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -54,7 +53,6 @@ def ways(
         for together in (False, True):
 
             def add(name: str, promised: bool, together: bool = together, **how: int) -> None:
-                on_way()
                 found.append(Way(together, name, said(together=together, **how), promised))
 
             _set_threads(threads[0])

@@ -50,7 +50,6 @@ class Design(NamedTuple):
     about: str
     source: str
     knob: str
-    step: int
     variants: Callable[[Shape], Iterable[Sizes]]
 
 
@@ -90,17 +89,16 @@ def design(
     source: str,
     *,
     knob: str = "hidden",
-    step: int = 4,
     variants: Callable[[Shape], Iterable[Sizes]] = as_it_is,
 ) -> Callable[[M], M]:
     """Decorator: enter a function as a design under its own name.
 
-    about: one line. source: where it is described. knob: the size that is solved for, in steps of `step`, when a
-    comparison asks for so many parameters. variants: sizes to choose from before, in the order of growing models.
+    about: one line. source: where it is described. knob: the size that is solved for when a comparison asks for so many
+    parameters. variants: sizes to choose from before, in the order of growing models.
     """
 
     def enter(make: M) -> M:
-        DESIGNS[make.__name__] = Design(make, about, source, knob, step, variants)
+        DESIGNS[make.__name__] = Design(make, about, source, knob, variants)
         return make
 
     return enter
