@@ -39,7 +39,7 @@ from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError, StateError
-from perspectron.util.machine import pick_device, signals
+from perspectron.util.machine import signals
 
 HELP = f"""\
 Each message is appended to the text on a new line, and the model continues from there. An empty message lets the model
@@ -89,8 +89,7 @@ class Chat:
 
     def __call__(self) -> int:
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
-        opened = open_model(self.run, self.cache)
-        opened.model.to(pick_device(self.device))
+        opened = open_model(self.run, self.cache, device=self.device)
         drafts = drafts_of(self.draft, self.draft_tokens, opened)
         sampling, line = opened.sampling(self.sampling)
         talk = Talk(opened.model, opened.tokenizer, self, opened.template(), sampling, drafts)
