@@ -21,18 +21,16 @@ def read() -> Catalogue:
 
 def counted() -> Catalogue:
     """The same from the tables themselves, with the parameters of every preset counted."""
-    import torch
 
     from perspectron import presets
     from perspectron.model.census import active_parameters
     from perspectron.model.mixer import mixers
-    from perspectron.model.model import LanguageModel
+    from perspectron.model.model import shape_of
 
     sized = []
     for name, preset in presets.PRESETS.items():
         config = presets.get(name)
-        with torch.device("meta"):
-            total = sum(parameter.numel() for parameter in LanguageModel(config).parameters())
+        total = sum(parameter.numel() for parameter in shape_of(config).parameters())
         sized.append(_row(name, preset, parameters=total, active=active_parameters(config)))
     return {
         "mixers": [_row(name, mixer) for name, mixer in mixers().items()],

@@ -216,7 +216,7 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
     from perspectron.cli import parser
 
     defaults = getattr(sys.modules[command.__module__], "defaults", None)
-    default = None if defaults is None else defaults(rest)
+    default: Any = None if defaults is None else defaults(rest)
     if hasattr(default, "began"):
         default = replace(default, began=began)
     parsed: Callable[[], int] = parser.parse(command, name, rest, default)

@@ -24,7 +24,7 @@ from perspectron.data.corpus import RULES
 from perspectron.data.shuffle import ORDER
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.ternary import SHARE
-from perspectron.model.model import LanguageModel, require_memory
+from perspectron.model.model import LanguageModel, require_memory, shape_of
 from perspectron.train import lora, moments
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import falls_at
@@ -381,8 +381,7 @@ def open_run(run: Path) -> OpenedRun:
     one, run = (run / INDEX).exists(), run_of(given := run)
     known, tokenizer = _known(run), Tokenizer.load(run / "tokenizer.json")
     there, errors = _readable([given] if one else paths(run), known)
-    with torch.device("meta"):
-        model = LanguageModel(known.config.model)
+    model = shape_of(known.config.model)
     require_memory(model)
     if there:  # the best last, as the last is tried first
         there.append(there.pop(there.index(best_of(there))))

@@ -46,7 +46,7 @@ from perspectron.interop.foreign import (
 )
 from perspectron.interop.foreign.source import HARMLESS, Source
 from perspectron.model.config import ModelConfig
-from perspectron.model.model import LanguageModel, require_memory
+from perspectron.model.model import LanguageModel, require_memory, shape_of
 from perspectron.train.weights import fill
 from perspectron.util import registry
 from perspectron.util.config import require
@@ -162,8 +162,7 @@ def empty(source: Source, *, lens: bool = False) -> LanguageModel:
         config = kind.config(source)
         if kind.harmless is not None:
             source.done_config(HARMLESS.union(kind.harmless))
-        with torch.device("meta"):
-            made = LanguageModel(_upcycle().config_of_gpt2(config) if lens else config)
+        made = shape_of(_upcycle().config_of_gpt2(config) if lens else config)
     except ConfigError as error:  # values that contradict each other
         raise source.error(str(error)) from None
     require_memory(made, 2)
