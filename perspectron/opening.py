@@ -14,7 +14,7 @@ from perspectron.data.template import Template, tokens_of
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.suggested import Asked, suggested
 from perspectron.model.config import ModelConfig
-from perspectron.model.model import LanguageModel
+from perspectron.model.model import LanguageModel, shape_of
 from perspectron.stream.artifact import ExpertFiles, Header, Trained, is_artifact, read_header
 from perspectron.stream.engine import load_artifact
 from perspectron.train import checkpoint
@@ -181,8 +181,7 @@ def save(model: LanguageModel, tokenizer: Tokenizer, folder: Path | str, *, seq_
     require(not there, "folder", str(folder), "a new folder, or an empty one")
     known = f"≥ {tokenizer.vocab_size}, the tokenizer's"
     require(model.config.vocab_size >= tokenizer.vocab_size, "vocab_size", model.config.vocab_size, known)
-    with torch.device("meta"):
-        plain = LanguageModel(model.config)
+    plain = shape_of(model.config)
     try:
         same_tensors(plain.state_dict(), model.state_dict(), folder)
     except CheckpointError as error:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from numbers import Real
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from perspectron import presets
 from perspectron.cli.progress import silence
@@ -23,6 +24,7 @@ from perspectron.train.optim import OptimConfig
 from perspectron.util.config import load, one_of, require
 from perspectron.util.errors import ConfigError, PerspectronError
 from perspectron.util.files import remove, write_text
+from perspectron.util.machine import flushing_denormals
 
 TEXT, TEXTS = "text.txt", "text.jsonl"
 """Files in a run's folder that keep one text that was given as it is, or several."""
@@ -124,16 +126,15 @@ def train(
         for other, instead in {"preset": preset, "init": options.get("init")}.items():
             require(not instead or model[name] is None, name, model[name], f"left out with {other}")
     require(params is None or params >= 1, "params", params, "≥ 1")
-    given_sizes = {key: value for key, value in (sizes or {}).items() if value is not None}
+    given_sizes = {key: _plain(value) for key, value in (sizes or {}).items() if value is not None}
     solved = params is None or set(given_sizes) <= {"vocab_size"}
     require(solved, "params", params, "left out with sizes other than vocab_size")
     config = _settings({**options, "steps": steps} if steps is not None else options)
     sources = joined([str(data)] if isinstance(data, str | Path) else [str(source) for source in data or ()])
     one = bool(sources) + (texts is not None)
     require(one == 1 or (one == 0 and config.init != ""), "data, text", f"{one} of them", "one of them given")
-    assignments = (tuple(f"{key}={_written(key, value)}" for key, value in given_sizes.items()),)
     command = Train(
-        train=config, out=None if out is None else Path(out), preset=preset, set=assignments if given_sizes else (),
+        train=config, out=None if out is None else Path(out), preset=preset, sizes=given_sizes,
         minutes=minutes, tokens=None if tokens is None else str(round(tokens) if isinstance(tokens, float) else tokens),
         epochs=epochs, given=(*options, *(["steps"] if steps is not None else ())), began=time.monotonic(),
         design=design or presets.DESIGN, params=params or 0,
@@ -144,14 +145,11 @@ def train(
     return _trained(replace(command, train=replace(config, data=sources or config.data), given=given), quiet)
 
 
-def _written(key: str, value: Any) -> str:
-    """A size as the command line has it. ConfigError: JSON has no such value."""
-    try:
-        return json.dumps(value, default=methodcaller("item"))  # of NumPy's numbers
-    except (AttributeError, TypeError, ValueError):
-        raise ConfigError(
-            f"{key} = {value!r}, must be a number, a text, a truth value, or a list of these"
-        ) from None
+def _plain(size: Any) -> Any:
+    """A size in Python's own types, where it is a number of NumPy's or a list of these."""
+    if isinstance(size, list | tuple):
+        return [_plain(item) for item in size]
+    return size.item() if isinstance(size, np.generic) else size
 
 
 def _settings(options: Mapping[str, Any]) -> TrainConfig:
@@ -176,7 +174,7 @@ def _with_texts(command: Train, texts: list[str], quiet: bool) -> Trained:
         require(
             len(texts) > 1, "text", texts[0][error.start], "of whole characters, no half of a surrogate pair"
         )
-    run = _free(replace(command, train=replace(command.train, data="text")).folder())
+    run = _free(replace(command, train=replace(command.train, data="text"), given=("data",)).folder())
     new, place = not run.exists(), run / (TEXT if len(texts) == 1 else TEXTS)
     require(
         not place.exists(), "out", str(run), f"a folder without {place.name}, which the texts would replace"
@@ -206,7 +204,7 @@ def _free(run: Path) -> Path:
 def _trained(command: Train, quiet: bool) -> Trained:
     """Run a command for training, and open the run that it leaves."""
     run = command.resume or _free(command.folder())
-    with silence(quiet):
+    with silence(quiet), flushing_denormals():
         code = replace(command, out=None if command.resume else run)()
     if code not in (0, 128 + signal.SIGINT):  # another signal, which asks the program to end
         raise SystemExit(code)

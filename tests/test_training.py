@@ -92,6 +92,13 @@ def test_sizes_are_those_of_the_design_that_is_named():
         assert run.model.config.d_model == 16 and bool(run.model.config.shift) == shift
 
 
+def test_a_run_from_anothers_weights_is_called_after_its_text():
+    given = {"steps": 1, "seq_len": 16, "batch_size": 2, "quiet": True}
+    first = perspectron.train(text=TEXT, out="first", **given | SMALL)
+    assert perspectron.train(init=first.folder, **given).folder == Path("runs/text")
+    assert perspectron.train(init=first.folder, text=TEXT, **given).folder == Path("runs/text-2")
+
+
 def test_a_size_of_none_is_the_usual_one():
     sizes = {"layers": np.int64(2), "d_model": 16, "vocab_size": 300, "kv_heads": None}
     made = perspectron.train(text=TEXT, steps=1, design="transformer", sizes=sizes, seq_len=16, quiet=True)
@@ -128,6 +135,27 @@ def test_an_interrupt_saves_the_run_which_resumes_to_the_same_weights(monkeypatc
     assert open_model(Path("stopped")).checkpoint.progress.step == 3
     resumed = perspectron.train(resume="stopped", quiet=True)
     assert same(resumed.model, perspectron.train(text=TEXT, steps=6, out="whole", **SMALL).model)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor cannot choose")
+def test_numbers_too_small_for_full_precision_are_zero_as_in_the_command(monkeypatch):
+    left, step = list[int](), Trainer.step
+
+    def counted(trainer):
+        small = torch.full((1 << 20,), 3e-36)
+        left.append(int(((small * 1e-3).view(torch.int32) != 0).sum()))
+        return step(trainer)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert int(((torch.full((1 << 20,), 3e-36) * 1e-3).view(torch.int32) != 0).sum()) == 1 << 20
+        monkeypatch.setattr(Trainer, "step", counted)
+        perspectron.train(text=TEXT, steps=2, out="flushed", **SMALL)
+    finally:
+        torch.set_num_threads(before)
+    assert left == [0, 0]
 
 
 def test_it_trains_in_a_thread_beside_the_main_one():
@@ -186,6 +214,8 @@ def test_of_another_runs_text_no_more_is_held_out_than_by_it():
         (ConfigError, "sizes", {"text": TEXT, "sizes": ["d_model"]}),
         (ConfigError, "shift", {"text": TEXT, "sizes": {"shift": {"k"}}, "steps": 1}),
         (ConfigError, "layers", {"text": TEXT, "sizes": {"layers": np.arange(2)}, "steps": 1}),
+        (ConfigError, "layers", {"text": TEXT, "sizes": {"layers": [np.int64(2)]}, "steps": 1}),
+        (ConfigError, "name", {"text": TEXT, "preset": "gla-tiny", "sizes": {"name": "mine"}, "steps": 1}),
         (
             ConfigError,
             "input_conv",

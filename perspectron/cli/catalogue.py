@@ -21,18 +21,16 @@ def read() -> Catalogue:
 
 def counted() -> Catalogue:
     """The same from the tables themselves, with the parameters of every preset counted."""
-    import torch
 
     from perspectron import presets
     from perspectron.model.census import active_parameters
     from perspectron.model.mixer import mixers
-    from perspectron.model.model import LanguageModel
+    from perspectron.model.model import shape_of
 
     sized = []
     for name, preset in presets.PRESETS.items():
         config = presets.get(name)
-        with torch.device("meta"):
-            total = sum(parameter.numel() for parameter in LanguageModel(config).parameters())
+        total = sum(parameter.numel() for parameter in shape_of(config).parameters())
         sized.append(_row(name, preset, parameters=total, active=active_parameters(config)))
     return {
         "mixers": [_row(name, mixer) for name, mixer in mixers().items()],
@@ -47,4 +45,8 @@ def _row(name: str, entry: Any, **sizes: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     target = Path(str(files("perspectron.cli").joinpath(NAME)))
-    target.write_text(json.dumps(counted(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    tables = []
+    for kind, rows in counted().items():
+        lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in rows)
+        tables.append(f' "{kind}": [\n{lines}\n ]')
+    target.write_text("{\n" + ",\n".join(tables) + "\n}\n", encoding="utf-8")

@@ -39,7 +39,7 @@ from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError, StateError
-from perspectron.util.machine import pick_device, signals
+from perspectron.util.machine import signals
 
 HELP = f"""\
 Each message is appended to the text on a new line, and the model continues from there. An empty message lets the model
@@ -79,7 +79,7 @@ class Chat:
     """A string that ends an answer and is not shown; may be given several times."""
     keep: Path | None = None
     """Keep the talk in this file, and go on with the one that is there (default: RUN/chat.state on a terminal, none
-    over a pipe)."""
+    over a pipe or of a checkpoint)."""
     load_state: Path | None = None
     """Continue this saved conversation, or begin with this trained memory; the talk is then not kept."""
     draft: Draft = None
@@ -89,8 +89,7 @@ class Chat:
 
     def __call__(self) -> int:
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
-        opened = open_model(self.run, self.cache)
-        opened.model.to(pick_device(self.device))
+        opened = open_model(self.run, self.cache, device=self.device)
         drafts = drafts_of(self.draft, self.draft_tokens, opened)
         sampling, line = opened.sampling(self.sampling)
         talk = Talk(opened.model, opened.tokenizer, self, opened.template(), sampling, drafts)
@@ -102,11 +101,18 @@ class Chat:
             say(f"{opened.model.config.name}; /help lists the commands")
         if line:
             say(line)
-        writable = terminal and self.run.is_dir() and os.access(self.run, os.W_OK)
         if self.load_state is not None:
             talk.load(str(self.load_state))
-        elif path := self.keep or (self.run / kept.FILE if writable else None):
-            talk.kept = Kept(path)
+        elif self.keep is not None:
+            talk.kept = Kept(self.keep)
+        elif terminal and opened.folder.path != self.run:
+            say(
+                f"this talk is not kept: {self.run} is a checkpoint, which training removes; --keep FILE keeps it"
+            )
+        elif terminal and not os.access(self.run, os.W_OK):
+            say(f"this talk is not kept: {self.run} cannot be written; --keep FILE keeps it")
+        elif terminal:
+            talk.kept = Kept(self.run / kept.FILE)
         with contextlib.nullcontext() if talk.kept is None else talk.kept.alone():
             talk.go_on()
             return self._answers(talk, terminal)

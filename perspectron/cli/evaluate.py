@@ -24,7 +24,6 @@ from perspectron.eval.subject import Subject
 from perspectron.eval.suites import SUITES, Suite
 from perspectron.opening import Opened
 from perspectron.util.config import load, one_of, require
-from perspectron.util.machine import pick_device
 
 HELDOUT = 0.5  # share of another text that is held out
 SEQ_LEN = 128  # tokens of a window where nothing says how long they were in training
@@ -74,8 +73,7 @@ class Eval:
         require(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2⁶³)")
         self._refuse_what_does_nothing(suite)
         options = self._options(suite)
-        opened = open_model(self.run, self.cache)
-        opened.model.to(pick_device(self.device))
+        opened = open_model(self.run, self.cache, device=self.device)
         trained = opened.folder.trained
         with tempfile.TemporaryDirectory() as scratch:
             with Work("reading the text"):

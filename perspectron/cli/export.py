@@ -50,8 +50,8 @@ class Export:
         from perspectron.data import origin
         from perspectron.interop.hf import export
 
+        opened = open_model(self.run)
         with Work(f"writing {out}"):
-            opened = open_model(self.run)
             why = export.export(opened, out)
         if why and (opened.folder.path / origin.FOLDER / "config.json").is_file():
             say(f"in a class of perspectron, not as it was imported: {why}")
@@ -73,8 +73,8 @@ class Export:
         require(not out.exists(), "onnx", str(out), "a new file")
         from perspectron.interop import onnx
 
+        opened = open_model(self.run)
         with Work(f"writing {out}"):
-            opened = open_model(self.run)
             report = onnx.export(opened.model, opened.tokenizer, out, context=self.context)
         return answer(
             self.json,

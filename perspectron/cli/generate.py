@@ -25,6 +25,7 @@ from perspectron.cli.options import (
     say,
     spoken,
     table,
+    text_of,
 )
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
@@ -39,7 +40,7 @@ from perspectron.opening import Opened
 from perspectron.stream.engine import StreamedModel
 from perspectron.stream.usage import FILE, FIRST, Usage
 from perspectron.util.config import require
-from perspectron.util.errors import ConfigError, DataError
+from perspectron.util.errors import ConfigError
 from perspectron.util.machine import pick_device
 from perspectron.util.registry import part
 
@@ -232,7 +233,7 @@ class Generate:
 
     def _texts(self, conversation: Conversation | None) -> list[str]:
         if self.prompts == ("-",):
-            return [_standard_input()]
+            return [text_of(Path("-"))]
         if "-" in self.prompts:
             raise ConfigError('prompts: "-" reads standard input and must be the only prompt')
         if self.prompts:
@@ -251,13 +252,6 @@ class Generate:
         else:
             for prompt, text in zip(prompts, result.texts, strict=True):
                 print(f"── {prompt!r}\n{spoken(text)}")
-
-
-def _standard_input() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"standard input: byte {error.start} is not UTF-8") from None
 
 
 def _bench(model: LanguageModel, tokenizer: Tokenizer, prompt: str, tokens: int, *, json: bool) -> int:

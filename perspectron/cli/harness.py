@@ -17,7 +17,6 @@ from perspectron.cli.options import open_model
 from perspectron.eval.harness import Answers
 from perspectron.util.config import one_of, require
 from perspectron.util.errors import ConfigError
-from perspectron.util.machine import pick_device
 
 NAME = "perspectron"
 INSTALL = "pip install 'perspectron[eval]'"
@@ -65,10 +64,9 @@ def open_answers(
     size = str(batch_size)
     require(size.isdecimal() or size == "auto", "batch_size", batch_size, "a number or auto")
     one_of(dtype, ("auto", *DTYPES), "dtype")
-    opened = open_model(Path(run), cache)
     if device == "cuda:0" and not torch.cuda.is_available():
         device = "cpu"  # what the harness passes where nobody said anything
-    opened.model.to(pick_device(device))
+    opened = open_model(Path(run), cache, device=device)
     rows = int(size) if size.isdecimal() else Answers.batch_size
     autocast = opened.folder.dtype if dtype == "auto" else DTYPES[dtype]
     return Answers(opened.model, opened.tokenizer, min(rows, max_batch_size or rows), autocast)

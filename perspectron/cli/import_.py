@@ -32,8 +32,9 @@ class Import:
     lens: bool = False
     """Add the parts of the lens design to a GPT-2, initialised so that its outputs stay the same until it is
     trained."""
-    cache: Literal["full", "bfloat16"] = "full"
-    """Keys and values of the state in float32, or rounded to bfloat16, of half the size."""
+    cache: Literal["full", "bfloat16"] | None = None
+    """Keys and values of the state in float32 ("full"), or rounded to bfloat16, of half the size (default: as a run
+    that was exported kept them; "full" for all others)."""
     json: Json = False
 
     def __call__(self) -> int:
@@ -54,7 +55,9 @@ class Import:
             train = TrainConfig(data="", dtype="float32", device="cpu")
             if model.config.positions:
                 train = replace(train, seq_len=min(train.seq_len, model.config.positions))
-            config = RunConfig(_caching(model.config, self.cache), train)
+            config = RunConfig(
+                model.config if self.cache is None else _caching(model.config, self.cache), train
+            )
             checkpoint.export(self.out, config, tokenizer, model, checkpoint.Progress())
             origin.keep(files, self.out)
         size = sum(parameter.numel() for parameter in model.parameters())

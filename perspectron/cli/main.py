@@ -72,8 +72,6 @@ arguments, and its instance called for the exit code; a function takes the argum
 CORE = {name: f"perspectron.cli.{place}" for group in GROUPS.values() for name, place in group.items()}
 ABOUT = {"state": "Files of memories: their past, what parts two of them, on another beginning, two as one."}
 """What the commands of a group do, by the name that they share."""
-RENAMED = {"perspectives": "views"}
-"""Commands of designs that had another name while they stood beside the others."""
 
 MOST = 10**9
 """The largest whole number that an option but a seed may be."""
@@ -204,8 +202,7 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
         name, rest = f"{name} {rest[0]}", rest[1:]
     known = CORE if name in CORE else commands()
     if name not in known:
-        asked = RENAMED.get(name, name)
-        if moved := [full for full in known if full.endswith(f" {asked}")]:
+        if moved := [full for full in known if full.endswith(f" {name}")]:
             raise ConfigError(f"command = {name!r}, is now: perspectron {moved[0]}")
         names = list(within(arguments[0]) or known)
         from perspectron.util.config import listed
@@ -218,15 +215,10 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
         return functools.partial(command, rest)
     from perspectron.cli import parser
 
-    default: Any = None
-    if name == "train":
-        from perspectron.cli.train import defaults
-
-        default = replace(defaults(rest), began=began)
-    if name == "compare":
-        from perspectron.cli import compare
-
-        default = compare.defaults(rest)
+    defaults = getattr(sys.modules[command.__module__], "defaults", None)
+    default: Any = None if defaults is None else defaults(rest)
+    if hasattr(default, "began"):
+        default = replace(default, began=began)
     parsed: Callable[[], int] = parser.parse(command, name, rest, default)
     _require_bounded(parsed)
     return parsed

@@ -16,7 +16,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from perspectron.cli.progress import Work
 from perspectron.util.config import assignment, meant_beside, require
-from perspectron.util.errors import CheckpointError, ConfigError, escaped
+from perspectron.util.errors import CheckpointError, ConfigError, DataError, escaped
 from perspectron.util.files import plain
 from perspectron.util.numbers import printable
 
@@ -128,8 +128,10 @@ def named_file(text: str, field: str) -> tuple[str, Path]:
     return name, Path(file)
 
 
-def open_model(path: Path, cache: str | None = None, *, verify: bool = False) -> "Opened":
-    """The model of a folder, as `opening.open_model` has it; cache: memory for experts, as typed.
+def open_model(
+    path: Path, cache: str | None = None, *, verify: bool = False, device: str = "cpu"
+) -> "Opened":
+    """The model of a folder, as `opening.open_model` has it, on a device; cache: memory for experts, as typed.
 
     For an artifact, a line on standard error says what of it is in memory and what streams, and torch is left one
     thread: its own operations between the kernels, which have the others, are too small to share.
@@ -137,8 +139,9 @@ def open_model(path: Path, cache: str | None = None, *, verify: bool = False) ->
     import torch
 
     from perspectron import native, opening
+    from perspectron.util.machine import pick_device
 
-    cache_bytes = None if cache is None else size(cache, "cache")
+    cache_bytes, place = None if cache is None else size(cache, "cache"), pick_device(device)
     try:
         with Work(f"loading {path}"):
             opened = opening.open_model(path, cache_bytes=cache_bytes, verify=verify)
@@ -150,7 +153,23 @@ def open_model(path: Path, cache: str | None = None, *, verify: bool = False) ->
         if native.available() and torch.get_num_threads() > 1:
             native.set_threads(torch.get_num_threads())
             torch.set_num_threads(1)
+    opened.model.to(place)
     return opened
+
+
+def text_of(path: Path) -> str:
+    """The text of a file, or of standard input where it is "-". DataError: it is missing, or not UTF-8."""
+    from perspectron.util.files import opened
+
+    if str(path) == "-":
+        name, data = "standard input", sys.stdin.buffer.read()
+    else:
+        with opened(path, DataError) as file:
+            name, data = str(path), file.read()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: byte {error.start} is not UTF-8") from None
 
 
 def perspectives_of(asked: bool, calibration: Path | None, opened: "Opened") -> "list[Hook]":

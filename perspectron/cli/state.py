@@ -1,7 +1,6 @@
 """`perspectron state`: files of memories."""
 
 import os
-import sys
 import time
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from typing import Annotated, TypeVar
 import tyro
 
 from perspectron import opening
-from perspectron.cli.options import Device, Json, answer, open_model, say, table
+from perspectron.cli.options import Device, Json, answer, open_model, say, table, text_of
 from perspectron.cli.progress import Work
 from perspectron.decode import apart, merge, past
 from perspectron.decode.history import History, exhausted, history
@@ -20,9 +19,7 @@ from perspectron.decode.row import within
 from perspectron.decode.session import Session
 from perspectron.opening import Opened
 from perspectron.util.config import require
-from perspectron.util.errors import ConfigError, DataError, PerspectronError
-from perspectron.util.files import opened
-from perspectron.util.machine import pick_device
+from perspectron.util.errors import ConfigError, PerspectronError
 from perspectron.util.numbers import printable
 
 T = TypeVar("T")
@@ -50,11 +47,7 @@ class Read:
     device: Device = "auto"
 
     def __call__(self) -> int:
-        data = sys.stdin.buffer.read() if str(self.text) == "-" else _bytes(self.text)
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.text}: byte {error.start} is not UTF-8") from None
+        text = text_of(self.text)
         require(text != "", "text", str(self.text), "not empty")
         session = _begun(_model(self.run, self.out, self.device))
         _read(session.reading(text))
@@ -273,9 +266,7 @@ def _model(run: Path | None, file: Path, device: str) -> Opened:
             opening.describe(file.absolute().parent)
         except PerspectronError:
             raise ConfigError(f"{file}: lies in no folder of a model; name it with --run") from None
-    found = open_model(file.absolute().parent if run is None else run)
-    found.model.to(pick_device(device))
-    return found
+    return open_model(file.absolute().parent if run is None else run, device=device)
 
 
 def _begun(found: Opened) -> Session:
@@ -300,11 +291,6 @@ def _read(steps: Generator[int, None, T]) -> T:
                 return found
             whole = max(whole, left)
             work.tell(whole - left, whole)
-
-
-def _bytes(path: Path) -> bytes:
-    with opened(path, DataError) as file:
-        return file.read()
 
 
 def _title(path: Path, told: History) -> str:

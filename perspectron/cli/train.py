@@ -1,10 +1,10 @@
 """`perspectron train`."""
 
 import itertools
-import json
 import math
 import time
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -119,6 +119,8 @@ class Train:
     layout: Layout = field(default_factory=Layout)
     given: tyro.conf.Suppress[tuple[str, ...]] = ()
     """Fields that were typed or stand in the TOML file; settings of a training that are not among them are chosen."""
+    sizes: tyro.conf.Suppress[Mapping[str, Any]] = field(default_factory=dict)
+    """Sizes of the TOML file, or of a call from Python, which `set` overrides."""
     began: tyro.conf.Suppress[float] = 0.0
     """Time at which the command was typed, by the monotonic clock: before torch was imported."""
     design: tyro.conf.Suppress[str] = presets.DESIGN
@@ -160,7 +162,7 @@ class Train:
             for name in LENGTHS:
                 value = getattr(self, name)
                 require(value is None, name, value, "left out with a recipe; use --steps")
-            model = presets.get(self.preset or STAGED, **assignments(self.set))
+            model = presets.get(self.preset or STAGED, **self._sizes())
             if "groups" not in self.given:
                 train = replace(train, optim=replace(train.optim, groups="own"))
             return fit(self.folder(), RunConfig(model, train, recipe), **options)
@@ -195,16 +197,14 @@ class Train:
         return tune(self.out, self._settings(), self.state, frozenset(self.given), as_json=self.json)
 
     def _settings(self) -> TrainConfig:
-        """The training, with its text and other runs by their full paths. A run's text is the default of one from its
-        weights, windows are no longer than its table of positions, and nothing of a text is held out that a run named
-        here was trained on. ConfigError where that is asked for."""
-        places: dict[str, Any] = {"data": absolute(with_encoding(self.train.data, self.encoding))}
+        """The training, with its text and other runs by their full paths. Windows are no longer than the table of
+        positions of the run whose weights are taken, and nothing of a text is held out that a run named here was
+        trained on. ConfigError where that is asked for."""
+        places: dict[str, Any] = {"data": self.text()}
         for name in ("init", "teacher"):
             if origin := getattr(self.train, name):
                 places[name] = str(Path(origin).resolve())
                 its = describe(Path(origin)).of_run(name)  # an artifact is refused before the text is read
-                if name == "init" and "data" not in self.given:
-                    places["data"] = with_encoding(its.train.data, self.encoding)
                 if name == "init" and not self.preset and its.model.positions and "seq_len" not in self.given:
                     places["seq_len"] = min(self.train.seq_len, its.model.positions)
         if "heldout" in self.given and is_encoded(places["data"]):
@@ -252,10 +252,10 @@ class Train:
     def _model(self, train: TrainConfig, budget: Budget, ends: float | None) -> ModelConfig:
         """The preset's model with its sizes replaced; with `init` alone, the one of that run; with neither, the default
         design at the size that the budget can train."""
-        sizes = assignments(self.set)
+        sizes = self._sizes()
         if train.init and not self.preset:
-            if self.set:
-                typed = " ".join(text for texts in self.set for text in texts)
+            if sizes:
+                typed = " ".join(f"{key}={value}" for key, value in sizes.items())
                 raise ConfigError(
                     f"set: {typed} are sizes of a preset; name the preset with --preset, or leave the sizes out"
                 )
@@ -291,11 +291,20 @@ class Train:
         with Work("timing this machine"), memory_kept():  # as in the training that is timed
             return sized(self.design, budget, train, unique, _left(ends), vocab_size)
 
+    def _sizes(self) -> dict[str, Any]:
+        return {**self.sizes, **assignments(self.set)}
+
+    def text(self) -> str:
+        """The text to train on, by its full path: where none is named, that of the run whose weights are taken."""
+        if self.train.init and "data" not in self.given:
+            return with_encoding(describe(Path(self.train.init)).of_run("init").train.data, self.encoding)
+        return absolute(with_encoding(self.train.data, self.encoding))
+
     def folder(self) -> Path:
         """The folder of a new run: --out, or the first free one that is called after the text."""
         if self.out is not None:
             return self.out
-        name = label(self.train.data)
+        name = label(self.text())
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         return next(RUNS / free for free in names if not (RUNS / free).exists())
 
@@ -352,15 +361,16 @@ def from_toml(path: str) -> Train:
         raise ConfigError(f"config = {path!r}, must be a readable TOML file ({error})") from None
     for name in tables:
         one_of(name, ("model", "train", "staged"), f"{path}: table")
-    model = dict(tables.get("model", {}))
-    preset = model.pop("preset", "")
-    sizes = (tuple(f"{key}={json.dumps(value)}" for key, value in model.items()),) if model else ()
+    model = tables.get("model", {})
+    require(isinstance(model, dict), f"{path}: model", model, "a table")
+    sizes = {key: value for key, value in model.items() if key != "preset"}
+    preset = load(str, model.get("preset", ""), f"{path}: model.preset")
     train = load(TrainConfig, tables.get("train", {}), f"{path}: train")
     stages = load(StagedConfig, tables.get("staged", {}), f"{path}: staged")
     recipe: Literal["plain", "staged"] = "staged" if "staged" in tables else "plain"
     given = tables.get("train", {})
     names = (*given, *given.get("optim", {}))
-    return Train(preset=preset, set=sizes, train=train, recipe=recipe, staged=stages, given=names)
+    return Train(preset=preset, sizes=sizes, train=train, recipe=recipe, staged=stages, given=names)
 
 
 def _left(ends: float | None) -> float:

@@ -15,11 +15,11 @@ from perspectron.model.census import active_parameters
 from perspectron.model.config import BlockConfig, ModelConfig, ParallelConfig, SequentialConfig
 from perspectron.model.mixer import numbered
 from perspectron.presets import TOLERANCE, design_of
+from perspectron.presets.fit import STEP
 from perspectron.util import registry
 from perspectron.util.config import MixerConfig, one_of, require
 from perspectron.util.errors import ConfigError
 
-STEP = 4  # of a hidden width
 Change = Callable[[ModelConfig], ModelConfig]
 
 

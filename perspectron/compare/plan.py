@@ -23,7 +23,7 @@ from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.eval.timing import Setting, seconds_per_step
 from perspectron.model.census import census, state_bytes
 from perspectron.model.config import ModelConfig
-from perspectron.model.model import LanguageModel, build
+from perspectron.model.model import build, shape_of
 from perspectron.train.config import TrainConfig
 from perspectron.train.estimate import faster
 from perspectron.train.optim import OptimConfig, recipe_of
@@ -318,8 +318,7 @@ def optimizer_in(name: str, model: ModelConfig) -> OptimConfig:
     """The optimizer that an arm's name asks for, as in transformer[optimizer=muon]; else AdamW, with the groups of the
     mixers' authors. ConfigError for groups of a mixer that the model lacks."""
     config: OptimConfig = load(OptimConfig, {"groups": "own"} | presets.training(name), name)
-    with torch.device("meta"):
-        recipe_of(LanguageModel(model), config.groups)
+    recipe_of(shape_of(model), config.groups)
     return config
 
 

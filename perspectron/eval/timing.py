@@ -24,7 +24,7 @@ from perspectron.decode.sampling import SamplingConfig, sample
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.model.census import Touched, is_cache, touched
 from perspectron.model.config import ModelConfig
-from perspectron.model.model import LanguageModel, build
+from perspectron.model.model import LanguageModel, build, shape_of
 from perspectron.model.state import LMState
 from perspectron.stream.speed import reading
 from perspectron.train.estimate import room
@@ -192,8 +192,7 @@ def decode_model(config: ModelConfig, longest: int, device: torch.device) -> Lan
 
 def shapes(model: LanguageModel, context: int) -> LMState:
     """The state of one row with room for `context` tokens, without its numbers."""
-    with torch.device("meta"):
-        return LanguageModel(model.config).init_state(1, capacity=context)
+    return shape_of(model.config).init_state(1, capacity=context)
 
 
 def cache_bytes(state: LMState) -> int:

@@ -22,7 +22,7 @@ from perspectron.model.block import Block, ShiftedState, states_of
 from perspectron.model.config import ModelConfig
 from perspectron.model.ffn import TiedConfig
 from perspectron.model.mixer import Mixer
-from perspectron.model.model import LanguageModel
+from perspectron.model.model import LanguageModel, shape_of
 from perspectron.model.parts import Shared
 from perspectron.model.state import LMState
 from perspectron.ops.packing import Packed, sizes
@@ -64,8 +64,7 @@ def census(config: ModelConfig, contexts: Sequence[int] = CONTEXTS) -> Census:
     """Count the model of `config` at these context lengths. Lengths past a table of learned positions are left out."""
     if config.positions:
         contexts = [c for c in contexts if c <= config.positions] or [config.positions]
-    with torch.device("meta"):
-        model = LanguageModel(config)
+    model = shape_of(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     routed = [block.ffn for block in config.blocks if isinstance(block.ffn, ExpertsConfig)]
     codes, scales = packed_expert(config.d_model, routed[0]) if routed else (0, 0)
@@ -85,16 +84,14 @@ def census(config: ModelConfig, contexts: Sequence[int] = CONTEXTS) -> Census:
 
 def active_parameters(config: ModelConfig) -> int:
     """Parameters that one token uses and that affect the output."""
-    with torch.device("meta"):
-        model = LanguageModel(config)
+    model = shape_of(config)
     return sum(parameter.numel() for parameter in model.parameters()) - _idle(model)
 
 
 def state_bytes(config: ModelConfig, context: int) -> int | None:
     """Bytes of the state of one conversation, if it is no larger for conversations longer than `context` tokens; None
     if it keeps growing."""
-    with torch.device("meta"):
-        model = LanguageModel(config)
+    model = shape_of(config)
     here, later = (model.init_state(1, capacity=length).nbytes for length in (context, 2 * context))
     return here if here == later else None
 

@@ -501,13 +501,18 @@ def init(model: LanguageModel, seed: int) -> None:
 
 def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
     """Build a model on the current default device, initialised from `seed` (on the meta device: shapes only)."""
-    device = torch.get_default_device()
-    with torch.device("meta"):  # where torch's own initialisation draws nothing from the global generator
-        model = LanguageModel(config)
+    device, model = torch.get_default_device(), shape_of(config)
     if device.type == "meta":
         return model
     init(allocated(model), seed)
     return model.to(device)
+
+
+def shape_of(config: ModelConfig) -> LanguageModel:
+    """A model on the meta device: shapes and no numbers. torch's own initialisation draws nothing there from the global
+    generator."""
+    with torch.device("meta"):
+        return LanguageModel(config)
 
 
 def allocated(model: LanguageModel) -> LanguageModel:

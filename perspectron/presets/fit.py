@@ -18,6 +18,7 @@ TOLERANCE = 0.02  # of the parameters
 DEPTHS = ((8e6, 4), (60e6, 8), (math.inf, 12))  # layers for fewer parameters than these
 PER_LAYER = 14  # weights in units of d²: 3 in a PDR layer and 11 in a SwiGLU of 3.67 d
 LEAST = 8  # least value of a knob
+STEP = 4  # of a knob
 LEAST_VOCABULARY = 512
 OF_STATE = (
     "rank",
@@ -123,8 +124,8 @@ def _fit(name: str, shape: Shape, params: int, more: Sizes = MappingProxyType({}
 
     count = {k: active_parameters(turned(k)) for k in (LEAST, 2 * LEAST)}
     slope = (count[2 * LEAST] - count[LEAST]) / LEAST
-    turns = round((params - count[LEAST]) / slope / design.step)
-    return turned(max(LEAST, LEAST + turns * design.step)), count[LEAST]
+    turns = round((params - count[LEAST]) / slope / STEP)
+    return turned(max(LEAST, LEAST + turns * STEP)), count[LEAST]
 
 
 def _nearest(name: str, shape: Shape, params: int, more: Sizes = MappingProxyType({})) -> Sizes:

@@ -47,7 +47,7 @@ def enter_recurrences() -> None:
     for kind, mixer in mixers().items():
         if mixer.hidden and mixer.framed is not None:
             make = partial(layered, hidden=mixer.hidden, mixer=mixer.framed)
-            DESIGNS[kind] = Design(make, mixer.about, mixer.source, "hidden", 4, as_it_is)
+            DESIGNS[kind] = Design(make, mixer.about, mixer.source, "hidden", as_it_is)
             about = f"{registry.title(kind)}, sized like perspective-tiny-dense"
             PRESETS[f"{kind}-tiny"] = Preset(make, about, kind)
 

@@ -1,7 +1,5 @@
 """Results of searches: peak learning rates by design and size, and the size for a number of tokens."""
 
-import math
-
 DESIGN = "perspective2"
 """The design that `perspectron train` uses if none is named."""
 
@@ -9,19 +7,15 @@ SAME = (
     "perspective", "perspective2", "adr2", "lens2", "drm2", "gla", "gdn", "gdn2", "kda", "ssd", "rwkv7", "hgrn2",
     "mingru",
 )  # fmt: skip
-RATES: dict[str, dict[int, float]] = {
-    **{design: {2_000_000: 8e-3} for design in SAME},
-    "transformer": {2_000_000: 4e-3},
-    "mamba3": {2_000_000: 1.6e-2},
-    "drm": {2_000_000: 1.6e-2},
-}
-"""Peak learning rates of AdamW by design, found at so many active parameters: cosine schedule, batches of 8 windows of
+SIZE = 2_000_000  # active parameters
+RATES = {**dict.fromkeys(SAME, 8e-3), "transformer": 4e-3, "mamba3": 1.6e-2, "drm": 1.6e-2}
+"""Peak learning rates of AdamW by design, found at SIZE: cosine schedule, batches of 8 windows of
 256 tokens, embeddings normed, a warm-up of 20%, one seed on dev at 0.3 M tokens (`perspectron compare --designs DESIGN
 --params N`, results/reference), the transformer's at 0.9 M (results/parts) and `perspective2`'s at 3 M (results/near).
 Put measured points here."""
-OTHERS = {2_000_000: 4e-3}  # for designs that are not in RATES; GPT-2, ADR and Lens were found to need it
+OTHER = 4e-3  # for designs that are not in RATES; GPT-2, ADR and Lens were found to need it
 FALL = -0.4
-"""Exponent of the parameters beyond the sizes searched, from 27 searches by six recipes at 75,000 to 2 M parameters:
+"""Exponent of the parameters in units of SIZE, from 27 searches by six recipes at 75,000 to 2 M parameters:
 −0.39, −0.44 to −0.33 (`python docs/rates.py`, docs/designs/baselines.md#rates-and-sizes). Beyond 2 M not checked."""
 SEARCHED = 3_000_000  # tokens of the trainings for which RATES hold
 LONGER = -0.32
@@ -50,22 +44,13 @@ def warmup(steps: int) -> int:
 
 
 def rate(design: str, params: int, tokens: int | None = None) -> float:
-    """Give the peak learning rate of a design at `params` active parameters, to two digits: interpolated between sizes
-    that were searched, beyond them scaled by N^FALL; and for more than SEARCHED tokens scaled by D^LONGER, with D the
-    ratio of `tokens` to SEARCHED. None: at most that many tokens.
+    """Give the peak learning rate of a design at `params` active parameters, to two digits: that found at SIZE, scaled
+    by N^FALL, with N the ratio of `params` to SIZE, and for more than SEARCHED tokens by D^LONGER, with D the ratio of
+    `tokens` to SEARCHED. None: at most that many tokens.
 
         >>> perspectron.presets.rate("transformer", 1_000_000) > perspectron.presets.rate("transformer", 100_000_000)
         True
     """
-    known = sorted(RATES.get(design, OTHERS).items())
-    below = [point for point in known if point[0] <= params]
-    above = [point for point in known if point[0] >= params]
-    if below and above:
-        (n, low), (m, high) = below[-1], above[0]
-        share = 0.0 if n == m else math.log(params / n) / math.log(m / n)
-        found = low * (high / low) ** share
-    else:
-        n, nearest = below[-1] if below else above[0]
-        found = nearest * (params / n) ** FALL
+    found = RATES.get(design, OTHER) * (params / SIZE) ** FALL
     found = min(found, HIGHEST) * max(1.0, (tokens or 0) / SEARCHED) ** LONGER
     return float(f"{max(found, LOWEST):.2g}")

@@ -6,11 +6,9 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_type_hints
 
-import torch
-
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import MLPConfig, SwiGLUConfig, TiedConfig
-from perspectron.model.model import OUTPUTS, LanguageModel
+from perspectron.model.model import OUTPUTS, shape_of
 from perspectron.model.parts import ValueResidual
 from perspectron.util import registry
 from perspectron.util.config import assignment, between_commas, load, one_of, require
@@ -50,7 +48,6 @@ class Design(NamedTuple):
     about: str
     source: str
     knob: str
-    step: int
     variants: Callable[[Shape], Iterable[Sizes]]
 
 
@@ -90,17 +87,16 @@ def design(
     source: str,
     *,
     knob: str = "hidden",
-    step: int = 4,
     variants: Callable[[Shape], Iterable[Sizes]] = as_it_is,
 ) -> Callable[[M], M]:
     """Decorator: enter a function as a design under its own name.
 
-    about: one line. source: where it is described. knob: the size that is solved for, in steps of `step`, when a
-    comparison asks for so many parameters. variants: sizes to choose from before, in the order of growing models.
+    about: one line. source: where it is described. knob: the size that is solved for when a comparison asks for so many
+    parameters. variants: sizes to choose from before, in the order of growing models.
     """
 
     def enter(make: M) -> M:
-        DESIGNS[make.__name__] = Design(make, about, source, knob, step, variants)
+        DESIGNS[make.__name__] = Design(make, about, source, knob, variants)
         return make
 
     return enter
@@ -129,7 +125,7 @@ def names() -> list[str]:
     return list(PRESETS)
 
 
-def get(name: str, **overrides: Any) -> ModelConfig:
+def get(name: str, /, **overrides: Any) -> ModelConfig:
     """Give the config of a preset, or of a design at its default sizes, with some sizes replaced.
 
     ConfigError, naming the key, for an unknown name or key, a value of the wrong type or out of bounds.
@@ -277,8 +273,7 @@ def made(make: Make, name: str, overrides: Sizes) -> ModelConfig:
                 _reads_before(config), reads, True, f"false in {name}, which reads the token before by itself"
             )
     if overrides.get("zero_outputs"):
-        with torch.device("meta"):
-            writes = any(part.endswith(OUTPUTS) for part, _ in LanguageModel(config).named_modules())
+        writes = any(part.endswith(OUTPUTS) for part, _ in shape_of(config).named_modules())
         require(writes, "zero_outputs", True, f"false in {name}: its layers add nothing to what they read")
     return config
 
@@ -295,15 +290,12 @@ def _ungated(block: BlockConfig, name: str) -> BlockConfig:
 
 def _leans(config: ModelConfig) -> bool:
     """True if some mixer's values lean on the first mixer's."""
-    with torch.device("meta"):
-        modules = list(LanguageModel(config).modules())
-    return any(isinstance(one, ValueResidual) and one.gate is not None for one in modules)
+    return any(isinstance(one, ValueResidual) and one.gate is not None for one in shape_of(config).modules())
 
 
 def _reads_before(config: ModelConfig) -> bool:
     """True if a mixer or a network reads the token before by a part of its block."""
-    with torch.device("meta"):
-        names = [name for name, _ in LanguageModel(config).named_modules()]
+    names = (name for name, _ in shape_of(config).named_modules())
     return any(name.endswith(("mixer_shift", "ffn_shift")) for name in names)
 
 

@@ -15,7 +15,7 @@ from perspectron.experts.fetched import ExpertSource, PackedMixture
 from perspectron.experts.mixture import ExpertsConfig, MixtureConfig
 from perspectron.experts.router import RoutedConfig
 from perspectron.model.block import Block
-from perspectron.model.model import LanguageModel
+from perspectron.model.model import LanguageModel, shape_of
 from perspectron.ops import packing
 from perspectron.quant.linear import QuantEmbedding, QuantLinear, make_room
 from perspectron.stream import artifact, tensors
@@ -116,8 +116,7 @@ class StreamedModel(LanguageModel):
         first."""
         assert self.header.experts is not None
         longest = min(CONVERSATION, self.config.positions or CONVERSATION)
-        with torch.device("meta"):
-            state = LanguageModel(self.config).init_state(1, capacity=longest)
+        state = shape_of(self.config).init_state(1, capacity=longest)
         free = max(0, free_memory() * 9 // 10 - state.nbytes)
         budget = free if cache_bytes is None else cache_bytes
         with contextlib.ExitStack() as opened:

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from perspectron.experts.mixture import ExpertsConfig, MixtureConfig
 from perspectron.model.census import OF_A_MIXTURE, Part, footprint, packed_expert
 from perspectron.model.config import ModelConfig
-from perspectron.model.model import LanguageModel
+from perspectron.model.model import shape_of
 from perspectron.quant import convert as quant
 from perspectron.quant.gptq import FORMATS
 from perspectron.stream.device import BUFFERS
@@ -105,9 +104,8 @@ def needs(
     experts: format of a mixture's experts; "": that of dense layers.
     ConfigError for a format that a dense layer cannot have.
     """
-    with torch.device("meta"):
-        model = LanguageModel(config)
-        state = model.init_state(1, capacity=context)
+    model = shape_of(config)
+    state = model.init_state(1, capacity=context)
     if isinstance(formats, str):
         experts = experts or one_of(formats, FORMATS, "shared")
         formats = quant.formats(model, one_of(formats, FORMATS, "shared"))

@@ -21,7 +21,7 @@ from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.fetched import Shard
 from perspectron.experts.mixture import ExpertsConfig, Mixed
 from perspectron.model.config import ModelConfig
-from perspectron.model.model import LanguageModel
+from perspectron.model.model import LanguageModel, shape_of
 from perspectron.ops import packing, tiles
 from perspectron.ops.packing import LAYOUTS, Packed
 from perspectron.quant.convert import formats
@@ -122,8 +122,7 @@ def synthesize(
     require(1 <= experts <= count, "experts", experts, f"from 1 to {count}")
     files = expert_files(config, experts, linear)
     assert files is not None
-    with torch.device("meta"):
-        model = LanguageModel(config)
+    model = shape_of(config)
     about = f"random weights; {experts} of {count} experts in a layer are distinct, the others are aliases of them"
     header = Header(FORMAT, config, "", formats(model, linear), files, None, about)
     shared = _shared(header, seed)

@@ -24,7 +24,7 @@ from perspectron.data.corpus import RULES
 from perspectron.data.shuffle import ORDER
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.ternary import SHARE
-from perspectron.model.model import LanguageModel, require_memory
+from perspectron.model.model import LanguageModel, require_memory, shape_of
 from perspectron.train import lora, moments
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import falls_at
@@ -363,8 +363,7 @@ def open_run(run: Path) -> OpenedRun:
     one, run = (run / INDEX).exists(), run_of(given := run)
     config, tokenizer = load_config(run), Tokenizer.load(run / "tokenizer.json")
     there, errors = _readable([given] if one else paths(run))
-    with torch.device("meta"):
-        model = LanguageModel(config.model)
+    model = shape_of(config.model)
     require_memory(model)
     if there:  # the best last, as the last is tried first
         there.append(there.pop(there.index(best_of(there))))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from perspectron.data.loader import Batch
 from perspectron.model.config import ModelConfig
-from perspectron.model.model import LanguageModel
+from perspectron.model.model import LanguageModel, shape_of
 from perspectron.train import checkpoint, lora
 from perspectron.train.config import RunConfig
 from perspectron.train.optim import by_muon, freeze
@@ -47,8 +47,7 @@ class Estimate:
 
 def parameters(config: ModelConfig) -> int:
     """Number of parameters of a model, counted without building it."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in LanguageModel(config).parameters())
+    return sum(parameter.numel() for parameter in shape_of(config).parameters())
 
 
 def room(device: torch.device) -> int:
@@ -60,8 +59,7 @@ def require_room(config: RunConfig, device: torch.device, held: float = 1.0) -> 
     """ConfigError for a model whose training needs more memory than there is, said before it is built. held: share of
     the weights that are in this memory."""
     train = config.train
-    with torch.device("meta"):
-        model = LanguageModel(config.model)
+    model = shape_of(config.model)
     freeze(model, train.only)
     every = list(model.parameters())
     size, learned = (sum(p.numel() for p in own) for own in (every, [p for p in every if p.requires_grad]))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 
 from perspectron.data import Split, Tokenizer
-from perspectron.model.model import LanguageModel
+from perspectron.model.model import LanguageModel, shape_of
 from perspectron.train.config import RunConfig, launched
 from perspectron.train.metrics import Metrics, bits_per_nat, measured, read_metrics
 from perspectron.util.config import dump
@@ -262,8 +262,7 @@ def rendered(
 
 def facts_of(config: RunConfig) -> list[tuple[str, str]]:
     """The size of a run's model and of its state."""
-    with torch.device("meta"):
-        model = LanguageModel(config.model)
+    model = shape_of(config.model)
     tokens = config.model.positions or CONTEXT
     state = model.init_state(1, capacity=tokens, device="meta").nbytes
     count = sum(parameter.numel() for parameter in model.parameters())

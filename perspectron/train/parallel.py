@@ -28,7 +28,7 @@ from perspectron.experts.spread import Spread
 from perspectron.experts.stats import experts_of, matrices
 from perspectron.model.block import Block
 from perspectron.model.ffn import TiedConfig
-from perspectron.model.model import LanguageModel, init
+from perspectron.model.model import LanguageModel, init, shape_of
 from perspectron.train import checkpoint, moments, sharded
 from perspectron.train.checkpoint import Checkpoint, Progress
 from perspectron.train.config import Layout, RunConfig
@@ -78,8 +78,7 @@ class ParallelTrainer(Trainer):
 
     def new_model(self) -> LanguageModel:
         """The model's shapes; `wrap` fills each rank's part."""
-        with torch.device("meta"):
-            return LanguageModel(self.config.model)
+        return shape_of(self.config.model)
 
     def wrap(self) -> None:
         mesh, self._columns = mesh_of(self.team, self.layout, self.device.type)
@@ -136,8 +135,7 @@ class ParallelTrainer(Trainer):
     @torch.no_grad()
     def _draw(self) -> None:
         """Fill the model with the weights of the run's seed, made part by part in the memory of this machine."""
-        with torch.device("meta"):
-            parts = LanguageModel(self.config.model)
+        parts = shape_of(self.config.model)
         held = self.model.state_dict()
         units = [(f"blocks.{index}.", block) for index, block in enumerate(parts.blocks)]
         units += [(f"{name}.", unit) for name, unit in parts.named_children() if name != "blocks"]

@@ -20,6 +20,7 @@ import torch
 from perspectron.util.errors import ConfigError
 from perspectron.util.version import __version__
 
+OMP_PAUSE_SOFT = 1  # of OpenMP 5.0
 LARGE = 1 << 21  # bytes of a large page
 MADV_COLLAPSE = 25  # of Linux from 6.1 on
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
@@ -175,6 +176,32 @@ def in_large_pages() -> None:
                 start, end = -(-start // LARGE) * LARGE, end // LARGE * LARGE
                 if start < end:
                     madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
+
+
+@contextmanager
+def flushing_denormals() -> Iterator[None]:
+    """A context in which numbers too small for full precision count as zero, as in every command: in this thread, and
+    in those that share its operations, which take this over when they start and so end before and after. The
+    program's other threads, and theirs, are left as they are."""
+    if sys.float_info.min / 2 == 0:
+        yield
+        return
+    torch.set_flush_denormal(True)
+    _end_workers()
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+        _end_workers()
+
+
+def _end_workers() -> None:
+    """End the threads that share this thread's operations; the next operation starts others. Of OpenMP as torch for
+    Linux brings it; elsewhere they take over what this thread has, or nothing, in commands, too."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            torchs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+            torchs.omp_pause_resource_all(OMP_PAUSE_SOFT)
 
 
 def trim() -> None:

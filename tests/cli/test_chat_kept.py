@@ -21,6 +21,7 @@ from perspectron.data import Tokenizer
 from perspectron.data.template import Template
 from perspectron.decode.session import Session
 from tests.cli.small import PLAIN
+from tests.refusals import names
 from tests.waiting import until
 
 QUICK = ["--seq-len", "32", "--batch-size", "2", "--dtype", "float32", "--steps", "2"]
@@ -172,25 +173,46 @@ def test_a_talk_on_a_trained_memory_keeps_it(run, talk, tmp_path):
     )
 
 
-def test_a_terminal_keeps_its_talk_in_the_run_by_default(run, monkeypatch, capsys):
-    def typed(lines):
+@pytest.fixture
+def typed(run, capsys, monkeypatch):
+    """Type some lines on a terminal; (answers, what was said beside them)."""
+
+    def typed(lines: list[str], folder: Path = run):
         rest = iter(lines)
 
-        def typed(prompt: str) -> str:
+        def line(prompt: str) -> str:
             for line in rest:
                 return line
             raise EOFError
 
-        monkeypatch.setattr("builtins.input", typed)
+        monkeypatch.setattr("builtins.input", line)
         monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
         capsys.readouterr()
-        assert main(["chat", str(run), "--max-tokens", "4"]) == 0
-        return capsys.readouterr().out
+        assert main(["chat", str(folder), "--max-tokens", "4"]) == 0
+        return capsys.readouterr()
 
-    whole = typed(["the cat", "the dog"])
+    return typed
+
+
+def test_a_terminal_keeps_its_talk_in_the_run_by_default(run, typed):
+    whole = typed(["the cat", "the dog"]).out
     (run / "chat.state").unlink()
-    assert typed(["the cat"]) + typed(["the dog"]) == whole
+    assert typed(["the cat"]).out + typed(["the dog"]).out == whole
     (run / "chat.state").unlink()
+
+
+def test_a_talk_with_a_checkpoint_is_not_kept_where_training_would_remove_it(run, typed):
+    step, *_ = (run / "checkpoints").iterdir()
+    before = set(run.rglob("*"))
+    said, beside = typed(["the cat"], step)
+    assert said.strip("\n") and names(beside, step, "--keep")
+    assert set(run.rglob("*")) == before
+
+
+def test_a_talk_that_cannot_be_kept_says_so(run, typed, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    _, beside = typed(["the cat"])
+    assert names(beside, run, "--keep") and not (run / "chat.state").exists()
 
 
 def test_a_talk_of_another_model_is_refused(talk, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import perspectron
-from perspectron.cli.main import GROUPS, RENAMED, _parse, commands, main
+from perspectron.cli.main import GROUPS, _parse, commands, main
 from perspectron.cli.options import assignments
 from perspectron.cli.quickstart import Quickstart
 from perspectron.data import open_shards
@@ -289,7 +289,6 @@ def test_a_design_says_what_its_commands_are(capsys):
 
 
 OLD = {name.split()[1]: name for name in commands() if " " in name}
-OLD |= {old: OLD[new] for old, new in RENAMED.items()}
 
 
 @pytest.mark.parametrize("name", OLD)
@@ -313,7 +312,7 @@ def test_sizes_may_be_given_one_by_one(command):
 def test_flags_replace_single_sizes_of_a_file(tmp_path):
     (tmp_path / "sizes.toml").write_text('[model]\npreset = "perspective-tiny"\nrank = 16\nwindow = 32\n')
     parsed = _parse(["train", "--config", str(tmp_path / "sizes.toml"), "--set", "rank=8"])
-    assert assignments(parsed.set) == {"rank": 8, "window": 32}
+    assert {**parsed.sizes, **assignments(parsed.set)} == {"rank": 8, "window": 32}
 
 
 def test_a_run_is_not_overwritten(run, capsys):

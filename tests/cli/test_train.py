@@ -185,6 +185,28 @@ def test_a_run_from_anothers_weights_reads_its_text(play, capsys):
     assert a.train.data == b.train.data == str(play) and a.model == b.model
 
 
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        ("model = 3", ["model", 3]),
+        ("[model]\nlayers = 2020-01-01", ["layers", "2020"]),
+        ('[model]\npreset = ["transformer-tiny"]', ["preset"]),
+        ('[model]\npreset = "transformer-tiny"\nname = "mine"', ["name"]),
+    ],
+)
+def test_what_no_size_of_a_file_can_be_is_refused(table, named, play, capsys):
+    Path("c.toml").write_text(f"{table}\n")
+    assert main(["train", "--config", "c.toml", "--data", "play.txt", "--out", "r", "--steps", "1"]) == 2
+    in_a_line(capsys.readouterr().err, *named)
+    assert not Path("r").exists()
+
+
+def test_a_run_from_anothers_weights_is_called_after_its_text(play, capsys):
+    assert main(["train", "--data", "play.txt", "--steps", "1", "--out", "a", *PLAIN, *QUICK]) == 0
+    assert main(["train", "--init", "a", "--steps", "1", *QUICK]) == 0
+    assert sorted(Path("runs").iterdir()) == [Path("runs/play")]
+
+
 def test_a_run_from_anothers_weights_warms_up_in_a_part_of_its_updates(play, capsys):
     assert main(["train", "--data", "play.txt", "--steps", "1", "--out", "a", *PLAIN, *QUICK]) == 0
     for name, more in {"b": [], "c": ["--lora", "rank=2"], "d": ["--warmup", "7"]}.items():

@@ -187,13 +187,12 @@ def test_minutes_that_are_none(minutes):
 
 
 def test_rates_come_from_the_table_and_fall_with_the_size(monkeypatch):
-    monkeypatch.setitem(presets.rates.RATES, "gla", {1_000_000: 8e-3, 4_000_000: 4e-3})
-    assert presets.rate("gla", 1_000_000) == 8e-3 and presets.rate("gla", 4_000_000) == 4e-3
-    assert presets.rate("gla", 2_000_000) == pytest.approx(5.7e-3)
-    assert presets.rate("gla", 32_000_000) == pytest.approx(4e-3 * 8**presets.rates.FALL, rel=0.05)
-    assert presets.rate("gla", 500_000) == pytest.approx(8e-3 * 0.5**presets.rates.FALL, rel=0.05)
+    monkeypatch.setitem(presets.rates.RATES, "gla", 4e-3)
+    assert presets.rate("gla", 2_000_000) == 4e-3
+    assert presets.rate("gla", 16_000_000) == pytest.approx(4e-3 * 8**presets.rates.FALL, rel=0.05)
+    assert presets.rate("gla", 500_000) == pytest.approx(4e-3 * 0.25**presets.rates.FALL, rel=0.05)
     assert presets.rate("gla", 1) == 1.6e-2
-    assert presets.rate("gla", 4_000_000, 3_000_000) == presets.rate("gla", 4_000_000, 1000) == 4e-3
-    assert presets.rate("gla", 4_000_000, 48_000_000) == pytest.approx(4e-3 * 16**-0.32, rel=0.05)
+    assert presets.rate("gla", 2_000_000, 3_000_000) == presets.rate("gla", 2_000_000, 1000) == 4e-3
+    assert presets.rate("gla", 2_000_000, 48_000_000) == pytest.approx(4e-3 * 16**-0.32, rel=0.05)
     assert presets.rate("adr", 2_000_000) == 4e-3 and presets.rate("kda", 2_000_000) == 8e-3
     assert set(presets.rates.RATES) <= set(presets.DESIGNS)

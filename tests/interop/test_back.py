@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from perspectron.cli.main import main
+from perspectron.cli.progress import Work
 from perspectron.data import origin
 from perspectron.interop import foreign
 from perspectron.interop.hf.back import put_back
@@ -96,6 +97,20 @@ def test_the_reason_is_told_of_a_checkpoint_as_of_its_run(tmp_path, capsys):
         capsys.readouterr()
         assert main(["export", str(path), "--hf", str(tmp_path / f"out-{number}")]) == 0
         assert "another config" in capsys.readouterr().err
+
+
+def test_a_model_is_loaded_before_its_file_is_said_to_be_written(tmp_path, monkeypatch):
+    """Two that tell of themselves at once would write over each other's line."""
+    saved(tmp_path / "hf", "llama", tokenizer())
+    assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "run")]) == 0
+    told = list[str]()
+    monkeypatch.setattr(Work, "__enter__", lambda work: told.append(work.what))
+    monkeypatch.setattr(Work, "__exit__", lambda work, *_: told.append(""))
+    for option in ("--hf", "--onnx"):
+        out = tmp_path / f"out{option}"
+        assert main(["export", str(tmp_path / "run"), option, str(out)]) == 0
+        assert told == [f"loading {tmp_path / 'run'}", "", f"writing {out}", ""]
+        told.clear()
 
 
 def test_what_was_learned_since_is_not_rounded_to_what_it_came_in(tmp_path, monkeypatch):

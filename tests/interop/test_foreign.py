@@ -276,6 +276,21 @@ def test_a_brief_cache_is_half_the_state_and_near(kind, bpe, tmp_path):
     assert 0 < apart < 0.02
 
 
+def test_a_run_that_was_exported_keeps_its_brief_cache(bpe, tmp_path):
+    saved(tmp_path / "hf", "llama", bpe)
+    assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "run"), "--cache", "bfloat16"]) == 0
+    assert main(["export", str(tmp_path / "run"), "--hf", str(tmp_path / "out")]) == 0
+    models = []
+    for name, asked in (("again", []), ("full", ["--cache", "full"])):
+        assert main(["import", str(tmp_path / "out"), "--out", str(tmp_path / name), *asked]) == 0
+        models.append(perspectron.load(tmp_path / name)[0])
+    assert [{m.cache for b in one.config.blocks for m in b.mixers} for one in models] == [
+        {"bfloat16"},
+        {"full"},
+    ]
+    assert models[0].fingerprint() == perspectron.load(tmp_path / "run")[0].fingerprint()
+
+
 def test_a_cache_of_no_attention_is_refused(bpe, tmp_path, capsys):
     saved(tmp_path / "hf", "mamba2", bpe)
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "run"), "--cache", "bfloat16"]) == 2

@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from queue import Queue
 
 import pytest
+import torch
 
 import perspectron
 from perspectron.util import machine
@@ -143,3 +146,42 @@ def test_a_container_limits_memory(version, tmp_path, monkeypatch):
 def test_without_a_container_memory_is_the_machines(tmp_path):
     assert machine._limits(tmp_path, tmp_path / "none") == [(1 << 62, 0)]
     assert 0 < machine.free_memory() <= machine.memory()
+
+
+def denormals() -> int:
+    """How many of many numbers are left after a product that is too small for full precision."""
+    small = torch.full((1 << 20,), 3e-36)
+    return int(((small * 1e-3).view(torch.int32) != 0).sum())
+
+
+@pytest.mark.cpu_only
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor cannot choose")
+def test_denormals_are_flushed_in_all_threads_of_an_operation_and_in_no_other(monkeypatch):
+    """Also if they had started before, and as it was afterwards."""
+    asked, found = Queue(), Queue()
+
+    def beside():
+        torch.set_num_threads(2)
+        while asked.get():
+            found.put(denormals())
+
+    def other() -> int:
+        asked.put(True)
+        return found.get()
+
+    before = torch.get_num_threads()
+    thread = threading.Thread(target=beside)
+    thread.start()
+    torch.set_num_threads(2)
+    try:
+        assert denormals() == other() == 1 << 20
+        with machine.flushing_denormals():
+            assert denormals() == 0
+            with machine.flushing_denormals():
+                assert denormals() == 0
+            assert denormals() == 0 and other() == 1 << 20
+        assert denormals() == other() == 1 << 20
+    finally:
+        torch.set_num_threads(before)
+        asked.put(False)
+        thread.join()

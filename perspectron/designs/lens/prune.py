@@ -12,7 +12,7 @@ from perspectron.model import half
 from perspectron.model.block import Block
 from perspectron.model.config import BlockConfig, RouteGatedConfig
 from perspectron.model.ffn import ContextMLPConfig, TiedConfig
-from perspectron.model.model import LanguageModel
+from perspectron.model.model import LanguageModel, shape_of
 from perspectron.util.config import require
 
 
@@ -46,8 +46,7 @@ def prune(model: LanguageModel, blocks: Collection[int]) -> LanguageModel:
             _without(block) if i in blocks else block for i, block in enumerate(model.config.blocks)
         ),
     )
-    with torch.device("meta"):
-        pruned = LanguageModel(config)
+    pruned = shape_of(config)
     whole, kept = model.state_dict(), dict[str, Tensor]()
     for name, slot in pruned.state_dict().items():
         # A network that no longer reads the context keeps the columns of its other input.

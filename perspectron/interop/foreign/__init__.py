@@ -19,7 +19,7 @@ from perspectron.data.tokenizer import Tokenizer
 from perspectron.interop.foreign import decoder, gguf, own, pth
 from perspectron.interop.foreign.source import HARMLESS, Source
 from perspectron.model.config import ModelConfig
-from perspectron.model.model import LanguageModel, require_memory
+from perspectron.model.model import LanguageModel, require_memory, shape_of
 from perspectron.train.weights import fill
 from perspectron.util import registry
 from perspectron.util.config import require
@@ -123,8 +123,7 @@ def empty(source: Source, *, lens: bool = False) -> LanguageModel:
         config = found.config(source)
         if found.harmless is not None:
             source.done_config(HARMLESS.union(found.harmless))
-        with torch.device("meta"):
-            made = LanguageModel(_upcycle().config_of_gpt2(config) if lens else config)
+        made = shape_of(_upcycle().config_of_gpt2(config) if lens else config)
     except ConfigError as error:  # values that contradict each other
         raise source.error(str(error)) from None
     require_memory(made, 2)

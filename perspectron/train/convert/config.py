@@ -7,7 +7,7 @@ import torch
 
 from perspectron import presets
 from perspectron.model.config import ModelConfig
-from perspectron.model.model import LanguageModel
+from perspectron.model.model import LanguageModel, shape_of
 from perspectron.train.config import TrainConfig
 from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER, parameters, room
 from perspectron.train.optim import OptimConfig
@@ -126,5 +126,4 @@ def require_both(
 
 def on_meta(config: ModelConfig) -> LanguageModel:
     """The model without weights."""
-    with torch.device("meta"):
-        return LanguageModel(config)
+    return shape_of(config)

@@ -14,7 +14,6 @@ from perspectron.designs.perspective.suites.views import collect, fit
 from perspectron.designs.perspective.views import PerspectivesConfig, save_calibration
 from perspectron.eval.subject import Subject
 from perspectron.util.config import require
-from perspectron.util.machine import pick_device
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,7 @@ class PerspectivesOf:
         require(0 < self.flag < 1, "flag", self.flag, "in (0, 1)")
         require(self.trigger is None or 0 <= self.trigger < 1, "trigger", self.trigger, "in [0, 1)")
         require(self.probe is None or 0 < self.probe < 1, "probe", self.probe, "in (0, 1)")
-        opened = open_model(self.run)
-        opened.model.to(pick_device(self.device))
+        opened = open_model(self.run, device=self.device)
         trained = opened.folder.trained
         with tempfile.TemporaryDirectory() as scratch, Work("reading the held-out text"):
             split = opened.shards(Path(scratch)).split("heldout")
