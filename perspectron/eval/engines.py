@@ -70,7 +70,7 @@ class Difference:
 
 def difference(one: Answer, other: Answer) -> Difference:
     """The difference of two answers to the same question. A token among the likeliest of only one of them counts with
-    how far it is above the least of the other's."""
+    how far it is above the least of the other's, if the other has any there."""
     told = one.text is not None and other.text is not None
     texts = (told and one.text != other.text) or one.finish != other.finish
     tokens = [(a.ids or a.tokens) for a in (one, other)]
@@ -84,8 +84,7 @@ def difference(one: Answer, other: Answer) -> Difference:
             break
         if i != at:
             largest, compared = max(largest, _apart(one.logprobs[i], other.logprobs[i])), compared + 1
-        if i < min(len(one.top), len(other.top)):
-            a, b = one.top[i], other.top[i]
+        if i < min(len(one.top), len(other.top)) and (a := one.top[i]) and (b := other.top[i]):
             for here, there in ((a, b), (b, a)):
                 for token, value in here.items():
                     beside = there.get(token, min(value, *there.values()))

@@ -366,10 +366,14 @@ class Bench:
 
 def bench(model: LanguageModel, vocab_size: int, prompt: Sequence[int], tokens: int) -> Bench:
     """Decode `tokens` tokens after a prompt, and read memory between them: both see the same machine."""
-    read, speeds = reader(model), list[float]()
-    before = model.disk_reads()
-    seconds, state = decode(model, vocab_size, prompt, tokens, between=lambda: speeds.append(read()))
-    after = model.disk_reads()
-    missed, waited = ((b - a) / (tokens + WARMUP) for a, b in zip(before, after, strict=True))
+    read, speeds, reads = reader(model), list[float](), list[tuple[float, float]]()
+
+    def between() -> None:
+        speeds.append(read())
+        reads.append(model.disk_reads())
+
+    seconds, state = decode(model, vocab_size, prompt, tokens, between=between)
+    before, after = reads[WARMUP], model.disk_reads()  # what the prompt and warming up read is no token's
+    missed, waited = ((b - a) / tokens for a, b in zip(before, after, strict=True))
     bandwidth = statistics.median(speeds)
     return Bench(seconds, touched(model, state), state.nbytes, bandwidth, missed, waited)
