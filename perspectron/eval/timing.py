@@ -29,7 +29,7 @@ from perspectron.model.state import LMState
 from perspectron.stream.speed import reading
 from perspectron.train.estimate import room
 from perspectron.train.optim import OptimConfig, optimizer_of
-from perspectron.util.config import require
+from perspectron.util.config import at_least, require
 from perspectron.util.machine import pick_device
 
 Key = TypeVar("Key", bound=Hashable)
@@ -115,8 +115,7 @@ class Setting:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        require(self.batch_size >= 1, "batch_size", self.batch_size, "≥ 1")
-        require(self.seq_len >= 1, "seq_len", self.seq_len, "≥ 1")
+        at_least(1, self, "batch_size", "seq_len")
 
     @property
     def tokens(self) -> int:
