@@ -45,7 +45,7 @@ class Task(ABC):
 
     def __post_init__(self) -> None:
         at_least(1, self, *(name for name, size in self.sizes().items() if isinstance(size, int)))
-        require(self.length >= self.room, "length", self.length, f"≥ {self.room}, for its other sizes")
+        require(self.length >= self.room, "length", self.length, f"≥ {self.room}, which its other sizes need")
 
     @abstractmethod
     def counts(self) -> tuple[int, int]:
