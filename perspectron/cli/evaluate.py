@@ -21,9 +21,9 @@ from perspectron.cli.progress import Work
 from perspectron.data import Split, encode, open_corpus, with_encoding
 from perspectron.data.origin import template_of_prompts
 from perspectron.eval.subject import Subject
-from perspectron.eval.suites import SUITES, Suite
+from perspectron.eval.suites import Suite, suite_of
 from perspectron.opening import Opened
-from perspectron.util.config import load, one_of, require
+from perspectron.util.config import load, require
 
 HELDOUT = 0.5  # share of another text that is held out
 SEQ_LEN = 128  # tokens of a window where nothing says how long they were in training
@@ -66,7 +66,7 @@ class Eval:
     json: Json = False
 
     def __call__(self) -> int:
-        suite = SUITES[one_of(self.suite, SUITES, "suite")]
+        suite = suite_of(self.suite)
         require(self.seq_len is None or self.seq_len >= 1, "seq_len", self.seq_len, "≥ 1")
         require(self.tokens is None or self.tokens >= 0, "tokens", self.tokens, "≥ 0")
         require(self.heldout is None or 0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")

@@ -26,7 +26,6 @@ from perspectron.compare.plan import (
     models_of_designs,
     plan,
     threads_for,
-    threads_of,
     vocabulary_in,
 )
 from perspectron.compare.report.scaling import CROSSING, crossing_rows, sentence, write
@@ -39,6 +38,7 @@ from perspectron.presets import title
 from perspectron.util.config import between_commas, dump, load, meant_beside, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import locked, read_json, write_json
+from perspectron.util.machine import threads_of
 from perspectron.util.numbers import fixed, short
 
 GROWING = ("sizes", "per_parameter")

@@ -4,16 +4,13 @@ An arm is a design or, in an ablation, a design with a part removed. The plan is
 and determines everything that follows.
 """
 
-import contextlib
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from perspectron import presets
 from perspectron.data import Shards, Tokenizer, encode, is_encoded, made_in, open_corpus, open_shards
@@ -30,7 +27,7 @@ from perspectron.train.optim import OptimConfig, recipe_of
 from perspectron.util.config import at_least, dump, load, meant_beside, one_of, require
 from perspectron.util.errors import ConfigError, DataError, escaped
 from perspectron.util.files import read_json, remove, safe_join, write_json
-from perspectron.util.machine import pick_device
+from perspectron.util.machine import pick_device, threads_of
 
 VERSION = 2
 PLAN, DATA, ASKED = "compare.json", "data", "asked.json"
@@ -49,10 +46,10 @@ class Settings:
     the first arm) needs for `tokens`; with "state", as many bytes of state as the first arm, or `state` if not 0. dev:
     share of the text on which rates are chosen and curves drawn; the held-out text is read once, at the end.
     vocab_size: 0 derives it from the parameters. rates, warmups: peak learning rates and warm-up shares; all pairs are
-    tried on `rate_share` of the tokens, and a single pair is used without a trial. threads: per training; 0 leaves it
-    open. suites: measured after training in addition to the loss. recall: "quick" is two tasks with one seed, "full"
-    all with three, "long" many pairs, long texts and facts that are combined, with one. tokenizer: as in a training,
-    for text that is not encoded yet."""
+    tried on `rate_share` of the tokens, shares with equally long warm-ups there once, and a single pair is used without
+    a trial. threads: per training; 0 leaves it open. suites: measured after training in addition to the loss. recall:
+    "quick" is two tasks with one seed, "full" all with three, "long" many pairs, long texts and facts that are
+    combined, with one. tokenizer: as in a training, for text that is not encoded yet."""
 
     arms: tuple[str, ...]
     params: int
@@ -213,7 +210,7 @@ def plan(
     clear(out, settings)
     tokenizer, shards = prepare(out, settings)
     made = models(replace(settings, vocab_size=tokenizer.vocab_size))  # little text has fewer
-    with threads_of(settings.threads):
+    with threads_of(settings.threads):  # as the trainings will, whose dtype and steps follow from timings
         settings = replace(settings, dtype=_dtype(settings, made, shards))
         flops = {name: _train_flops(model, settings) for name, (model, _, _) in made.items()}
         steps = _steps(settings, {name: model for name, (model, _, _) in made.items()}, flops)
@@ -247,17 +244,6 @@ def clear(out: Path, settings: Settings) -> None:
 def asked(settings: Settings) -> dict[str, Any]:
     """The settings that the text in a folder is encoded for."""
     return {name: getattr(settings, name) for name in ("data", "heldout", "dev", "vocab_size", "tokenizer")}
-
-
-@contextlib.contextmanager
-def threads_of(count: int) -> Iterator[None]:
-    """Use as many threads as a training will, so that timings here are those of the trainings."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def read(out: Path) -> Plan:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from perspectron.compare import measure, report, run
+from perspectron.compare import measure, run
 from perspectron.compare.plan import CURVE_TOKENS, REFERENCE, Arm, Plan, prepare
-from perspectron.compare.report.page import VERSION
+from perspectron.compare.report.page import VERSION, html
 from perspectron.compare.run import Cell
 from perspectron.data import NAMED, Shards
 from perspectron.eval.perplexity import mean_context
@@ -115,13 +115,12 @@ def write_page(path: Path) -> Path:
 
     results = read_json(path, ConfigError)
     try:
-        html = report.html(results)
+        page = html(results)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
         cause = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path}: not the results of a comparison, or damaged ({cause})") from error
-    page = path.with_suffix(".html")
-    write_text(page, html)
-    return page
+    write_text(beside := path.with_suffix(".html"), page)
+    return beside
 
 
 EQUAL = (
@@ -228,8 +227,7 @@ def _arm(
 
 def _streaming(cells: list[Cell]) -> dict[str, Any] | None:
     """Bytes of the state with memory carried, or why the design has no such score; None before it was measured."""
-    found = (measure.suites_of(cell).get("perplexity", {}) for cell in cells)
-    one = next((loss for loss in found if "streaming" in loss), None)
+    one = next(filter(None, (measure.suites_of(cell).get("perplexity") for cell in cells)), None)
     return one and {"state_bytes": (one["streaming"] or {}).get("state_bytes"), "why": one["why"]}
 
 

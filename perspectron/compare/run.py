@@ -94,13 +94,6 @@ def _trial_steps(plan: Plan, name: str) -> int:
     return max(1, round(plan.settings.rate_share * plan.arms[name].steps))
 
 
-def alike(plan: Plan) -> bool:
-    """True if different warm-up shares give equally long warm-ups in the trials of some arm."""
-    warmups = set(plan.settings.warmups)
-    lengths = [{warm_up(share, _trial_steps(plan, name)) for share in warmups} for name in plan.arms]
-    return any(len(those) < len(warmups) for those in lengths)
-
-
 def _apart(plan: Plan, name: str, rates: list[Rate]) -> list[Rate]:
     """The rates of an arm whose trials differ: of warm-ups with equally many updates there, the smallest share."""
     steps = _trial_steps(plan, name)
@@ -151,12 +144,19 @@ def train(
 ) -> None:
     """Train the cells that are neither finished nor diverged. pool.StoppedBy when a signal ended it. CheckpointError
     for a cell that began with another rate, be it finished."""
+    data = str(data_of(out, plan.settings).resolve())
     for cell in wanted:
-        began, asked = _began(cell), (cell.rate.lr, warm_up(cell.rate.warmup, cell.steps))
-        if began not in (None, asked):
+        try:
+            config = checkpoint.load_config(cell.folder)
+        except PerspectronError:
+            continue  # it has not begun, or its training will tell of the damage
+        optim, asked = config.train.optim, (cell.rate.lr, warm_up(cell.rate.warmup, cell.steps))
+        if (began := (optim.lr, optim.warmup)) != asked:
             what = f"(lr, warmup) is {began}, must be {asked}, as of all its seeds"
             raise CheckpointError(f"{cell.folder}: {what}; delete that folder and resume")
-        _find_text(cell, data_of(out, plan.settings))
+        if config.train.data != data:  # the comparison was moved, and its text with it
+            train = dataclasses.replace(config.train, data=data)
+            checkpoint.save_config(cell.folder, dataclasses.replace(config, train=train))
     by_name = {str(cell.folder): cell for cell in wanted if trained(cell).status == "missing"}
     tokenizer = Tokenizer.load(data_of(out, plan.settings) / "tokenizer.json")
 
@@ -178,27 +178,6 @@ def train(
     pool.work(
         queue, jobs, plan.settings.threads, ended=end, look=lambda now: look([by_name[j.name] for j in now])
     )
-
-
-def _find_text(cell: Cell, data: Path) -> None:
-    """Have a cell that began read the text of the comparison, which may have been moved with it."""
-    try:
-        config = checkpoint.load_config(cell.folder)
-    except PerspectronError:
-        return  # it has not begun, or its training will tell of the damage
-    if config.train.data != str(data.resolve()):
-        train = dataclasses.replace(config.train, data=str(data.resolve()))
-        checkpoint.save_config(cell.folder, dataclasses.replace(config, train=train))
-
-
-def _began(cell: Cell) -> tuple[float, int] | None:
-    """Rate and updates of warm-up in the config of a cell; None without one, or a damaged one, which its training will
-    tell of."""
-    try:
-        optim = checkpoint.load_config(cell.folder).train.optim
-    except PerspectronError:
-        return None
-    return optim.lr, optim.warmup
 
 
 def best(tried: list[dict[str, Any]]) -> Rate:

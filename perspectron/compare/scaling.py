@@ -238,12 +238,9 @@ def transferred(out: Path, study: Study, at: Point) -> dict[str, float]:
     first = study.sizes[0]
     if not study.rates:
         return {name: rate(name, at.size) for name in study.designs}
-    if at.size == first and len(study.rates) > 1:
-        return best_rates(out, study, at.ratio)
-    best = dict.fromkeys(study.designs, study.rates[0])
-    if len(study.rates) > 1:
-        best = best_rates(out, study, at.ratio)
-    if len(study.rates) == 1 and at.size == first:
+    given = dict.fromkeys(study.designs, study.rates[0])
+    best = best_rates(out, study, at.ratio) if len(study.rates) > 1 else given
+    if at.size == first:
         return best
     return {name: float(f"{best[name] * (at.size / first) ** FALL:.3g}") for name in study.designs}
 

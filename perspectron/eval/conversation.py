@@ -2,7 +2,8 @@
 
 Each person's animal is told, by a chat template if the model has one, and none twice. The answer is begun for the
 model; of the animals told, the likeliest counts as its answer. A model that remembers the animals but not whose they
-are guesses one of them; `exact` is the share of right answers that the model would have drawn greedily.
+are guesses one of them; `exact` is the share of all questions that it would have answered rightly if it had drawn
+greedily.
 """
 
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def lines(result: dict[str, Any]) -> list[str]:
 def _line(distance: str, found: dict[str, float] | None) -> str:
     if found is None:
         return f"{int(distance):>7,} tokens ago: not read, the table of positions ends before"
-    rest = f"{found['exact']:.3f} of them drawn greedily, state of {found['state_bytes']:,.0f} bytes"
+    rest = f"{found['exact']:.3f} right if drawn greedily, state of {found['state_bytes']:,.0f} bytes"
     return f"{int(distance):>7,} tokens ago: {found['accuracy']:.3f} right, {rest}"
 
 

@@ -19,7 +19,7 @@ from perspectron.eval.subject import Subject
 from perspectron.eval.timing import Spread
 from perspectron.opening import describe, open_model
 from perspectron.train.convert.run import FILE, config_of
-from perspectron.util.config import require
+from perspectron.util.config import at_least, require
 from perspectron.util.errors import CheckpointError
 from perspectron.util.files import read_json
 
@@ -45,8 +45,7 @@ class Options:
     rounds: int = 9
 
     def __post_init__(self) -> None:
-        for name in ("stretches", "texts", "rounds", "later"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
+        at_least(1, self, "stretches", "texts", "rounds", "later")
         for name, least in (("pairs", 1), ("contexts", 8)):
             values = getattr(self, name)
             require(all(value >= least for value in values), name, values, f"each ≥ {least}")

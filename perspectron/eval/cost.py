@@ -22,7 +22,7 @@ from perspectron.model import census
 from perspectron.model.config import ModelConfig
 from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER, parameters, room
 from perspectron.train.optim import OptimConfig
-from perspectron.util.config import one_of, require
+from perspectron.util.config import at_least, one_of, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.machine import Peak, pick_device, return_memory, trim
 
@@ -46,8 +46,7 @@ class Options:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        require(self.rounds >= 1, "rounds", self.rounds, "≥ 1")
-        require(self.visit >= 1, "visit", self.visit, "≥ 1")
+        at_least(1, self, "rounds", "visit")
         require(self.seconds >= 0, "seconds", self.seconds, "≥ 0")
         require(len(self.contexts) > 0, "contexts", self.contexts, "at least one")
         bound = f"≥ {self.visit + 2}, for the {self.visit + 1} tokens of a turn and one before"

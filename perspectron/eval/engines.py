@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -21,6 +21,8 @@ REFUSALS = (400, 403, 404, 405, 415, 422, 501)
 """HTTP statuses with which a server says that it does not offer something."""
 BUSY = (429, 503)
 ROOM = 1 << 26  # bytes of one answer
+TIMEOUT = 600.0  # seconds
+ATTEMPTS = 100  # while the server is busy
 
 
 class NotOffered(PerspectronError):
@@ -70,7 +72,7 @@ class Difference:
 
 def difference(one: Answer, other: Answer) -> Difference:
     """The difference of two answers to the same question. A token among the likeliest of only one of them counts with
-    how far it is above the least of the other's."""
+    how far it is above the least of the other's, if the other has any there."""
     told = one.text is not None and other.text is not None
     texts = (told and one.text != other.text) or one.finish != other.finish
     tokens = [(a.ids or a.tokens) for a in (one, other)]
@@ -84,8 +86,7 @@ def difference(one: Answer, other: Answer) -> Difference:
             break
         if i != at:
             largest, compared = max(largest, _apart(one.logprobs[i], other.logprobs[i])), compared + 1
-        if i < min(len(one.top), len(other.top)):
-            a, b = one.top[i], other.top[i]
+        if i < min(len(one.top), len(other.top)) and (a := one.top[i]) and (b := other.top[i]):
             for here, there in ((a, b), (b, a)):
                 for token, value in here.items():
                     beside = there.get(token, min(value, *there.values()))
@@ -100,17 +101,15 @@ def _apart(a: float, b: float) -> float:
 @dataclass
 class Server:
     """A server at an address. model: the name that requests give. keeping: how it saves. likely: log-probabilities
-    asked for at each position. extra: fields of every request. fresh_by: "cache_prompt", if a request can forbid reuse
-    of what was read before; "first", if only a prompt that was never asked is read anew. slots: how many it has; 0:
-    requests do not choose one. log: called with each request and how it was answered."""
+    asked for at each position. fresh_by: "cache_prompt", if a request can forbid reuse of what was read before;
+    "first", if only a prompt that was never asked is read anew. slots: how many it has; 0: requests do not choose one.
+    log: called with each request and how it was answered."""
 
     url: str
     model: str | None = None
     key: str | None = None
     keeping: Keeping = "none"
     likely: int = 5
-    timeout: float = 600.0
-    extra: dict[str, Any] = field(default_factory=dict)
     fresh_by: Literal["cache_prompt", "first"] = "first"
     slots: int = 0
     tokenizes: bool = False
@@ -143,12 +142,12 @@ class Server:
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         data = None if body is None else json.dumps(body).encode()
-        for attempt in range(100):
-            connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
+        for left in reversed(range(ATTEMPTS)):
+            connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT)
             try:
                 connection.request(method, self._base + path, data, headers)
                 response = connection.getresponse()
-                if response.status in BUSY and attempt < 99:
+                if response.status in BUSY and left:
                     time.sleep(0.1)
                     continue
                 if response.status >= 300:
@@ -229,16 +228,18 @@ class Server:
     ) -> Answer:
         """The answer to a prompt, at temperature 0 unless `fields` say otherwise. fresh: read the prompt from its first
         token. likely: log-probabilities at each position; −1: as many as `Server.likely`, None: do not ask for them."""
-        count = (self.likely if self.logprobs else None) if likely == -1 else likely
         body: dict[str, Any] = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
         body |= self._settings(tokens, fresh, slot)
-        if count is not None:
+        if (count := self._count(likely)) is not None:
             body["logprobs"] = count
         return self._said("/v1/completions", body | fields, stream)
 
+    def _count(self, likely: int | None) -> int | None:
+        return (self.likely if self.logprobs else None) if likely == -1 else likely
+
     def _settings(self, tokens: int, fresh: bool, slot: int | None) -> dict[str, Any]:
         """The fields that completions and chats have alike."""
-        body: dict[str, Any] = {"max_tokens": tokens, "temperature": 0} | self.extra
+        body: dict[str, Any] = {"max_tokens": tokens, "temperature": 0}
         if self.model is not None:
             body["model"] = self.model
         if fresh and self.fresh_by == "cache_prompt":
@@ -252,10 +253,9 @@ class Server:
         slot: int | None = None, likely: int | None = -1, stream: bool = False, **fields: Any,
     ) -> Answer:  # fmt: skip
         """The answer of a chat, as `complete` has it."""
-        count = (self.likely if self.logprobs else None) if likely == -1 else likely
         body: dict[str, Any] = {"messages": [dict(message) for message in messages]}
         body |= self._settings(tokens, fresh, slot)
-        if count is not None:
+        if (count := self._count(likely)) is not None:
             body |= {"logprobs": True, "top_logprobs": count}
         return self._said("/v1/chat/completions", body | fields, stream)
 

@@ -28,7 +28,7 @@ from perspectron.eval.tasks import Task
 from perspectron.model.census import active_parameters
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.model import LanguageModel, build
-from perspectron.util.config import dump, one_of, require
+from perspectron.util.config import at_least, dump, one_of, require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import read_json, write_json
 
@@ -69,8 +69,7 @@ class Options:
         named = self.rates is None or (len(self.rates) >= 1 and min(self.rates) > 0)
         require(named, "rates", self.rates, "one or more numbers > 0")
         require(self.layers is None or self.layers >= 1, "layers", self.layers, "≥ 1")
-        for name in ("batch_tokens", "d_model"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
+        at_least(1, self, "batch_tokens", "d_model")
 
     @property
     def asked(self) -> Profile:

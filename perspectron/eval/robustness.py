@@ -49,8 +49,8 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     """whole: nats per token after the true context; resumed: with the state saved and loaded between context and
     continuation; resumed_equal: the same loss at every token, bit for bit. Then bits per byte after the true context,
     none, one shuffled within windows or as a whole, and one of which a share is random tokens. too_long: windows that
-    the context is too short for. worse: how many more bits per byte each of these needs than the true context, with a
-    95% interval of resampled stretches.
+    the context is too short for. worse: how many more bits per byte each of these needs than the true context, with its
+    95% interval (`reading.span`).
     ConfigError for a seq_len of 1; DataError without a document of 3 tokens, or where nothing that is learned follows a
     context."""
     require(subject.seq_len >= 2, "seq_len", subject.seq_len, "≥ 2, for a context and a continuation")

@@ -1,13 +1,15 @@
 """The suites of `perspectron eval RUN --suite NAME`: those of every model, and those that designs register.
 
 A suite is a module with a frozen dataclass `Options`, `measure(subject, options) -> dict` of plain JSON values, and
-`lines(result) -> list[str]` for the terminal. It is imported on first use.
+`lines(result) -> list[str]` for the terminal. It is imported on first use. A design's says in `READS_TEXT`, `DRAWS` and
+`WINDOWS` what differs from a `Suite`'s defaults.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 from perspectron.util import registry
+from perspectron.util.config import one_of
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,25 @@ CONVERSATION = {"conversation": Suite("perspectron.eval.conversation", reads_tex
 """Suites of models that hold conversations; not for a comparison of new models."""
 CONVERTED = {"conversion": Suite("perspectron.eval.conversion", draws=True, windows=False)}
 """Suites of runs that `convert` made."""
-SUITES = (
-    GENERAL
-    | CONVERSATION
-    | CONVERTED
-    | {
-        name: Suite(module, draws=True, windows=name != "depth")
-        for name, module in registry.places("suites").items()
-    }
-)
+SUITES = GENERAL | CONVERSATION | CONVERTED
 BESIDE_LOSS = tuple(name for name in GENERAL if name != "perplexity")
 """Suites of a comparison."""
-OF_TEXT = tuple(name for name in BESIDE_LOSS if SUITES[name].reads_text)
+OF_TEXT = tuple(name for name in BESIDE_LOSS if GENERAL[name].reads_text)
 """Suites that measure a trained model; the others measure its design."""
+
+
+def names() -> list[str]:
+    """The names of all suites."""
+    return [*SUITES, *registry.places("suites")]
+
+
+def suite_of(name: str) -> Suite:
+    """The suite of that name. ConfigError: there is none."""
+    if one_of(name, names(), "suite") in SUITES:
+        return SUITES[name]
+    place, code = registry.places("suites")[name], registry.part("suites", name)
+    told = {
+        field: getattr(code, field.upper(), getattr(Suite, field))
+        for field in ("reads_text", "draws", "windows")
+    }
+    return Suite(place, **told)

@@ -29,7 +29,7 @@ from perspectron.model.state import LMState
 from perspectron.stream.speed import reading
 from perspectron.train.estimate import room
 from perspectron.train.optim import OptimConfig, optimizer_of
-from perspectron.util.config import require
+from perspectron.util.config import at_least, require
 from perspectron.util.machine import pick_device, seconds_of
 from perspectron.util.terms import Term
 
@@ -100,8 +100,7 @@ class Setting:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        require(self.batch_size >= 1, "batch_size", self.batch_size, "≥ 1")
-        require(self.seq_len >= 1, "seq_len", self.seq_len, "≥ 1")
+        at_least(1, self, "batch_size", "seq_len")
 
     @property
     def tokens(self) -> int:
@@ -355,10 +354,14 @@ class Bench:
 
 def bench(model: LanguageModel, vocab_size: int, prompt: Sequence[int], tokens: int) -> Bench:
     """Decode `tokens` tokens after a prompt, and read memory between them: both see the same machine."""
-    read, speeds = reader(model), list[float]()
-    before = model.disk_reads()
-    seconds, state = decode(model, vocab_size, prompt, tokens, between=lambda: speeds.append(read()))
-    after = model.disk_reads()
-    missed, waited = ((b - a) / (tokens + WARMUP) for a, b in zip(before, after, strict=True))
+    read, speeds, reads = reader(model), list[float](), list[tuple[float, float]]()
+
+    def between() -> None:
+        speeds.append(read())
+        reads.append(model.disk_reads())
+
+    seconds, state = decode(model, vocab_size, prompt, tokens, between=between)
+    before, after = reads[WARMUP], model.disk_reads()  # what the prompt and warming up read is no token's
+    missed, waited = ((b - a) / tokens for a, b in zip(before, after, strict=True))
     bandwidth = statistics.median(speeds)
     return Bench(seconds, touched(model, state), state.nbytes, bandwidth, missed, waited)

@@ -26,6 +26,7 @@ from perspectron.model.state import LMState
 from perspectron.util.config import require
 from perspectron.util.errors import ArtifactError
 from perspectron.util.files import atomic
+from perspectron.util.machine import threads_of
 from perspectron.util.version import __version__
 
 MOST_BYTES = 2**31 - 2**24
@@ -162,9 +163,7 @@ def _greedy_torch(step: Step, count: int, first: int) -> tuple[list[int], list[f
     """(greedy tokens after the first, gap of the two highest logits at each, ms of the fastest step) in PyTorch."""
     model, chosen, gaps, times = step.model, [first], list[float](), list[float]()
     state = model.init_state(1)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads_of(1):
         for _ in range(count):
             began = time.perf_counter()
             hidden, state, _ = model.hidden(torch.tensor([chosen[-1:]]), state, consume_state=True)
@@ -173,8 +172,6 @@ def _greedy_torch(step: Step, count: int, first: int) -> tuple[list[int], list[f
             times.append(time.perf_counter() - began)
             first, second = logits.topk(2).values.tolist()
             gaps.append(first - second)
-    finally:
-        torch.set_num_threads(threads)
     return chosen[1:], gaps, 1e3 * min(times)
 
 

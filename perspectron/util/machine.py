@@ -56,6 +56,17 @@ def seconds_of(
     return now() - start
 
 
+@contextmanager
+def threads_of(count: int) -> Iterator[None]:
+    """Let PyTorch use so many threads meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def processor() -> str:
     """The GPU, or the name of the processor and how many cores this process may use."""
     if torch.cuda.is_available():

@@ -4,14 +4,15 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from perspectron.cli.harness import open_answers
 from perspectron.cli.main import main
-from perspectron.eval import recall
-from perspectron.eval.suites import SUITES
+from perspectron.eval import recall, suites
+from perspectron.util import registry
 from tests.cli.small import SIZES
 from tests.refusals import in_a_line, names
 
@@ -125,7 +126,7 @@ def test_the_harness_computes_as_eval_does(run, text, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--suite", "nope"], ["suite", "nope", *SUITES]),
+        (["--suite", "nope"], ["suite", "nope", *suites.names()]),
         (["--suite", "position", "--set", "bins=4"], ["position", "bins", "tokens"]),
         (["--suite", "calibration", "--set", "bins=0"], ["bins", 0]),
         (["--tokens", "1"], ["tokens", 1]),
@@ -146,6 +147,23 @@ def test_a_mistake_is_one_line(run, arguments, named, capsys):
     said = capsys.readouterr()
     in_a_line(said.err, *named)
     assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("told", "refused"),
+    [
+        ({}, {"seed"}),
+        ({"DRAWS": True, "WINDOWS": False}, {"seq_len"}),
+        ({"READS_TEXT": False}, {"seed", "seq_len", "data"}),
+    ],
+    ids=str,
+)
+def test_a_suite_of_a_design_says_which_options_do_nothing(told, refused, monkeypatch, capsys):
+    module = SimpleNamespace(Options=suites.SUITES["position"].code.Options, **told)
+    monkeypatch.setitem(registry._designs, "toy", registry.Design("toy", suites={"own": module}))
+    for field, value in (("seed", "1"), ("seq_len", "8"), ("data", "x")):
+        assert main(["eval", "nowhere", "--suite", "own", f"--{field.replace('_', '-')}", value]) == 2
+        in_a_line(capsys.readouterr().err, *((field, value, "own") if field in refused else ("nowhere",)))
 
 
 def test_the_harness_says_what_it_needs(monkeypatch, capsys):

@@ -96,6 +96,12 @@ def test_answers_are_those_of_one_pass_over_the_whole_text(subject, design, monk
     assert found["distances"]["100"]["answers"] == 3 and found["distances"]["100"]["state_bytes"] > 0
 
 
+def test_what_is_right_if_drawn_greedily_is_a_share_of_all_questions():
+    cell = {"accuracy": 0.28, "exact": 0.16, "state_bytes": 9.0}
+    line = conversation.lines({"facts": 8, "conversations": 4, "chance": 1 / 8, "distances": {"64": cell}})[1]
+    assert "0.280 right, 0.160 right if drawn greedily" in line and "of them" not in line
+
+
 def test_a_seed_gives_the_same_conversations_and_another_others(subject):
     model = Copying(60)
     assert measure(subject(model), FEW) == measure(subject(model), FEW)

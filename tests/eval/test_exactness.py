@@ -48,6 +48,13 @@ def test_a_number_that_is_none_is_no_equal_one() -> None:
     assert not difference(one, one).exact
 
 
+def test_a_position_without_likeliest_tokens_differs_by_none() -> None:
+    told, silent = (Answer("a", "stop", (1,), ("a",), (0.0,), (top,)) for top in ({1: 0.0}, {}))
+    for one, other in ((told, silent), (silent, told)):
+        found = difference(one, other)
+        assert found.exact and found.compared == 1  # the token itself
+
+
 @pytest.mark.parametrize(
     ("parts", "named"), [([{}], "choices"), ([{"choices": []}], "choices"), ([[]], "OpenAI")]
 )

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import perspectron
+from perspectron import presets
 from perspectron.eval import timing
 from perspectron.eval.timing import MOST, Spread, take_turns, timed
 
@@ -50,3 +52,24 @@ def test_what_is_left_to_a_device_counts(clock, monkeypatch):
 def test_a_spread_is_the_median_and_the_middle_half():
     assert Spread.middle([1.0, 2.0, 3.0, 4.0, 100.0]) == Spread(3.0, 2.0, 4.0, 5)
     assert Spread.middle([7.0]) == Spread(7.0, 7.0, 7.0, 1)
+
+
+def test_what_the_prompt_and_warming_up_read_from_disk_is_no_tokens(monkeypatch):
+    """A prompt reads 1,000 bytes, waiting for a second for them; a token of those that warm up 100, and others 7."""
+    model = perspectron.build(presets.get("perspective-tiny", d_model=32, rank=16, vocab_size=50))
+    prefill, stepped = timing.prefill, timing.stepped
+    reads, read, waited = iter([100.0] * timing.WARMUP + [7.0] * 3), [0.0], [0.0]
+
+    def prompt(model, prompts):
+        read[0], waited[0] = read[0] + 1000, waited[0] + 1
+        return prefill(model, prompts)
+
+    def token(*arguments):
+        read[0] += next(reads)
+        return stepped(*arguments)
+
+    monkeypatch.setattr(timing, "prefill", prompt)
+    monkeypatch.setattr(timing, "stepped", token)
+    monkeypatch.setattr(model, "disk_reads", lambda: (read[0], waited[0]))
+    found = timing.bench(model, 50, [1, 2, 3], 3)
+    assert (found.missed, found.waited) == (7, 0)

@@ -104,11 +104,11 @@ def _lede(plan: dict[str, Any], rows: Sequence[Row], streamed: Sequence[Row], no
     )
     seeds = len(plan["seeds"])
     text = f"Trained on {short(plan['tokens'])} tokens of {plan['data']}{others}, {seeds} seed{'s' * (seeds != 1)}, at "
-    carried = f"With memory carried, {_winner(streamed, noun)} " if leader(streamed) else ""
-    return f"{_winner(rows, noun)} {carried}{text}{MATCHES[plan['match']]}."
+    carried = f"With memory carried, {winner(streamed, noun)} " if leader(streamed) else ""
+    return f"{winner(rows, noun)} {carried}{text}{MATCHES[plan['match']]}."
 
 
-def _winner(rows: Sequence[Row], noun: str) -> str:
+def winner(rows: Sequence[Row], noun: str) -> str:
     """The design with the lowest loss, by how much, and the others that cannot be told from it."""
     best = leader(rows)
     if best is None or best.mean is None:

@@ -1,15 +1,14 @@
 """The page of a scaling study: charts and tables of the losses, and the laws that they follow."""
 
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from perspectron import presets
 from perspectron.compare.plan import REFERENCE
 from perspectron.compare.report import figures
-from perspectron.compare.report.page import Section, rendered
-from perspectron.compare.report.summary import MISSING, UNSCORED, WINDOWS, without
+from perspectron.compare.report.page import Section, rendered, winner
+from perspectron.compare.report.summary import WINDOWS, Row
 from perspectron.compare.report.tables import estimate
 from perspectron.compare.scaling import (
     MOST_MOVED,
@@ -26,7 +25,7 @@ from perspectron.util import plot
 from perspectron.util.files import write_json, write_text
 from perspectron.util.numbers import NONE, fixed, grouped, percent, short
 from perspectron.util.page import Cell, Table
-from perspectron.util.stats import LEVEL, interval, paired
+from perspectron.util.stats import LEVEL, interval
 
 
 def html(found: dict[str, Any]) -> str:
@@ -153,11 +152,10 @@ def sentence(found: dict[str, Any], score: str = WINDOWS) -> str:
     study, ahead = found["study"], list[str]()
     ends = [Point(study["sizes"][i], study["per_parameter"][i]) for i in (0, -1)]
     for at in dict.fromkeys(ends):
-        if losses := losses_at(found, at, score):
-            ahead.append(_ahead(at, losses, study["designs"], losses_at(found, at, WINDOWS)))
-    if not ahead:
-        return "Nothing has finished yet."
-    return f"Scored {SCORES[score]}: {'; '.join(ahead)}."
+        if (rows := _rows(found, at, score))[0].losses:
+            where = f"{short(at.size)} parameters and {at.ratio:g} tokens for each"
+            ahead.append(f"{SCORES[score].capitalize()}, at {where}: {winner(rows, 'design')}")
+    return " ".join(ahead) or "Nothing has finished yet."
 
 
 CROSSING = ("ahead beyond it", "of", "tokens for each", "parameters", "trained there", "moved by")
@@ -185,30 +183,13 @@ def _factor(moved: float | None) -> str:
     return f"{moved:.1f}" if moved < MOST_MOVED else f"{MOST_MOVED:,.0f} or more"
 
 
-def _ahead(
-    at: Point,
-    losses: dict[str, dict[int, float]],
-    designs: Sequence[str],
-    trained: dict[str, dict[int, float]],
-) -> str:
-    """The design with the lowest mean at a point, those that are not told apart from it, and those that are left out:
-    of which there are fewer seeds, or none. trained: losses in windows, which all that were trained have."""
-    (best, own), *others = losses.items()
-    lacking = [name for name in designs if len(losses.get(name, {})) < len(own)]
-    others = [(name, its) for name, its in others if name not in lacking]
-    where = f"{short(at.size)} parameters and {at.ratio:g} tokens for each"
-    text = f"at {where} {presets.title(best)} has the lowest loss, {fixed(statistics.fmean(own.values()))}"
-    reasons = (UNSCORED if len(trained.get(name, {})) >= len(own) else MISSING for name in lacking)
-    left = without(zip(map(presets.title, lacking), reasons, strict=True))
-    if not others:
-        return text + left
-    if len(own) == 1:
-        return f"{text} (one seed, which tells nothing apart){left}"
-    level = []
-    for name, its in others:
-        seeds = [seed for seed in its if seed in own]
-        against = paired([its[s] for s in seeds], [own[s] for s in seeds])
-        if against is None or against.low is None or against.low <= 0:
-            level.append(presets.title(name))
-    rest = f"not told apart from {', '.join(level)}" if level else "told apart from all others"
-    return f"{text}, {rest}{left}"
+def _rows(found: dict[str, Any], at: Point, score: str) -> list[Row]:
+    """The designs at a point, the best first. A seed of the best that another lacks is a fault of that one: it was not
+    trained yet, or has no such score."""
+    losses, trained = losses_at(found, at, score), losses_at(found, at, WINDOWS)
+    best, rows = next(iter(losses.values()), {}), list[Row]()
+    for name in dict.fromkeys((*losses, *found["study"]["designs"])):
+        own, known = losses.get(name, {}), trained.get(name, {})
+        faults = {s: ("without a loss" if s in known else "missing", "") for s in best if s not in own}
+        rows.append(Row(name, {}, own, faults))
+    return sorted(rows, key=Row.order)

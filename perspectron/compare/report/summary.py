@@ -39,6 +39,10 @@ class Row:
     def mean(self) -> float | None:
         return statistics.fmean(self.losses.values()) if self.losses else None
 
+    def order(self) -> tuple[bool, bool, float]:
+        """The key that rows are ranked by."""
+        return self.mean is None, bool(self.faults), self.mean or 0.0
+
     def average(self, field: str) -> float | None:
         """Mean of a field over the finished cells that have it."""
         values = [cell[field] for cell in self.finished if cell[field] is not None]
@@ -99,7 +103,7 @@ def ranked(results: dict[str, Any], score: str = WINDOWS) -> list[Row]:
     """Complete designs by their mean score, then those with faults by theirs, then those without any; equals in the
     order of the results."""
     rows = [_row(name, entry, score) for name, entry in results["designs"].items()]
-    return sorted(rows, key=lambda row: (row.mean is None, bool(row.faults), row.mean or 0.0))
+    return sorted(rows, key=Row.order)
 
 
 def leader(rows: Sequence[Row]) -> Row | None:

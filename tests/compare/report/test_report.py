@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from perspectron.compare.report import figures, html
-from perspectron.compare.report.page import sections
+from perspectron.compare.report import figures
+from perspectron.compare.report.page import html, sections
 from perspectron.compare.report.summary import STREAMING, WINDOWS, ranked
 from perspectron.compare.report.tables import estimate, varied_of
 from perspectron.presets import title
