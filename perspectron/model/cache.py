@@ -140,25 +140,27 @@ class Cache(Ragged):
         """A copy without pieces, with at least so many free slots; the cache itself if it has no pieces."""
         if not self.shared:
             return self
-        ends = [max(0, length) for length in self.length_B.tolist()]
-        used = max(ends)
-        S = room_for(used + free) if free else used
-        grown = [x.new_zeros(x.shape[0], x.shape[1], S, x.shape[3]) for x in (self.k_BHSK, self.v_BHSV)]
-        for b, row in enumerate(self.shared):
+        used = max(0, *self.length_B.tolist())
+        return Cache(*self._copied(0, used, room_for(used + free) if free else used), self.length_B, used)
+
+    def _copied(self, start: int, stop: int, slots: int) -> tuple[Tensor, Tensor]:
+        """Keys [B,H,slots,K] and values from `start` to before `stop`, where rows have pieces; then zeros."""
+        k, v = (x.new_zeros(x.shape[0], x.shape[1], slots, x.shape[3]) for x in (self.k_BHSK, self.v_BHSV))
+        for b, (row, length) in enumerate(zip(self.shared, self.length_B.tolist(), strict=True)):
             both = _parts(row, self.k_BHSK[b : b + 1], self.v_BHSV[b : b + 1])
-            for into, parts in zip(grown, both, strict=True):
+            for into, parts in zip((k, v), both, strict=True):
                 at = 0
                 for part in parts:
-                    some = min(part.shape[2], ends[b] - at)
-                    into[b : b + 1, :, at : at + some] = part[:, :, :some]
-                    at += some
-        k, v = grown
-        return Cache(k, v, self.length_B, used)
+                    first, last = max(start, at), min(stop, length, at + part.shape[2])
+                    if first < last:
+                        into[b : b + 1, :, first - start : last - start] = part[:, :, first - at : last - at]
+                    at += part.shape[2]
+        return k, v
 
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys [B,H,stop − start,K] and values of these tokens, which must be filled; views if one piece has them."""
         if len(self.shared) > 1:
-            return self.whole().span(start, stop)
+            return self._copied(start, stop, stop - start)
         found = list[Tensor]()
         for parts in _parts(self.shared[0] if self.shared else (), self.k_BHSK, self.v_BHSV):
             at, some = 0, list[Tensor]()
