@@ -40,8 +40,8 @@ MATRICES = ("gate_EFD", "up_EFD", "down_EDF")
 @dataclass
 class Report:
     """Report on a conversion. kept: matrices that stay float, and why. experts, expert_bytes: number of packed experts,
-    and their bytes. bytes: bytes of everything else by format or dtype. before: bytes of the float model including
-    experts."""
+    and their bytes. bytes: bytes of everything else by format or dtype. before: bytes of the model as it was given,
+    experts included."""
 
     before: int
     kept: dict[str, str] = field(default_factory=dict)
@@ -65,10 +65,10 @@ def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor |
     out of bounds.
     """
     one_of(linear, FORMATS, "linear")
+    report = Report(sum(bytes_of(model).values()))
     half.widen(model)
     require(model.dtype == torch.float32, "dtype", str(model.dtype), "float32")
     require(converted(model), "experts", "half converted", "float or ternary as a whole")
-    report = Report(sum(bytes_of(model).values()))
     model.eval().requires_grad_(False)
     texts = list[Text]()
     if calibration_nT is not None:
