@@ -117,9 +117,9 @@ def _bytes(x: Tensor) -> Any:
     return x.contiguous().flatten().view(torch.uint8).numpy()
 
 
-def page_ends(start: int, stop: int) -> list[int]:
-    """Ends of the pages of a part that has the slots from `start` to before `stop`."""
-    return [*range(start + PAGE, stop, PAGE), stop] if stop > start else []
+def page_ends(start: int, stop: int, size: int = PAGE) -> list[int]:
+    """Ends of the pages, of at most `size` slots, of a part that has the slots from `start` to before `stop`."""
+    return [*range(start + size, stop, size), stop] if stop > start else []
 
 
 @dataclass(frozen=True)
