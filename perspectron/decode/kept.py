@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from perspectron.model.cache import Cache, storage_of
+from perspectron.model.cache import Cache, is_cache, storage_of
 from perspectron.model.state import LMState
 
 _LOCK = threading.RLock()
@@ -104,7 +104,7 @@ def _storages(
     state: LMState, tensors: tuple[Tensor, ...] = (), *, caches: bool = False
 ) -> Iterator[tuple[int, int]]:
     """A number that identifies each storage, and its bytes; some come several times. caches: of caches alone."""
-    for part in (*pytree.tree_leaves(state, is_leaf=_is_cache), *tensors):
+    for part in (*pytree.tree_leaves(state, is_leaf=is_cache), *tensors):
         if isinstance(part, Cache):
             for row in part.shared:
                 for piece in row:
@@ -113,7 +113,3 @@ def _storages(
                 yield storage_of(x)
         elif isinstance(part, Tensor) and not caches:
             yield storage_of(part)
-
-
-def _is_cache(part: object) -> bool:
-    return isinstance(part, Cache)

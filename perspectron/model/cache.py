@@ -8,14 +8,13 @@ Shapes: B batch, T time, N tokens of a piece, H heads of keys and values, S cach
 width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from perspectron.model.ring import Ring
@@ -349,6 +348,15 @@ def empty(
     return Cache(k, v, length, max(0, capacity - 1) if device.type == "meta" else 0)
 
 
+def is_cache(part: object) -> bool:
+    return isinstance(part, Cache)
+
+
+def with_caches(state: LMState, change: Callable[[Cache], Any]) -> LMState:
+    """The state with `change` applied to each cache."""
+    return state._map(lambda part: change(part) if isinstance(part, Cache) else part, is_leaf=is_cache)
+
+
 def ringed(state: LMState, window: int) -> LMState:
     """An empty state in which each cache is a ring of the last `window` tokens: the model attends to those alone, and
     its state stops growing."""
@@ -357,12 +365,7 @@ def ringed(state: LMState, window: int) -> LMState:
         k, v = (x.new_zeros(*x.shape[:2], window, x.shape[3]) for x in (part.k_BHSK, part.v_BHSV))
         return Ring(k, v, part.length_B)
 
-    rings: LMState = pytree.tree_map(
-        lambda part: ring_of(part) if isinstance(part, Cache) else part,
-        state,
-        is_leaf=lambda part: isinstance(part, Cache),
-    )
-    return rings
+    return with_caches(state, ring_of)
 
 
 Keys = TypeVar("Keys", Cache, Ring)

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import perspectron
-from perspectron.decode.held import caches, with_caches
+from perspectron.decode.held import caches
 from perspectron.decode.kept import bytes_of
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.designs.adr.mixer import ADRConfig
 from perspectron.designs.transformer.attention import AttentionConfig
-from perspectron.model.cache import LEAST_PIECE, Cache
+from perspectron.model.cache import LEAST_PIECE, Cache, with_caches
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.model import LanguageModel
