@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from perspectron.experts.fetched import Held, PackedMixture, Shard
 from perspectron.experts.layer import EXPERTS, RoutedSwiGLU
-from perspectron.experts.mixture import Mixture
+from perspectron.experts.mixture import MATRICES, Mixture
 from perspectron.experts.ternary import converted
 from perspectron.model import half
 from perspectron.model.block import NORMS, Block
@@ -34,7 +34,6 @@ from perspectron.util.hooks import hooked
 SMALL = 32  # rows or columns below which packing is not worth it
 BATCH = 8  # texts at a time
 TABLES = ("embedding", "positions")
-MATRICES = ("gate_EFD", "up_EFD", "down_EDF")
 
 
 @dataclass
