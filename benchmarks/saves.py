@@ -27,11 +27,12 @@ from xxhash import xxh3_128_digest
 
 import perspectron
 from perspectron import presets
-from perspectron.decode.held import caches, with_caches
+from perspectron.decode.held import caches
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
 from perspectron.model import appended
+from perspectron.model.cache import with_caches
 from perspectron.model.state import LMState
 
 TESTS = ("tests/model/test_appended.py", "tests/decode/test_store.py")

@@ -16,10 +16,9 @@ from torch import Tensor
 from perspectron.decode.ahead import Reading
 from perspectron.decode.drafts import LENGTHS, Draft, Drafter
 from perspectron.decode.graphs import Graphs
-from perspectron.decode.held import with_caches
 from perspectron.decode.row import Row
 from perspectron.decode.steps import Steps, stepped, steps_of
-from perspectron.model.cache import Cache
+from perspectron.model.cache import Cache, with_caches
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.util.errors import StateError

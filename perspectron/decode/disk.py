@@ -246,17 +246,12 @@ class Disk:
         a loss of power may damage them, which their digests show."""
         path = self._path(key)
         contents = packed(path, prefix.state, self.model, extra_of(key, prefix))
-        known = [(name, stop) for name, stop in self._chain(index, last) if stop <= contents.slots]
-        page, start, added, made = "", 0, 0, list[Path]()
-        # Another document may have begun since that state, so that the pages differ.
-        for (name, stop), own in zip(known, page_names(contents, [stop for _, stop in known]), strict=True):
-            if name != own:
-                break
-            page, start = name, stop
+        added, made = 0, list[Path]()
+        own, new = pages_of(contents, self._chain(index, last))
+        page, start = own[-1] if own else ("", 0)
         index.execute("SAVEPOINT entry")
         try:
-            stops = page_ends(start, contents.slots, PAGE)
-            for stop, name in zip(stops, page_names(contents, stops, start, page), strict=True):
+            for name, stop in new:
                 if index.execute("SELECT 1 FROM pages WHERE name = ?", (name,)).fetchone() is None:
                     made.append(self._page(name))
                     about = {field: contents.header[field] for field in ("format", "model")}
@@ -385,6 +380,22 @@ def _lengths(index: sqlite3.Connection, cells: Sequence[bytes]) -> dict[bytes, l
         for cell, length in rows:
             found.setdefault(bytes.fromhex(cell), []).append(int(length))
     return found
+
+
+def pages_of(
+    contents: Contents, known: Sequence[tuple[str, int]]
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Names and ends of the pages of a state: those of `known`, the pages of another state of the text, up to one that
+    differs because another document has begun since; and the new ones after them."""
+    known = [(name, stop) for name, stop in known if stop <= contents.slots]
+    own, (before, start) = list[tuple[str, int]](), ("", 0)
+    for page, name in zip(known, page_names(contents, [stop for _, stop in known]), strict=True):
+        if page[0] != name:
+            break
+        own.append(page)
+        before, start = page
+    stops = page_ends(start, contents.slots, PAGE)
+    return own, list(zip(page_names(contents, stops, start, before), stops, strict=True))
 
 
 def extra_of(key: str, prefix: Prefix) -> dict[str, Any]:

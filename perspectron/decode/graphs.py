@@ -23,18 +23,16 @@ from perspectron.decode.held import (
     Unsettled,
     caches,
     fill,
-    is_cache,
     like,
     settled,
     tensors,
-    with_caches,
 )
 from perspectron.decode.recorder import ASKED, Mode, near
 from perspectron.decode.witness import Witness
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.mixture import Mixed
 from perspectron.experts.router import Routed
-from perspectron.model.cache import Cache
+from perspectron.model.cache import Cache, is_cache, with_caches
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.native.tape import Unrecordable, memory

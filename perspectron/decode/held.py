@@ -13,7 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from perspectron.model.cache import Cache
+from perspectron.model.cache import Cache, is_cache
 from perspectron.model.state import LMState
 from perspectron.native.tape import Unrecordable, memory
 
@@ -34,15 +34,6 @@ def caches(state: Any) -> list[Cache]:
     """The growing caches of a state."""
     parts = pytree.tree_leaves(state, is_leaf=is_cache)
     return [part for part in parts if isinstance(part, Cache)]
-
-
-def is_cache(part: object) -> bool:
-    return isinstance(part, Cache)
-
-
-def with_caches(state: LMState, change: Callable[[Cache], Cache]) -> LMState:
-    """The state with `change` applied to each cache."""
-    return state._map(lambda part: change(part) if isinstance(part, Cache) else part, is_leaf=is_cache)
 
 
 def like(state: LMState, rows: int, slots: Callable[[Cache], int] = lambda cache: cache.slots) -> LMState:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from perspectron.decode.held import is_cache
-from perspectron.model.cache import Cache, storage_of
+from perspectron.model.cache import Cache, is_cache, storage_of
 from perspectron.model.state import LMState
 
 _LOCK = threading.RLock()

@@ -21,9 +21,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from perspectron.decode.disk import PAGE, Counters, Prefix, extra_of, prefix_of
+from perspectron.decode.disk import Counters, Prefix, extra_of, pages_of, prefix_of
 from perspectron.decode.places import Path as Text
-from perspectron.model.appended import PageError, page_ends, page_names, write
+from perspectron.model.appended import PageError, write
 from perspectron.model.state import Stateful, packed
 from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError, StorageError
@@ -221,21 +221,14 @@ class Shared:
             return
         path = Path(self._folder.name) / "entry.state"
         contents = packed(path, prefix.state, self.model, extra_of(key.hex(), prefix))
-        chain, page, start = list[tuple[str, int]](), "", 0
+        chain, start = list[tuple[str, int]](), 0
         if contents.slots:
-            known = [each for each in self._nearest(text, prefix.tokens) if each[1] <= contents.slots]
-            names = page_names(contents, [stop for _, stop in known])
-            for each, own in zip(known, names, strict=True):  # another document may have begun since
-                if each[0] != own:
-                    break
-                chain.append(each)
-                page, start = each
-            stops = page_ends(start, contents.slots, PAGE)
-            for stop, name in zip(stops, page_names(contents, stops, start, page), strict=True):
+            own, new = pages_of(contents, self._nearest(text, prefix.tokens))
+            chain, start = own + new, own[-1][1] if own else 0
+            for name, stop in new:
                 head = {field: contents.header[field] for field in ("format", "model")}
                 part = replace(contents, header=head, tensors={}, slots=stop)
                 self._count(f"pages/{name}", self._file(part, start))
-                chain.append((name, stop))
                 start = stop
             lines = "\n".join(f"{name} {stop}" for name, stop in chain)
             self._count(f"chains/{chain[-1][0]}", lines.encode())

@@ -32,13 +32,12 @@ from perspectron.decode.held import (
     overlaid,
     settled,
     tensors,
-    with_caches,
 )
 from perspectron.decode.recorder import Beside, Recorder, near
 from perspectron.decode.witness import Witness
 from perspectron.experts.mixture import Mixed
 from perspectron.experts.router import Routed
-from perspectron.model.cache import LEAST_SLOTS, Cache, room_for
+from perspectron.model.cache import LEAST_SLOTS, Cache, room_for, with_caches
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.native import tape

@@ -48,7 +48,7 @@ class Shard:
 
 
 class ExpertSource(Protocol):
-    """Source of a model's experts."""
+    """Source of a model's experts. All of them are in memory, unless the source says otherwise."""
 
     def get(self, layer: int, expert: int) -> AbstractContextManager[Shard]:
         """The expert's weights, which stay unchanged until the context ends. ShardError: they cannot be read."""
@@ -56,18 +56,18 @@ class ExpertSource(Protocol):
 
     def ask(self, layer: int, experts: Sequence[int]) -> None:
         """Begin to fetch experts that will be needed, in this order, as far as there is room."""
-        ...
+        return
 
     def hint(self, layer: int, expert: int) -> None:
         """Say that the expert may be needed soon."""
-        ...
+        return
 
     def holds(self, layer: int, expert: int) -> bool:
         """True if the weights are in memory, so that `get` reads nothing."""
-        ...
+        return True
 
 
-class Held:
+class Held(ExpertSource):
     """An `ExpertSource` of one layer whose experts are all in memory."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
@@ -76,16 +76,6 @@ class Held:
     def get(self, layer: int, expert: int) -> AbstractContextManager[Shard]:
         """The expert, in a context."""
         return contextlib.nullcontext(self.shards[expert])
-
-    def ask(self, layer: int, experts: Sequence[int]) -> None:
-        """Do nothing."""
-
-    def hint(self, layer: int, expert: int) -> None:
-        """Do nothing."""
-
-    def holds(self, layer: int, expert: int) -> bool:
-        """True."""
-        return True
 
 
 class Fetching:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from perspectron.experts.mixture import MATRICES
 from perspectron.experts.router import Choice, Routed, RoutedConfig, Views, wider
 from perspectron.experts.ternary import int8, ternary
 from perspectron.experts.torus import balance, gini, likeness, neighbour_delta, nudged, smoothness
@@ -27,7 +28,8 @@ SAMPLED = 64  # a loss on weights reads one of so many parts of the hidden units
 OWN = 2.0  # times their mean magnitude; differences from the base below that count as 0
 OWN_START = 0.1  # scale of a new expert's differences, relative to the base
 EXPERTS = (
-    *("gate_EFD", "up_EFD", "down_EDF", "base_gate_FD", "base_up_FD", "base_down_DF"),
+    *MATRICES,
+    *("base_gate_FD", "base_up_FD", "base_down_DF"),
     *("load_E", "ternary_share_1"),
 )
 """Names of tensors that a `RoutedSwiGLU` has beside those of its router."""
@@ -61,7 +63,7 @@ class RoutedSwiGLU(Routed):
     def init_weights(self, generator: torch.Generator) -> None:
         """Initialise each expert as a dense SwiGLU, from a random stream of its own; then the router."""
         own = OWN_START if self.config.base else 1.0
-        for name in ("gate_EFD", "up_EFD", "down_EDF"):
+        for name in MATRICES:
             weight = self.get_parameter(name)
             normal_slices(weight, own * weight.shape[-1] ** -0.5, generator, name)
         if self.config.base:
@@ -102,7 +104,7 @@ class RoutedSwiGLU(Routed):
         """The gate, up and down matrices as they are used, of these experts or of all: with the base added, and ternary
         by the current share."""
         used = []
-        for name in ("gate_EFD", "up_EFD", "down_EDF"):
+        for name in MATRICES:
             weight: Tensor = getattr(self, name)
             weight = weight if self.spread is None else cast(Any, weight).to_local()
             weight = weight if expert_U is None else weight[expert_U]

@@ -21,6 +21,8 @@ from perspectron.util.streams import normal_slices
 from perspectron.util.terms import Term
 
 TINY = 1e-20  # added to the sum of sigmoids that divides them
+MATRICES = ("gate_EFD", "up_EFD", "down_EDF")
+"""Names of the matrices of all experts in a layer; a mixture's without gates has no first one."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +189,7 @@ class Mixture(Mixed):
 
     def matrices(self) -> dict[str, nn.Parameter]:
         """The experts' matrices by name."""
-        names = ("gate_EFD", "up_EFD", "down_EDF") if self.config.gated else ("up_EFD", "down_EDF")
-        return {name: self.get_parameter(name) for name in names}
+        return {name: self.get_parameter(name) for name in (MATRICES if self.config.gated else MATRICES[1:])}
 
     def idle_parameters(self) -> int:
         """Number of parameters that one token does not touch."""

@@ -118,7 +118,7 @@ def _bytes(x: Tensor) -> Any:
 
 
 def page_ends(start: int, stop: int, size: int = PAGE) -> list[int]:
-    """Ends of the pages, of `size` slots, of a part that has the slots from `start` to before `stop`."""
+    """Ends of the pages, of at most `size` slots, of a part that has the slots from `start` to before `stop`."""
     return [*range(start + size, stop, size), stop] if stop > start else []
 
 
@@ -394,10 +394,16 @@ def read(
     return header, tensors
 
 
-def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of the state, without its tensors, which are not read. StateError as `read`."""
+def read_metadata(path: Path, check: Check = lambda _, __: None) -> dict[str, str]:
+    """The metadata of the state, checked by its own digest. Tensors are read only of a file of the previous format,
+    whose one digest is of both. check, StateError as `read`."""
     with _readable(path) as (_, parts):
-        return {name: text for name, text in parts[-1].metadata.items() if name not in FIELDS}
+        last = parts[-1]
+        header = {name: text for name, text in last.metadata.items() if name not in FIELDS}
+        check(header, last.places)
+        if "whole" in last.metadata:
+            return header
+    return read(path)[0]
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from perspectron.model.state import register
 from perspectron.model.tuned import Tuned, around
 from perspectron.ops.dispatch import check_consumed
 from perspectron.ops.fused import RMSNorm
-from perspectron.util.terms import Term
+from perspectron.util.terms import Term, merged
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -222,9 +222,9 @@ class Block(nn.Module):
         )
         return ShiftedState(state, torch.zeros(batch_size, N, D, device=device, dtype=dtype))
 
-    def handed(self, shared: Shared | None, mixer: Mixer | None = None) -> dict[str, Any]:
-        """A mixer's arguments besides tokens and state, which come from the blocks below. mixer: None is the first."""
-        handed: dict[str, Any] = {"shared": shared} if (mixer or self.mixer).takes_shared else {}
+    def handed(self, shared: Shared | None, mixer: Mixer) -> dict[str, Any]:
+        """A mixer's arguments besides tokens and state, which come from the blocks below."""
+        handed: dict[str, Any] = {"shared": shared} if mixer.takes_shared else {}
         if self.first_values is not None:
             handed["value_residual"] = partial(
                 self.first_values, shared=Shared() if shared is None else shared
@@ -301,14 +301,13 @@ class Block(nn.Module):
             read_BTD, last_BND = self.mixer_shift(read_BTD, before_BND[:, :rows], reset_BT, pad_BT)
             lasts.append(last_BND)
         masks = {"reset_BT": reset_BT, "pad_BT": pad_BT, "consume_state": consume_state}
-        handed = self.handed(shared)
-        mixed_BTD, first_state, aux = self.mixer(read_BTD, states_of(own)[0], **masks, **handed)
-        if self.config.beside is None:
-            return mixed_BTD, first_state, lasts, aux
-        handed = self.handed(shared, self.beside)
-        other_BTD, other_state, more = self.beside(read_BTD, states_of(own)[1], **masks, **handed)
-        aux = {name: term.plus(more.pop(name)) if name in more else term for name, term in aux.items()} | more
-        return mixed_BTD + other_BTD, BesideState(first_state, other_state), lasts, aux
+        (mixed_BTD, after, aux), *others = (
+            mixer(read_BTD, each, **masks, **self.handed(shared, mixer))
+            for mixer, each in zip(self.mixers, states_of(own), strict=True)
+        )
+        for other_BTD, other, more in others:
+            mixed_BTD, after, aux = mixed_BTD + other_BTD, BesideState(after, other), merged(aux, more)
+        return mixed_BTD, after, lasts, aux
 
     def _added(self, y_BTD: Tensor, part: Literal["mixer", "ffn"]) -> Tensor:
         """The output of the mixer or the network as the block adds it: normed and multiplied if the config says so."""

@@ -8,14 +8,13 @@ Shapes: B batch, T time, N tokens of a piece, H heads of keys and values, S cach
 width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from perspectron.model.ring import Ring
@@ -140,25 +139,27 @@ class Cache(Ragged):
         """A copy without pieces, with at least so many free slots; the cache itself if it has no pieces."""
         if not self.shared:
             return self
-        ends = [max(0, length) for length in self.length_B.tolist()]
-        used = max(ends)
-        S = room_for(used + free) if free else used
-        grown = [x.new_zeros(x.shape[0], x.shape[1], S, x.shape[3]) for x in (self.k_BHSK, self.v_BHSV)]
-        for b, row in enumerate(self.shared):
+        used = max(0, *self.length_B.tolist())
+        return Cache(*self._copied(0, used, room_for(used + free) if free else used), self.length_B, used)
+
+    def _copied(self, start: int, stop: int, slots: int) -> tuple[Tensor, Tensor]:
+        """Keys [B,H,slots,K] and values from `start` to before `stop`, where rows have pieces; then zeros."""
+        k, v = (x.new_zeros(x.shape[0], x.shape[1], slots, x.shape[3]) for x in (self.k_BHSK, self.v_BHSV))
+        for b, (row, length) in enumerate(zip(self.shared, self.length_B.tolist(), strict=True)):
             both = _parts(row, self.k_BHSK[b : b + 1], self.v_BHSV[b : b + 1])
-            for into, parts in zip(grown, both, strict=True):
+            for into, parts in zip((k, v), both, strict=True):
                 at = 0
                 for part in parts:
-                    some = min(part.shape[2], ends[b] - at)
-                    into[b : b + 1, :, at : at + some] = part[:, :, :some]
-                    at += some
-        k, v = grown
-        return Cache(k, v, self.length_B, used)
+                    first, last = max(start, at), min(stop, length, at + part.shape[2])
+                    if first < last:
+                        into[b : b + 1, :, first - start : last - start] = part[:, :, first - at : last - at]
+                    at += part.shape[2]
+        return k, v
 
     def span(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys [B,H,stop − start,K] and values of these tokens, which must be filled; views if one piece has them."""
         if len(self.shared) > 1:
-            return self.whole().span(start, stop)
+            return self._copied(start, stop, stop - start)
         found = list[Tensor]()
         for parts in _parts(self.shared[0] if self.shared else (), self.k_BHSK, self.v_BHSV):
             at, some = 0, list[Tensor]()
@@ -347,6 +348,15 @@ def empty(
     return Cache(k, v, length, max(0, capacity - 1) if device.type == "meta" else 0)
 
 
+def is_cache(part: object) -> bool:
+    return isinstance(part, Cache)
+
+
+def with_caches(state: LMState, change: Callable[[Cache], Any]) -> LMState:
+    """The state with `change` applied to each cache."""
+    return state._map(lambda part: change(part) if isinstance(part, Cache) else part, is_leaf=is_cache)
+
+
 def ringed(state: LMState, window: int) -> LMState:
     """An empty state in which each cache is a ring of the last `window` tokens: the model attends to those alone, and
     its state stops growing."""
@@ -355,12 +365,7 @@ def ringed(state: LMState, window: int) -> LMState:
         k, v = (x.new_zeros(*x.shape[:2], window, x.shape[3]) for x in (part.k_BHSK, part.v_BHSV))
         return Ring(k, v, part.length_B)
 
-    rings: LMState = pytree.tree_map(
-        lambda part: ring_of(part) if isinstance(part, Cache) else part,
-        state,
-        is_leaf=lambda part: isinstance(part, Cache),
-    )
-    return rings
+    return with_caches(state, ring_of)
 
 
 Keys = TypeVar("Keys", Cache, Ring)

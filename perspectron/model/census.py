@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from perspectron.experts.layer import RoutedSwiGLU
-from perspectron.experts.mixture import ExpertsConfig, Mixture, MixtureConfig
+from perspectron.experts.mixture import MATRICES, ExpertsConfig, Mixture, MixtureConfig
 from perspectron.model.block import Block, ShiftedState, states_of
 from perspectron.model.config import ModelConfig
 from perspectron.model.ffn import TiedConfig
@@ -28,7 +28,6 @@ from perspectron.model.state import LMState
 from perspectron.ops.packing import Packed, sizes
 
 CONTEXTS = (1024, 8192, 65536, 262144)
-EXPERTS = ("gate_EFD", "up_EFD", "down_EDF")
 OF_A_MIXTURE = "4bit32"
 """Default format of a mixture's experts; those of routed layers are ternary."""
 BASES = ("base_gate_FD", "base_up_FD", "base_down_DF")
@@ -133,7 +132,7 @@ def group_of(name: str, ndim: int, blocks: list[Any]) -> str:
             "router"
             if rest[0] in ("route_proj", "share_proj")
             else "experts"
-            if rest[0] in EXPERTS
+            if rest[0] in MATRICES
             else "shared"
         )
     return str(block.config.ffn.kind)
@@ -266,7 +265,7 @@ def _weights(model: LanguageModel, formats: Mapping[str, str]) -> Iterator[tuple
         if isinstance(packed := getattr(module, "packed", None), Packed):
             weights.append(("weight", torch.Size(cast(Any, module).shape), packed.nbytes))
         for own, shape, stored in weights:
-            if own in (*EXPERTS, *BASES):
+            if own in (*MATRICES, *BASES):
                 continue
             if name in formats and len(shape) == 2:
                 stored = sum(packed_bytes(formats[name], (shape[0], shape[1])))
@@ -281,7 +280,7 @@ def _expert(model: LanguageModel, layer: int, config: ExpertsConfig, format: str
     """One expert of a layer: its own weights where the model has them, else packed."""
     ffn = cast(Block, model.blocks[layer]).ffn
     weights = dict(ffn.named_parameters(recurse=False))
-    own = [weight for name, weight in weights.items() if name in EXPERTS]
+    own = [weight for name, weight in weights.items() if name in MATRICES]
     parameters = (2 + config.gated) * config.hidden * model.config.d_model
     if as_it_is and own:
         base = sum(weight.nbytes for name, weight in weights.items() if name in BASES)

@@ -35,7 +35,7 @@ from perspectron.util.config import one_of, require, require_choices
 from perspectron.util.errors import ConfigError, StateError
 from perspectron.util.machine import memory
 from perspectron.util.streams import stream
-from perspectron.util.terms import Term
+from perspectron.util.terms import Term, merged
 
 _numbers = itertools.count()
 
@@ -301,8 +301,7 @@ class LanguageModel(nn.Module):
                 else:
                     x_BTD, layer, terms = block(*given)
             layers.append(layer)
-            for name, term in terms.items():
-                aux[name] = aux[name].plus(term) if name in aux else term
+            aux = merged(aux, terms)
         if seen is not None and seen.states is not None:
             seen.states.append(x_BTD)
         return self.norm(x_BTD), LMState(tuple(layers), length_B, self.number), aux

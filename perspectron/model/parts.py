@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from perspectron.model.masks import Inputs, Mask, filled
 from perspectron.ops.conv import convolve
 from perspectron.ops.fused import batch_invariant, mixed, shifted
+from perspectron.util import ranks
 from perspectron.util.streams import stream
 
 STEP = (0.001, 0.1)  # what Mamba draws its steps Δ from, evenly in their logarithm
@@ -62,8 +63,8 @@ class ShortConv(nn.Module):
 
 class Dropout(nn.Module):
     """Zeros for a share of the numbers, in training alone; the others grow to keep the mean. What it zeroes depends on
-    torch's seed, on its name in the model and on which forward pass of which update it is, so that a run that goes on,
-    and a block that is computed again, have the same zeros."""
+    torch's seed, on its name in the model, on which forward pass of which update it is and on which of several ranks
+    draws, so that a run that goes on, and a block that is computed again, have the same zeros."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training and torch.is_grad_enabled()) or x.is_meta:
             return x
-        generator = stream(torch.initial_seed(), "dropout", self.name, self.step, self.passes)
+        generator = stream(torch.initial_seed(), "dropout", self.name, self.step, self.passes, *ranks.place())
         kept = torch.rand(x.shape, generator=generator) >= self.share
         return x * (kept.to(x.device) / (1 - self.share)).to(x.dtype)
 

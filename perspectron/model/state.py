@@ -172,8 +172,8 @@ class LMState:
     def fork(self, into: "LMState | None" = None) -> "LMState":
         """An independent state: a copy, except that caches share what both have read (`model.cache`) and trained parts,
         never written into, are shared (`model.tuned`). into: another state of the model, not to be used again: its
-        memory is reused where shapes fit."""
-        copied: LMState = pytree.tree_map(_forked, self, self if into is None else into, is_leaf=_forks)
+        memory is reused where it has the same parts and shapes fit."""
+        copied: LMState = _forked(self, self if into is None else into)
         return dataclasses.replace(copied, model=self.model)
 
     def filled(self) -> "LMState":
@@ -254,13 +254,21 @@ def _forks(part: object) -> bool:
     return isinstance(part, Ragged | tuned.Tuned)
 
 
-def _forked(part: Any, into: Any) -> Any:
-    if isinstance(part, tuned.Tuned):  # what was trained is never written into
-        own = pytree.tree_map(_forked, part.mixer, into.mixer, is_leaf=_forks)
-        return dataclasses.replace(part, mixer=own)
-    if isinstance(part, Ragged):
-        return part.fork(None if into is part else into)
-    return _copied(part, into)
+def _forked(state: Any, into: Any) -> Any:
+    """A copy of a state or of a part of it, in the memory of `into` where that has the same parts."""
+    leaves, spec = pytree.tree_flatten(state, is_leaf=_forks)
+    others, other = pytree.tree_flatten(into, is_leaf=_forks)
+    others = others if other == spec else leaves
+    return pytree.tree_unflatten(map(_leaf_forked, leaves, others), spec)
+
+
+def _leaf_forked(leaf: Any, into: Any) -> Any:
+    into = into if type(into) is type(leaf) else leaf
+    if isinstance(leaf, tuned.Tuned):  # what was trained is never written into
+        return dataclasses.replace(leaf, mixer=_forked(leaf.mixer, into.mixer))
+    if isinstance(leaf, Ragged):
+        return leaf.fork(None if into is leaf else into)
+    return _copied(leaf, into)
 
 
 def _copied(leaf: Any, into: Any) -> Any:
@@ -508,14 +516,15 @@ def _name(where: pytree.KeyPath) -> str:
 
 
 def load_extra(path: Path | str) -> dict[str, Any]:
-    """Read the JSON object that was saved as `extra` with a state; StateError: the file is missing or damaged.
+    """Read the JSON object that was saved as `extra` with a state. The state itself is neither read nor checked.
+    StateError: the file is missing, or what is read of it is damaged.
 
     >>> model = perspectron.build("perspective2-tiny")
     >>> perspectron.save_state("extra.state", model.init_state(1), model, extra={"speaker": "KING"})
     >>> perspectron.load_extra("extra.state")
     {'speaker': 'KING'}
     """
-    header, _ = appended.read(Path(path), check=lambda header, _: _check_format(path, header))
+    header = appended.read_metadata(Path(path), lambda header, _: _check_format(path, header))
     return _json(Path(path), header, "extra")
 
 

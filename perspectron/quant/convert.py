@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from perspectron.experts.fetched import Held, PackedMixture, Shard
 from perspectron.experts.layer import EXPERTS, RoutedSwiGLU
-from perspectron.experts.mixture import Mixture
+from perspectron.experts.mixture import MATRICES, Mixture
 from perspectron.experts.ternary import converted
 from perspectron.model import half
 from perspectron.model.block import NORMS, Block
@@ -34,14 +34,13 @@ from perspectron.util.hooks import hooked
 SMALL = 32  # rows or columns below which packing is not worth it
 BATCH = 8  # texts at a time
 TABLES = ("embedding", "positions")
-MATRICES = ("gate_EFD", "up_EFD", "down_EDF")
 
 
 @dataclass
 class Report:
     """Report on a conversion. kept: matrices that stay float, and why. experts, expert_bytes: number of packed experts,
-    and their bytes. bytes: bytes of everything else by format or dtype. before: bytes of the float model including
-    experts."""
+    and their bytes. bytes: bytes of everything else by format or dtype. before: bytes of the model as it was given,
+    experts included."""
 
     before: int
     kept: dict[str, str] = field(default_factory=dict)
@@ -65,10 +64,10 @@ def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor |
     out of bounds.
     """
     one_of(linear, FORMATS, "linear")
+    report = Report(sum(bytes_of(model).values()))
     half.widen(model)
     require(model.dtype == torch.float32, "dtype", str(model.dtype), "float32")
     require(converted(model), "experts", "half converted", "float or ternary as a whole")
-    report = Report(sum(bytes_of(model).values()))
     model.eval().requires_grad_(False)
     texts = list[Text]()
     if calibration_nT is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.mixture import MATRICES
 from perspectron.model.block import Block
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
@@ -19,7 +20,6 @@ from perspectron.train.estimate import PER_LOGIT
 
 FLOAT = 4  # bytes: weights, gradients, both moments; bfloat16 is for products alone
 LENGTHS = (64, 128)  # tokens of the passes that are counted
-EXPERTS = ("gate_EFD", "up_EFD", "down_EDF")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def shape_of(config: ModelConfig) -> Shape:
         model = LanguageModel(config)
     blocks = cast("list[Block]", model.blocks)
     routed = [m for m in model.modules() if isinstance(m, RoutedSwiGLU)]
-    experts = {id(m): sum(getattr(m, name).numel() for name in EXPERTS) for m in routed}
+    experts = {id(m): sum(getattr(m, name).numel() for name in MATRICES) for m in routed}
     inside = [sum(experts[id(m)] for m in block.modules() if id(m) in experts) for block in blocks]
     units = [
         sum(p.numel() for p in block.parameters()) - own for block, own in zip(blocks, inside, strict=True)

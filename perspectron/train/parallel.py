@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardOf
 
 from perspectron.data.loader import Loader
+from perspectron.experts.mixture import MATRICES
 from perspectron.experts.spread import Spread
 from perspectron.experts.stats import experts_of, matrices
 from perspectron.model.block import Block
@@ -124,7 +125,7 @@ class ParallelTrainer(Trainer):
         for ffn in layers.values():
             E = len(ffn.gate_EFD)
             require(E % n == 0, "expert_parallel", n, f"a divisor of {E}, the experts of a layer")
-            for name in ("gate_EFD", "up_EFD", "down_EDF"):
+            for name in MATRICES:
                 whole = ffn.get_parameter(name)
                 part = whole.new_empty(E // n, *whole.shape[1:])
                 shared = DTensor.from_local(part, self._spread, [Replicate(), ShardOf(0)], run_check=False)

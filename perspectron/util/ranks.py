@@ -86,6 +86,13 @@ def shared(items: Iterable[A]) -> Iterator[tuple[A, bool]]:
         yield held[min(row, len(held) - 1)], row < len(held)
 
 
+def place() -> tuple[int, ...]:
+    """The row and the column of this rank, to tell its random numbers from those of others; () for a process alone."""
+    if not _here or _here[-1].size == 1:
+        return ()
+    return _here[-1].row, _here[-1].column
+
+
 def columns(x_BT: Tensor) -> Tensor:
     """This rank's share of the columns of x."""
     if not split():

@@ -32,3 +32,8 @@ class Term(NamedTuple):
         if other.weight != self.weight:
             rest = rest + (other.weight - self.weight) * other.value
         return Term(self.value + other.value, self.weight, rest, self.blocks + other.blocks)
+
+
+def merged(terms: dict[str, Term], more: dict[str, Term]) -> dict[str, Term]:
+    """All terms by name; the sum of those that both have."""
+    return terms | {name: terms[name].plus(term) if name in terms else term for name, term in more.items()}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from perspectron import native, presets
+from perspectron.decode.processors import Hook, Step
 from perspectron.decode.reading import whole
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
@@ -315,6 +316,45 @@ def test_a_fork_shares_what_was_trained(tokenizer) -> None:
     for mine, other in zip(parts(start), parts(start.fork()), strict=True):
         assert mine.offset.data_ptr() == other.offset.data_ptr()
         assert mine.mixer.memory_BHKV.data_ptr() != other.mixer.memory_BHKV.data_ptr()
+
+
+@pytest.mark.parametrize("design", ["perspective2", "gla"])
+def test_a_fork_into_a_state_with_other_parts_is_a_copy(design) -> None:
+    model = small(design)
+    plain, own = model.init_state(2), LMState.stack([trained(model, seed=seed) for seed in (1, 2)])
+    for state, into in ((own, plain), (plain, own)):
+        equal(state.fork(into.fork()), state)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_states_before_a_token_are_kept_while_rows_with_a_trained_memory_come_and_go(
+    together, tokenizer
+) -> None:
+    model = small("perspective2")
+    starts = [None, trained(model, ("offset",))]
+
+    class Looking(Hook):
+        keeps_before = True
+
+        def logits(self, logits_NV: torch.Tensor, step: Step) -> torch.Tensor:
+            assert not step.row.drawn or step.before.batch_size == 1
+            return logits_NV
+
+    def said(which: list[int]) -> list[list[int]]:
+        rows, pieces = Rows(model, tokenizer, chunk=CHUNK, together=together, hooks=[Looking()]), []
+        handles = []
+        for i in which:
+            session = Session(model, tokenizer, chunk=CHUNK, start=starts[i])
+            session.append(prompt_of(9, i))
+            handles.append(session.enter(rows, max_tokens=4, sampling=GREEDY, stream=i))
+            pieces += [piece for _ in range(3) for piece in rows.step()]
+        while rows.active:
+            pieces += rows.step()
+        assert not [piece.error for piece in pieces if piece.error is not None]
+        return [[piece.id for piece in pieces if piece.row == handle] for handle in handles]
+
+    (plain,), (own,) = said([0]), said([1])
+    assert said([0, 1]) == [plain, own] and said([1, 0]) == [own, plain]
 
 
 def test_a_penalty_counts_the_prompt_after_a_start_too(tokenizer) -> None:

@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import perspectron
-from perspectron.decode.held import caches, with_caches
+from perspectron.decode.held import caches
 from perspectron.decode.kept import bytes_of
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.designs.adr.mixer import ADRConfig
 from perspectron.designs.transformer.attention import AttentionConfig
-from perspectron.model.cache import LEAST_PIECE, Cache
+from perspectron.model.cache import LEAST_PIECE, Cache, with_caches
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.model import LanguageModel
-from perspectron.model.state import LMState
+from perspectron.model.state import LMState, save_state
 from perspectron.util.errors import StateError
 
 V = 67
@@ -277,6 +277,17 @@ def test_what_is_not_finite_ends_at_a_reset_of_rows_in_pieces(groups) -> None:
     assert found.logits.isfinite().all(2).tolist() == [[True] * 4, [False, False, True, True]]
     assert torch.equal(found.logits.nan_to_num(), wanted.logits.nan_to_num())
     assert same(found.state, wanted.state)
+
+
+@torch.inference_mode()
+def test_a_batch_of_pieces_is_saved_without_a_copy_of_the_whole(groups, tmp_path, monkeypatch) -> None:
+    rows = [read(groups, groups.init_state(1), ids(count, count))[1] for count in (2100, 2300)]
+    together = LMState.stack([read(groups, row.fork(), ids(70, 1))[1] for row in rows])
+    assert all(len(row) == 2 for cache in caches(together) for row in cache.shared)
+    save_state(tmp_path / "whole", together.filled(), groups)
+    monkeypatch.setattr(Cache, "whole", None)
+    save_state(tmp_path / "pieces", together, groups)
+    assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 @torch.inference_mode()

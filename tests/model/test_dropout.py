@@ -7,6 +7,7 @@ import perspectron
 from perspectron import presets
 from perspectron.model.parts import Dropout
 from perspectron.util.errors import ConfigError
+from perspectron.util.ranks import Ranks, together
 from tests.refusals import refused
 
 TINY = {"vocab_size": 40, "d_model": 16, "layers": 2, "hidden": 16, "heads": 2}
@@ -93,3 +94,17 @@ def test_a_block_computed_again_has_the_zeros_of_its_own_pass():
 
     for once, again in zip(gradients(False), gradients(True), strict=True):
         torch.testing.assert_close(once, again, rtol=1e-12, atol=1e-12)
+
+
+def test_each_rank_has_zeros_of_its_own_and_one_alone_those_of_a_process():
+    drop, x = Dropout(0.5).train(), torch.ones(64)
+    places = [(row, column) for row in range(2) for column in range(2)]
+    drawn = list[torch.Tensor]()
+    for row, column in places:
+        with together(Ranks(None, 4, row, 2, column, 2)):
+            drawn.append(drop(x))
+            assert torch.equal(drop(x), drawn[-1])
+    assert len({tuple(one.tolist()) for one in (*drawn, drop(x))}) == 5
+    with together(Ranks(None, 1, 0, 1)):
+        one = drop(x)
+    assert torch.equal(one, drop(x))

@@ -13,6 +13,7 @@ import perspectron
 from perspectron import presets
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.ternary import set_share
+from perspectron.model import half
 from perspectron.model.model import LanguageModel, build
 from perspectron.ops.packing import LAYOUTS, dequantise
 from perspectron.quant.convert import _Work, convert, pack_expert
@@ -126,6 +127,14 @@ def test_what_is_packed_and_what_is_not(floats, design):
         parts = [part for ffn in experts for expert in range(4) for part in pack_expert(ffn, expert)]
         assert report.expert_bytes == sum(part.nbytes for part in parts)
     assert not any(parameter.requires_grad for parameter in model.parameters()) and not model.training
+
+
+def test_matrices_of_16_bits_count_as_such_before(floats):
+    model = copy.deepcopy(floats["gpt2"])
+    half.keep(model, {name: x.bfloat16() for name, x in model.state_dict().items()})
+    before = sum(x.nbytes for x in model.state_dict().values())
+    assert before < 0.6 * sum(x.nbytes for x in floats["gpt2"].state_dict().values())
+    assert convert(model).before == before
 
 
 @pytest.mark.parametrize("design", ["perspective", "gpt2"])
