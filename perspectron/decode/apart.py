@@ -8,18 +8,17 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from perspectron.decode import reading
+from perspectron.decode.history import exhausted
 from perspectron.decode.saved import alike
 from perspectron.decode.session import Session
 from perspectron.model.cache import Cache
 from perspectron.model.state import LMState
 from perspectron.model.tuned import Tuned
-from perspectron.util.config import require
+from perspectron.util.config import require, require_whole
 from perspectron.util.errors import NonFiniteError, StateError
 
 PIECE = 64
 """Tokens of a probe whose logits are computed at once."""
-NEXT = 5
-"""Number of likely next tokens that are told."""
 MOST = 1 << 16
 """Maximum number of tokens of a probe or a question."""
 
@@ -43,11 +42,19 @@ class Apart:
         return math.nan if not self.kl else sum(self.kl) / len(self.kl)
 
 
-def diffing(a: Session, b: Session, on: Sequence[int] | str = ()) -> Generator[int, None, Apart]:
-    """Compare two texts, leaving both as they are; pauses as `Session.reading` does. on: a probe, read after each.
+def diff(a: Session, b: Session, on: Sequence[int] | str = (), *, count: int = 5) -> Apart:
+    """Compare two texts, leaving both as they are. on: a probe, read after each. count: number of likely next tokens.
     StateError: the texts are of different models. ConfigError, NonFiniteError: as `Session.likely`."""
+    return exhausted(diffing(a, b, on, count=count))
+
+
+def diffing(
+    a: Session, b: Session, on: Sequence[int] | str = (), *, count: int = 5
+) -> Generator[int, None, Apart]:
+    """`diff` as a generator, which pauses as `Session.reading` does."""
     if a.model is not b.model:
         raise StateError("the texts are of different models; compare texts of one")
+    require_whole("count", count, 0)
     ids = ids_of(a, on)
     shared = alike(a.tokens, b.tokens) if a.whole and b.whole else None
     states = (yield from a.remembering()), (yield from b.remembering())
@@ -59,7 +66,7 @@ def diffing(a: Session, b: Session, on: Sequence[int] | str = ()) -> Generator[i
         if len(logits_TV):
             _require_finite(logits_TV[-1])
             p_V = logits_TV[-1].double().softmax(0)
-            values, tokens = p_V.topk(min(NEXT, len(p_V)))
+            values, tokens = p_V.topk(min(count, len(p_V)))
             found = list(zip(tokens.tolist(), values.tolist(), strict=True))
         expected.append(tuple(found))
     kl = yield from diverging(a.fork(), b.fork(), ids)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from perspectron.decode.apart import diverging, ids_of
+from perspectron.decode.history import exhausted
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.model.block import Block, ShiftedState
@@ -41,13 +42,18 @@ class Merged:
     probe: tuple[int, ...]
 
 
-def merging(a: Session, b: Session, on: Sequence[int] | str = ()) -> Generator[int, None, Merged]:
-    """Join the memories of two texts of a model, leaving both as they are; pauses as `Session.reading` does. on: a
-    probe on which the result is judged; without one, the most likely tokens after A and then B. The result remembers
-    both texts but knows only B's last token, as a session from a bare state does.
+def merge(a: Session, b: Session, on: Sequence[int] | str = ()) -> Merged:
+    """Join the memories of two texts of a model, leaving both as they are. on: a probe on which the result is judged;
+    without one, the most likely tokens after A and then B. The result remembers both texts but knows only B's last
+    token, as a session from a bare state does.
 
     StateError: texts of different models, or B's beginning is not known. ConfigError: a text is empty, together they
     are too long, B has several documents that begin with a trained memory, or the merge is no better than B alone."""
+    return exhausted(merging(a, b, on))
+
+
+def merging(a: Session, b: Session, on: Sequence[int] | str = ()) -> Generator[int, None, Merged]:
+    """`merge` as a generator, which pauses as `Session.reading` does."""
     if a.model is not b.model:
         raise StateError("the texts are of different models; merge texts of one")
     if not b.whole:

@@ -1,8 +1,7 @@
 """The past of a text: the first token after which an answer holds, and the text replayed on another beginning or model.
 
-`bisecting` and `rebasing` are generators, which pause before each call of the model and yield the number of tokens
-left, as `Session.reading` does: the server's engine runs them between the steps of other texts, and `history.exhausted`
-at once.
+Each function has a twin that is a generator, which pauses before each call of the model and yields the number of tokens
+left, as `Session.reading` does: the server's engine runs those between the steps of other texts.
 """
 
 import contextlib
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.decode.apart import ids_of
+from perspectron.decode.history import exhausted
 from perspectron.decode.row import Vocabulary, within
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
@@ -90,9 +90,9 @@ class Found:
     readings: int
 
 
-def bisecting(
+def bisect(
     session: Session, ask: str | Sequence[int], until: Until | str, *, max_tokens: int | None = None
-) -> Generator[int, None, Found]:
+) -> Found:
     """Find by bisection the first token of a text after which a question's answer meets a condition: for N tokens about
     log₂ N + 3 answers are asked for, each of the session as it was after a token. The session stays as it is. If the
     condition changes more than once, one of the changes from no to yes is found. max_tokens: of an answer; None: 16, or
@@ -100,6 +100,13 @@ def bisecting(
 
     ConfigError: the condition holds from the start or not at the end, no question, no tokens. Errors as `Session.read`.
     """
+    return exhausted(bisecting(session, ask, until, max_tokens=max_tokens))
+
+
+def bisecting(
+    session: Session, ask: str | Sequence[int], until: Until | str, *, max_tokens: int | None = None
+) -> Generator[int, None, Found]:
+    """`bisect` as a generator, which pauses as `Session.reading` does."""
     require(isinstance(until, str | Until), "until", until, "a text, or what `until_of` makes of one")
     until = until_of(until) if isinstance(until, str) else until
     tokens, readings, question = session.tokens, 0, ids_of(session, ask, "ask")
@@ -152,9 +159,18 @@ class Rebased:
     encoded: int | None
 
 
+def rebase(session: Session, onto: Session, *, after: int = 0) -> Rebased:
+    """Replay a text after another one, of the same model or not: `onto`, then the tokens after the first `after`, read
+    as a prompt. If the vocabularies differ, the text is encoded anew. Both sessions stay as they are.
+
+    StateError: the beginning of the text is not known, or it has a special token that the other vocabulary lacks, or
+    one that begins or ends texts, and that has none. ConfigError: no tokens are left, or the other model has no room
+    for them."""
+    return exhausted(rebasing(session, onto, ids_for(session, onto.tokenizer, after=after)))
+
+
 def rebasing(session: Session, onto: Session, replayed: "Replayed") -> Generator[int, None, Rebased]:
-    """Replay a text after another one, of the same model or not: `onto`, then `replayed`, from `ids_for`, read as a
-    prompt. Both sessions stay as they are. ConfigError: the other model has no room for the tokens."""
+    """`rebase` as a generator, which pauses as `Session.reading` does. replayed: from `ids_for`."""
     result, prefix = onto.fork(), len(onto.tokens)
     yield from result.reading(replayed.ids)
     result.note("rebased", session.digest)
@@ -171,10 +187,7 @@ class Replayed:
 
 
 def ids_for(session: Session, tokenizer: Vocabulary, *, after: int = 0) -> Replayed:
-    """The ids that `rebasing` replays, those after the first `after` tokens, encoded anew if the vocabularies differ.
-
-    StateError: the beginning of the text is not known, or it has a special token that the other vocabulary lacks, or
-    one that begins or ends texts, and that has none. ConfigError: no tokens are left."""
+    """The ids that `rebase` replays, those after the first `after` tokens. Errors as `rebase`."""
     if not session.whole:
         raise StateError("the beginning of this text is remembered but not known: it cannot be replayed")
     there = isinstance(after, Integral) and 0 <= after <= len(session.tokens)

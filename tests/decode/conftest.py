@@ -1,6 +1,5 @@
 import copy
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -8,13 +7,8 @@ from torch import Tensor
 
 from perspectron import presets
 from perspectron.data import Tokenizer
-from perspectron.decode.apart import Apart, diffing
-from perspectron.decode.history import exhausted
-from perspectron.decode.merge import Merged, merging
-from perspectron.decode.past import Found, Rebased, bisecting, ids_for, rebasing
 from perspectron.decode.row import Piece
 from perspectron.decode.rows import Rows
-from perspectron.decode.session import Session
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel, build, init
 from perspectron.model.state import LMState
@@ -33,22 +27,6 @@ def make(design: str) -> LanguageModel:
     with torch.no_grad():
         model.embedding.weight.mul_(12)
     return model
-
-
-def bisect(*given: Any, **options: Any) -> Found:
-    return exhausted(bisecting(*given, **options))
-
-
-def diff(*given: Any) -> Apart:
-    return exhausted(diffing(*given))
-
-
-def merge(*given: Any) -> Merged:
-    return exhausted(merging(*given))
-
-
-def rebase(session: Session, onto: Session, after: int = 0) -> Rebased:
-    return exhausted(rebasing(session, onto, ids_for(session, onto.tokenizer, after=after)))
 
 
 def drain(session: Rows) -> list[Piece]:

@@ -10,13 +10,14 @@ import torch
 
 from perspectron import presets
 from perspectron.data.specials import Specials
-from perspectron.decode.history import digest, entries, exhausted, history, noted
-from perspectron.decode.merge import merging
-from perspectron.decode.past import Until, until_of
+from perspectron.decode.apart import diff
+from perspectron.decode.history import digest, entries, history, noted
+from perspectron.decode.merge import merge, merging
+from perspectron.decode.past import Until, bisect, rebase, until_of
 from perspectron.decode.session import Session
 from perspectron.model.tuned import parts
 from perspectron.util.errors import ConfigError, StateError
-from tests.decode.conftest import VOCAB, bisect, diff, make, merge, rebase
+from tests.decode.conftest import VOCAB, make
 from tests.decode.recalling import Letters, recalling
 from tests.decode.test_rows import GREEDY, equal, prompt_of
 from tests.decode.test_store import small
@@ -92,7 +93,7 @@ def test_each_reading_has_the_bits_of_the_session_as_it_was(design, tokenizer, t
     for T in seen:
         then = fresh.at(T)
         then.append(asked)
-        expected = exhausted(then.predicting([1]))
+        expected = list_of(then.predicting([1]))
         assert torch.equal(seen[T], expected)
 
 
@@ -108,6 +109,14 @@ def test_an_answer_is_as_long_as_the_positions_allow(tokenizer, left) -> None:
 
     bisect(session, prompt_of(3, 9), Until("asked", asked))
     assert seen == {min(left, 16)}
+
+
+def list_of(steps):
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 def test_a_log_says_what_was_read_and_drawn_when_and_from_where(
@@ -194,15 +203,15 @@ def test_diff_says_where_texts_part_and_what_each_expects(model, tokenizer) -> N
     a.read(prompt_of(20, 3))
     same = diff(a, a.fork(), prompt_of(150, 4))
     assert same.shared == 90 and set(same.kl) == {0.0} and set(same.layers) == {0.0} and len(same.kl) == 150
-    found = diff(a, b, prompt_of(150, 4))
+    found = diff(a, b, prompt_of(150, 4), count=3)
     assert (found.shared, found.tokens) == (70, (90, 100)) and len(found.layers) == len(model.blocks)
-    assert max(found.layers) > 0 and found.mean > 0 and len(found.next[0]) == 5
-    logits = [exhausted(s.fork().predicting(prompt_of(150, 4))).double().log_softmax(1) for s in (a, b)]
+    assert max(found.layers) > 0 and found.mean > 0 and len(found.next[0]) == 3
+    logits = [list_of(s.fork().predicting(prompt_of(150, 4))).double().log_softmax(1) for s in (a, b)]
     expected = (logits[0].exp() * (logits[0] - logits[1])).sum(1)
     torch.testing.assert_close(torch.tensor(found.kl, dtype=torch.float64), expected, atol=1e-4, rtol=1e-3)
     assert math.isnan(diff(a, b).mean)
     (id, p), *_ = found.next[0]
-    assert p == pytest.approx(float(exhausted(a.fork().predicting([0])).double().softmax(1)[-1, id]))
+    assert p == pytest.approx(float(list_of(a.fork().predicting([0])).double().softmax(1)[-1, id]))
 
 
 @torch.inference_mode()
@@ -212,8 +221,8 @@ def test_diff_of_a_bare_prefix_and_of_a_text_without_a_position_left_has_next_to
     other.specials = Specials((1,), frozenset({2}), end=2)
     for own in (tokenizer, other):
         full, empty = Session(model, own).read([5] * 63), Session(model, own)
-        found = diff(full, empty)
-        for session, [(id, p), *_] in zip((full, empty), found.next, strict=True):
+        found = diff(full, empty, count=1)
+        for session, [(id, p)] in zip((full, empty), found.next, strict=True):
             ids_1T = torch.tensor([[*own.specials.prefix, *session.tokens]])
             logits_V = model(ids_1T).logits[0, -1, :VOCAB].double()
             assert id == int(logits_V.argmax()) and p == pytest.approx(

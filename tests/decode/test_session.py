@@ -13,10 +13,12 @@ import torch
 
 from perspectron import presets
 from perspectron.data.specials import Specials
+from perspectron.decode.apart import diff
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.drafts import NGrams
 from perspectron.decode.generate import generate
 from perspectron.decode.marks import Marks, held
+from perspectron.decode.past import bisect, rebase
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
@@ -24,7 +26,7 @@ from perspectron.decode.store import PrefixStore
 from perspectron.model.model import build
 from perspectron.model.state import LMState, read_state, save_state
 from perspectron.util.errors import ConfigError, StateError
-from tests.decode.conftest import VOCAB, bisect, drain, make, rebase
+from tests.decode.conftest import VOCAB, drain, make
 from tests.decode.test_rows import GREEDY, SETTINGS, equal, prompt_of
 from tests.decode.test_store import CHUNK, small
 from tests.refusals import refused
@@ -327,6 +329,7 @@ def test_what_is_of_another_type_is_refused_by_name(perspective, tokenizer, tmp_
         (partial(PrefixStore, perspective), "chunk", 1.5),
         (partial(session.save, tmp_path / "a"), "extra", [1]),
         (lambda count: list(session.likely([5], count)), "count", -1),
+        (partial(diff, session, session), "count", -1),
         (partial(rebase, session, session), "after", 1.5),
         (partial(bisect, session, "x"), "until", 5),
         (partial(bisect, session, "x", "y"), "max_tokens", "2"),

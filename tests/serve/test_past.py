@@ -3,13 +3,13 @@
 import pytest
 from fastapi.testclient import TestClient
 
+from perspectron.decode.apart import diff
 from perspectron.decode.past import Until, bisecting
 from perspectron.decode.session import Session
 from perspectron.serve.engine import Engine
 from perspectron.serve.served import Served
 from perspectron.serve.states import States
 from perspectron.serve.web.app import create
-from tests.decode.conftest import diff
 from tests.decode.recalling import Letters, recalling
 from tests.decode.test_past import planted
 from tests.serve.conftest import served
