@@ -394,16 +394,10 @@ def read(
     return header, tensors
 
 
-def read_metadata(path: Path, check: Check = lambda _, __: None) -> dict[str, str]:
-    """The metadata of the state, checked by its own digest. Tensors are read only of a file of the previous format,
-    whose one digest is of both. check, StateError as `read`."""
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of the state, without its tensors, which are not read. StateError as `read`."""
     with _readable(path) as (_, parts):
-        last = parts[-1]
-        header = {name: text for name, text in last.metadata.items() if name not in FIELDS}
-        check(header, last.places)
-        if "whole" in last.metadata:
-            return header
-    return read(path)[0]
+        return {name: text for name, text in parts[-1].metadata.items() if name not in FIELDS}
 
 
 @contextlib.contextmanager

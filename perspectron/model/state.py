@@ -516,15 +516,14 @@ def _name(where: pytree.KeyPath) -> str:
 
 
 def load_extra(path: Path | str) -> dict[str, Any]:
-    """Read the JSON object that was saved as `extra` with a state. The state itself is neither read nor checked.
-    StateError: the file is missing, or what is read of it is damaged.
+    """Read the JSON object that was saved as `extra` with a state; StateError: the file is missing or damaged.
 
     >>> model = perspectron.build("perspective2-tiny")
     >>> perspectron.save_state("extra.state", model.init_state(1), model, extra={"speaker": "KING"})
     >>> perspectron.load_extra("extra.state")
     {'speaker': 'KING'}
     """
-    header = appended.read_metadata(Path(path), lambda header, _: _check_format(path, header))
+    header, _ = appended.read(Path(path), check=lambda header, _: _check_format(path, header))
     return _json(Path(path), header, "extra")
 
 
