@@ -37,7 +37,7 @@ def jobs(out: Path, settings: Settings, finished: list[Cell]) -> list[Job]:
     wanted = [name for name in OF_CELLS if name in ("perplexity", *settings.suites)]
     for cell in finished:
         asked = [*wanted, COMPRESSORS] if cell is finished[0] else wanted
-        missing = [name for name in asked if not path_of(cell, name).is_file()]
+        missing = [name for name in asked if not _has(cell, name)]
         if missing:
             missing_jobs.append(
                 Job(f"{cell.arm} {cell.seed}", cell.folder, (MODULE, str(cell.folder), *missing))
@@ -49,6 +49,12 @@ def jobs(out: Path, settings: Settings, finished: list[Cell]) -> list[Job]:
             arguments = (MODULE, "recall", settings.recall, str(first.folder), str(path))
             missing_jobs.append(Job(f"{name} recall", out / "recall" / name, arguments))
     return missing_jobs
+
+
+def _has(cell: Cell, name: str) -> bool:
+    """True if a suite of a cell was measured: for the loss, also with memory carried, which older versions left out."""
+    path = path_of(cell, name)
+    return path.is_file() and (name != "perplexity" or "streaming" in read_json(path, ConfigError))
 
 
 def cost_jobs(out: Path) -> list[Job]:

@@ -227,7 +227,8 @@ def _arm(
 
 def _streaming(cells: list[Cell]) -> dict[str, Any] | None:
     """Bytes of the state with memory carried, or why the design has no such score; None before it was measured."""
-    one = next(filter(None, (measure.suites_of(cell).get("perplexity") for cell in cells)), None)
+    found = (measure.suites_of(cell).get("perplexity", {}) for cell in cells)
+    one = next((loss for loss in found if "streaming" in loss), None)
     return one and {"state_bytes": (one["streaming"] or {}).get("state_bytes"), "why": one["why"]}
 
 

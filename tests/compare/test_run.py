@@ -557,3 +557,14 @@ def test_a_variant_of_a_design_is_an_arm_of_its_own(text, tmp_path):
     assert (model.embedding_norm, model.blocks[0].mixer.heads) == (False, 1)
     assert presets.get("gla").embedding_norm
     assert (tmp_path / "results.html").read_text().count("GLA[embedding_norm=false, heads=1]") >= 1
+
+
+def test_a_loss_from_before_the_score_with_memory_carried_is_measured_again(tmp_path):
+    cell = Cell("adr", 0, Rate(1e-3, 0.1), 10, tmp_path, 8)
+    for name, found in (("perplexity", {"bits_per_byte": 2.0}), (measure.COMPRESSORS, {})):
+        measure.path_of(cell, name).parent.mkdir(exist_ok=True)
+        measure.path_of(cell, name).write_text(json.dumps(found))
+    (job,) = measure.jobs(tmp_path, Settings(("adr",), 300_000, 300_000, suites=()), [cell])
+    assert job.arguments[-1] == "perplexity"
+    measure.path_of(cell, "perplexity").write_text(json.dumps({"bits_per_byte": 2.0, "streaming": None}))
+    assert measure.jobs(tmp_path, Settings(("adr",), 300_000, 300_000, suites=()), [cell]) == []

@@ -69,6 +69,10 @@ preset(
     vocab_size=8192, d_model=384, layers=8, heads=6, hidden=1888,
 )  # fmt: skip
 preset(
+    "gpt2-125m", "GPT-2, sized like perspective-125m-dense", gpt2,
+    vocab_size=32768, d_model=768, layers=12, heads=12, hidden=3840,
+)  # fmt: skip
+preset(
     "gpt2-124m", "GPT-2 as published: its weights fit", gpt2,
     vocab_size=50257, d_model=768, layers=12, heads=12, hidden=3072, embedding_norm=False,
 )  # fmt: skip
