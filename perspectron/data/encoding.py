@@ -1,5 +1,6 @@
 """Encodes a corpus into shards on disk; an interrupted encoding is resumed and gives the same bytes."""
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -161,16 +162,24 @@ def _write(corpus: Corpus, out: Path, begun: Manifest, tokenizer: Tokenizer, tel
 
 
 def _clear(out: Path, kept: Container[str] = ()) -> None:
-    """Delete an encoding, whole or not, and those of several sources, but for the sources `kept`."""
+    """Delete an encoding, whole or not, and those of several sources, but for the sources `kept`. What else is in the
+    folders stays: one of them may be where a source's text is."""
     before = [_manifest(out, name) for name in (MANIFEST, JOURNAL)]
     sources = [name for one in before if isinstance(one, Mixed) for name in one.sources if name not in kept]
     shards = [f"{split}-[0-9][0-9][0-9][0-9][0-9].{kind}" for split in SPLITS for kind in get_args(disk.Kind)]
     try:
-        for name in (MANIFEST, JOURNAL, *shards):  # without a manifest no reader takes the rest for complete
+        for name in (MANIFEST, *shards):  # without a manifest no reader takes the rest for complete
             for old in out.glob(name):
                 remove(old)
         for name in sources:
-            remove(disk.named(out, name))
+            folder = disk.named(out, name)
+            if folder.is_dir():
+                sweep(folder)
+                with contextlib.suppress(DataError):  # another program's
+                    _clear(folder)
+                with contextlib.suppress(OSError):  # not empty
+                    folder.rmdir()
+        remove(out / JOURNAL)  # last, as it names the sources
     except OSError as error:
         raise StorageError(f"{out}: old shards not deleted ({error.strerror})") from error
 

@@ -30,6 +30,7 @@ class Batch:
     starts_BT: bool, True where a document starts.
     targets: how many targets are not IGNORE.
     padding: how many tokens at the end of the last row are padding.
+    ends_BT: bool, True where the target is the last id of its document; of `windows` alone.
     """
 
     ids_BT: Tensor
@@ -37,6 +38,7 @@ class Batch:
     starts_BT: Tensor
     targets: int
     padding: int = 0
+    ends_BT: Tensor | None = None
 
     @property
     def pad_BT(self) -> Tensor | None:
@@ -238,7 +240,9 @@ def _spread(split: Split, count: int, seq_len: int, batch_size: int) -> Iterator
     count = min(count, len(there))
     starts = there[[(2 * i + 1) * len(there) // (2 * count) for i in range(count)]] * seq_len
     for first in range(0, count, batch_size):
-        yield _whole(split, starts[first : first + batch_size], seq_len)
+        at = starts[first : first + batch_size]
+        ends = np.stack([split.ends(start + 1, start + seq_len + 1) for start in at.tolist()])
+        yield replace(_whole(split, at, seq_len), ends_BT=torch.from_numpy(ends))
 
 
 def _in_order(split: Split, tokens: int, seq_len: int, batch_size: int) -> Iterator[Batch]:
@@ -253,7 +257,10 @@ def _in_order(split: Split, tokens: int, seq_len: int, batch_size: int) -> Itera
         targets.flat[: last - first] = np.where(learned, stream[1:], IGNORE)
         starts = np.zeros(shape, dtype=np.bool_)
         starts.flat[: last - first] = split.begins(first, last)
-        yield replace(_batch(ids, targets, starts), padding=ids.size - (last - first))
+        ends = np.zeros(shape, dtype=np.bool_)
+        ends.flat[: last - first] = split.ends(first + 1, last + 1)
+        batch = _batch(ids, targets, starts)
+        yield replace(batch, padding=ids.size - (last - first), ends_BT=torch.from_numpy(ends))
 
 
 def _whole(split: Split, starts: NDArray[np.int64], seq_len: int) -> Batch:

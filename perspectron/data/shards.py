@@ -130,6 +130,12 @@ class Split:
         mask[self.starts[first:last] - start] = True
         return mask
 
+    def ends(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """A mask of the ids [start, stop) with which a document ends."""
+        mask = self.begins(start + 1, stop + 1)
+        mask[np.arange(start, stop) == self.tokens - 1] = True
+        return mask
+
     def document(self, i: int) -> NDArray[np.int64]:
         """Ids of document `i`. IndexError: no such document."""
         if not 0 <= i < self.documents:

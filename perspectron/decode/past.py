@@ -218,7 +218,7 @@ def _encoded(one: Vocabulary, other: Vocabulary, ids: Sequence[int], after: int)
     begin = {*one.specials.prefix, one.specials.reset}
     found, start = list[int](), after
     for at, id in enumerate([*ids[after:], None], after):
-        if id is not None and id not in silent and id not in spellings:
+        if id is not None and id not in spellings and (id not in silent or one.token_bytes(id)):
             continue
         if start < at:
             begins = start == 0 or ids[start - 1] in begin

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from perspectron.ops.dispatch import gradients_off, once_differentiable
 from perspectron.ops.fused import batch_invariant
-from perspectron.util.machine import of_c_library
+from perspectron.util.machine import of_process
 
 HUGE = 1 << 22  # bytes from which huge pages are asked for
 FEW = 64  # most tokens of a step of many texts, or of an expert, that are read in full groups
@@ -314,7 +314,7 @@ def _empty_like(x: Tensor) -> Tensor:
     """Uninitialised memory, in huge pages where the system has them: first touches of small pages took a quarter of the
     time of a backward pass."""
     made = torch.empty_like(x)
-    advise = of_c_library("madvise") if made.device.type == "cpu" and made.nbytes >= HUGE else None
+    advise = of_process("madvise") if made.device.type == "cpu" and made.nbytes >= HUGE else None
     if advise is not None:
         page = 4096
         start = -(-made.data_ptr() // page) * page

@@ -47,10 +47,11 @@ def heldout(
     at the same context. With `carry` the state continues from window to window (batch size 1) and is only reset at the
     start of a document. With `masked` the model is told of padding, which matters to what counts tokens.
     `dtype`: of autocast. Ranks share the batches, and each has the sum of all. Bytes are those of the text where all of
-    a split is read; of a part they are those of its tokens, which a normaliser may have changed.
+    a split is read; of a part they are those of its tokens, which a normaliser may have changed, without the ends of
+    documents.
     """
     require_targets(split, seq_len, limit_tokens, spread)
-    counts_V = torch.from_numpy(np.asarray(tokenizer.byte_counts()))
+    counts_V, end = torch.from_numpy(np.asarray(tokenizer.byte_counts())), tokenizer.specials.end
     device = model.device
     sums, state = torch.zeros(3, dtype=torch.float64), None  # nats, tokens, bytes of text
     with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
@@ -74,7 +75,10 @@ def heldout(
             logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
             losses = F.cross_entropy(logits_NV, targets.flatten(), reduction="none")
             read_N = targets[targets != IGNORE].cpu()
-            found = (losses.double().sum().item(), len(read_N), int(counts_V[read_N].sum()))
+            assert batch.ends_BT is not None
+            ends_N = read_N[ranks.columns(batch.ends_BT)[(targets != IGNORE).cpu()]]
+            text_bytes = counts_V[read_N].sum() - counts_V[ends_N[ends_N == end]].sum()
+            found = (losses.double().sum().item(), len(read_N), int(text_bytes))
             sums += counts * torch.tensor(found, dtype=torch.float64)
             state = output.state if carry else None
     nats, tokens, text_bytes = ranks.all_reduce_sum(sums).tolist()

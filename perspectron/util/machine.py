@@ -194,41 +194,39 @@ def flushing_denormals() -> Iterator[None]:
     """A context in which numbers too small for full precision count as zero, as in every command: in this thread, and
     in those that share its operations, which take this over when they start and so end before and after. The
     program's other threads, and theirs, are left as they are."""
-    if sys.float_info.min / 2 == 0:
-        yield
-        return
+    before = sys.float_info.min / 2 == 0
     torch.set_flush_denormal(True)
     _end_workers()
     try:
         yield
     finally:
-        torch.set_flush_denormal(False)
-        _end_workers()
+        if not before:
+            torch.set_flush_denormal(False)
+            _end_workers()
 
 
 def _end_workers() -> None:
     """End the threads that share this thread's operations; the next operation starts others. Of OpenMP as torch for
     Linux brings it; elsewhere they take over what this thread has, or nothing, in commands, too."""
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            torchs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-            torchs.omp_pause_resource_all(OMP_PAUSE_SOFT)
+    if (pause := of_process("omp_pause_resource_all")) is not None:
+        pause(OMP_PAUSE_SOFT)
 
 
 def trim() -> None:
     """Give free memory of the C library back to the system."""
-    if (function := of_c_library("malloc_trim")) is not None:
+    if (function := of_process("malloc_trim")) is not None:
         function(0)
 
 
 @functools.cache
-def of_c_library(name: str) -> Any:
-    """A function of the C library by its name; None where it has none, and elsewhere than on Linux."""
+def of_process(name: str) -> Any:
+    """A function by its name, of the libraries that the process has, such as C's; None where they have none, and
+    elsewhere than on Linux."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def _mallopt(options: dict[int, int]) -> None:
-    if (mallopt := of_c_library("mallopt")) is not None:
+    if (mallopt := of_process("mallopt")) is not None:
         for option, value in options.items():
             mallopt(option, value)
 

@@ -201,6 +201,32 @@ def test_other_weights_encode_nothing_again(
     assert [float(source.weight) for source in found.split("train").sources] == [0.4, 0.6]
 
 
+def test_texts_in_the_folder_of_a_source_stay(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The folder of an encoding can be the one that the sources are in."""
+
+    def tell(_: int, share: float) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("code", "prose", "other"):
+        (tmp_path / name).mkdir()
+        for i in range(6):
+            (tmp_path / name / f"{i}.txt").write_text(f"{name} {i}, some words\n" * 50)
+    before = contents(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        encode(
+            open_corpus(f"code=0.5:{tmp_path}/code prose=0.5:{tmp_path}/prose"),
+            tokenizer,
+            tmp_path,
+            tell=tell,
+        )
+    encode(open_corpus(f"{tmp_path}/other"), tokenizer, tmp_path)
+    after = contents(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert not any("/" in name for name in after.keys() - before.keys()), (
+        "nothing of the encoding of both stays"
+    )
+
+
 def test_nothing_stays_of_an_interrupted_encoding_of_another_kind(
     texts: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """The past of a text: its log, the token since which an answer is so, another beginning, two memories as one."""
 
 import copy
+import json
 import math
 import random
 from contextlib import nullcontext
@@ -10,17 +11,20 @@ import torch
 
 from perspectron import presets
 from perspectron.data.specials import Specials
+from perspectron.data.tokenizer import Tokenizer
 from perspectron.decode.apart import diff
 from perspectron.decode.history import digest, entries, history, noted
 from perspectron.decode.merge import merge, merging
 from perspectron.decode.past import Until, bisect, rebase, until_of
 from perspectron.decode.session import Session
+from perspectron.model.model import build
 from perspectron.model.tuned import parts
 from perspectron.util.errors import ConfigError, StateError
 from tests.decode.conftest import VOCAB, make
 from tests.decode.recalling import Letters, recalling
 from tests.decode.test_rows import GREEDY, equal, prompt_of
 from tests.decode.test_store import small
+from tests.foreign_tokenizers import KINDS
 from tests.refusals import refused
 
 
@@ -228,6 +232,17 @@ def test_diff_of_a_bare_prefix_and_of_a_text_without_a_position_left_has_next_to
             assert id == int(logits_V.argmax()) and p == pytest.approx(
                 float(logits_V.softmax(0)[id]), rel=1e-4
             )
+
+
+def test_a_line_end_that_ends_texts_is_replayed_as_text(tokenizer, tmp_path) -> None:
+    KINDS["gpt2"]().save(str(tmp_path / "tokenizer.json"))
+    line = Tokenizer.load(tmp_path / "tokenizer.json").encode("a\nb")[-2]
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": line}))
+    foreign = Tokenizer.load(tmp_path / "tokenizer.json")
+    model = presets.small("ssd", vocab_size=foreign.vocab_size, d_model=32, layers=2, seq_len=64)
+    session = Session(build(model).eval(), foreign).read(foreign.encode("the fox\nand the fox"))
+    found = rebase(session, Session(small("ssd"), tokenizer))
+    assert tokenizer.decode(found.session.tokens) == "the fox\nand the fox"
 
 
 def test_other_models_and_foreign_ids_are_refused(tokenizer, tmp_path) -> None:

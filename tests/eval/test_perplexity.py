@@ -21,6 +21,7 @@ from perspectron.eval.subject import Subject
 from perspectron.opening import Folder, Opened
 from perspectron.train.heldout import Heldout, heldout
 from perspectron.util.errors import DataError
+from tests.foreign_tokenizers import KINDS
 from tests.refusals import refused
 
 MODELS = ("perspective-tiny", "transformer-tiny")
@@ -126,6 +127,25 @@ def test_a_limit_beyond_the_end_is_the_whole(data):
     assert heldout(model, split, tokenizer, seq_len=16, limit_tokens=100).tokens == 99
     with refused(DataError, "limit_tokens", 1):
         heldout(model, split, tokenizer, seq_len=16, limit_tokens=1)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_part_has_the_bytes_of_its_text_without_the_ends_of_documents(tmp_path, spread):
+    """Also where documents end with a token that is text elsewhere, here a line end, which some of these texts have."""
+    KINDS["gpt2"]().save(str(tmp_path / "tokenizer.json"))
+    line = Tokenizer.load(tmp_path / "tokenizer.json").encode("a\nb")[-2]
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": line}))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    lines = (json.dumps({"text": f"the fox {i}" + "\nand on" * (i % 3)}) for i in range(400))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    split = encode(open_corpus(str(tmp_path / "a.jsonl")), tokenizer, tmp_path / "out").split("heldout")
+    model = build(presets.solve("ssd", 100_000, vocab_size=tokenizer.vocab_size, seq_len=16)).eval()
+    whole = heldout(model, split, tokenizer, seq_len=16)
+    most = (split.tokens - 1) // 16 * 16 if spread else split.tokens - 1
+    part = heldout(model, split, tokenizer, seq_len=16, limit_tokens=most, spread=spread)
+    rest = split.read(part.tokens + 1, split.tokens)[:-1]  # the last ends a document
+    assert split.text_bytes > 100 and int(tokenizer.byte_counts()[line]) == 1
+    assert part.text_bytes == whole.text_bytes - int(tokenizer.byte_counts()[rest].sum())
 
 
 @pytest.mark.parametrize("carry", [False, True])

@@ -156,8 +156,8 @@ def _place(name: str) -> tuple[str, Callable[[Tensor], Tensor]]:
     """The name of a tensor in fla's format, and the function that converts it; an unknown one keeps its name."""
     layer = _LAYER.fullmatch(name)
     if layer is None or layer[2] not in _NAMES:
-        return _OUTER.get(name, name), lambda x: x
+        return _OUTER.get(name, name), torch.Tensor.contiguous
     there = f"model.layers.{layer[1]}.{_NAMES[layer[2]]}"
     if layer[2] in _TURNED:
         return there, lambda x: x.T.contiguous() if x.ndim == 2 else x
-    return there, torch.flatten if layer[2] in _FLAT else lambda x: x
+    return there, torch.flatten if layer[2] in _FLAT else torch.Tensor.contiguous

@@ -187,6 +187,7 @@ class Source:
     ) -> dict[str, Tensor]:
         """Take the tensors of our module `here`, each by its name within `there`. names: the file's names of the
         module's parts by ours, where they differ. but: our names of parts to leave out. CheckpointError: as `take`."""
+        assert self.shapes, "shapes are set before weights are taken"
         taken = {}
         for ours, shape in self.shapes.items():
             if ours.startswith(f"{here}."):
