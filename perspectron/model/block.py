@@ -301,11 +301,10 @@ class Block(nn.Module):
             read_BTD, last_BND = self.mixer_shift(read_BTD, before_BND[:, :rows], reset_BT, pad_BT)
             lasts.append(last_BND)
         masks = {"reset_BT": reset_BT, "pad_BT": pad_BT, "consume_state": consume_state}
-        (mixed_BTD, after, aux), *others = (
-            mixer(read_BTD, each, **masks, **self.handed(shared, mixer))
-            for mixer, each in zip(self.mixers, states_of(own), strict=True)
-        )
-        for other_BTD, other, more in others:
+        (first, *others), (its, *states) = self.mixers, states_of(own)
+        mixed_BTD, after, aux = first(read_BTD, its, **masks, **self.handed(shared, first))
+        for mixer, each in zip(others, states, strict=True):
+            other_BTD, other, more = mixer(read_BTD, each, **masks, **self.handed(shared, mixer))
             mixed_BTD, after, aux = mixed_BTD + other_BTD, BesideState(after, other), merged(aux, more)
         return mixed_BTD, after, lasts, aux
 

@@ -3,6 +3,7 @@
 Shapes: B batch, T time, D model width.
 """
 
+import abc
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from perspectron.util import registry
 from perspectron.util.config import MixerConfig, require
 
 
-class Mixer(nn.Module):
+class Mixer(nn.Module, abc.ABC):
     """A layer that mixes information across time steps, built from (d_model, norm_eps, config).
 
     The model initialises linear layers and scales one named `o_proj` down by the number of layers; a mixer sets all its

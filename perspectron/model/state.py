@@ -257,8 +257,10 @@ def _forks(part: object) -> bool:
 def _forked(state: Any, into: Any) -> Any:
     """A copy of a state or of a part of it, in the memory of `into` where that has the same parts."""
     leaves, spec = pytree.tree_flatten(state, is_leaf=_forks)
-    others, other = pytree.tree_flatten(into, is_leaf=_forks)
-    others = others if other == spec else leaves
+    others = leaves
+    if into is not state:
+        found, other = pytree.tree_flatten(into, is_leaf=_forks)
+        others = found if other == spec else leaves
     return pytree.tree_unflatten(map(_leaf_forked, leaves, others), spec)
 
 

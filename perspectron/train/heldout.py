@@ -77,8 +77,8 @@ def heldout(
             read_N = targets[targets != IGNORE].cpu()
             assert batch.ends_BT is not None
             ends_N = read_N[ranks.columns(batch.ends_BT)[(targets != IGNORE).cpu()]]
-            text_bytes = counts_V[read_N].sum() - counts_V[ends_N[ends_N == end]].sum()
-            found = (losses.double().sum().item(), len(read_N), int(text_bytes))
+            read_bytes = counts_V[read_N].sum() - counts_V[ends_N[ends_N == end]].sum()
+            found = (losses.double().sum().item(), len(read_N), int(read_bytes))
             sums += counts * torch.tensor(found, dtype=torch.float64)
             state = output.state if carry else None
     nats, tokens, text_bytes = ranks.all_reduce_sum(sums).tolist()

@@ -49,7 +49,8 @@ class PruneAttention:
         opened = open_model(self.run)
         model, tokenizer = opened.model, opened.tokenizer
         gates = route_gates(model)
-        whole = opened.folder.path.resolve()
+        whole = opened.folder.path
+        whole = whole if whole.name not in ("", "..") else whole.resolve()
         out = self.out or whole.with_name(f"{whole.name}-without-{self.blocks}")
         require(self.blocks is None or not out.exists(), "out", str(out), "a new folder")
         split = opened.shards(opened.folder.path).split("heldout")

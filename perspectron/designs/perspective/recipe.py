@@ -10,6 +10,7 @@ Shapes: E experts, F hidden width, D model width.
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +37,8 @@ from perspectron.train.loop import Trainer
 from perspectron.train.metrics import read_metrics
 from perspectron.train.page import PAGE, History, Shown, rendered
 from perspectron.util.config import require
-from perspectron.util.errors import CheckpointError
-from perspectron.util.files import plain, read_json, write_json, write_text
+from perspectron.util.errors import CheckpointError, NonFiniteError
+from perspectron.util.files import read_json, write_json, write_text
 from perspectron.util.schema import checked
 
 ROWS, STAGES = "stages.json", "stages"
@@ -46,11 +47,10 @@ ROUTER = ("*.route_proj.*", "*.offset_EA")
 
 class Measured(TypedDict):
     """Measurements of a finished stage: held-out loss; for each layer of experts how even their use is (Gini), the
-    share of them reached and how unlike neighbours are; and the means of these. None: no layer has experts, or, in a
-    file, a perplexity too large for a number."""
+    share of them reached and how unlike neighbours are; and the means of these. None: no layer has experts."""
 
     heldout_bits_per_byte: float
-    heldout_perplexity: float | None
+    heldout_perplexity: float
     gini: float | None
     reach: float | None
     delta: float | None
@@ -165,7 +165,7 @@ def staged(
                 checkpoint.export(folder, stands, tokenizer, changed, checkpoint.Progress())
             found = measure(folder, config, tokenizer, shards)
             rows.append(row := Row(stage=stage.name, steps=stage.steps, **found))
-            write_json(run / ROWS, plain(rows))
+            write_json(run / ROWS, rows)
             report(row)
         before = folder
     _finish(run, config, tokenizer, stages, rows[-1]["heldout_bits_per_byte"])
@@ -263,7 +263,7 @@ def align(ffn: RoutedSwiGLU) -> None:
 
 
 def measure(folder: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shards) -> Measured:
-    """Measure a finished stage."""
+    """Measure a finished stage. NonFiniteError: its loss is not finite."""
     model, _ = checkpoint.load_run(folder)
     train = config.train
     with loads(model) as load_by_layer:
@@ -277,6 +277,8 @@ def measure(folder: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shard
             spread=True,
             masked=True,
         )
+    if not math.isfinite(result.bits_per_byte):
+        raise NonFiniteError(f"{folder}: held-out loss is {result.bits_per_byte}")
     layers: dict[str, dict[str, float]] = use(load_by_layer)
     for name, ffn in experts_of(model).items():
         layers[name]["delta"] = delta(ffn)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from perspectron.experts.mixture import MixtureConfig
+from perspectron.experts.mixture import MATRICES, MixtureConfig
 from perspectron.interop.foreign import bamba, decoder, mamba2, mixture
 from perspectron.interop.foreign.decoder import GLOBAL, LINEAR
 from perspectron.interop.foreign.source import Source
@@ -66,8 +66,8 @@ def _network(source: Source, there: str, here: str, D: int, ffn: Any) -> dict[st
         }
     E, experts = ffn.experts, there.replace("shared_mlp", "block_sparse_moe")
     taken = {f"{here}.route_proj.weight": source.take(f"{experts}.router.layer.weight", E, D)}
-    names, shared = ("gate_EFD", "up_EFD", "down_EDF"), ("gate", "up", "down")
-    for name, matrix in zip(names, _matrices(source, experts, D, ffn.hidden, E), strict=True):
+    shared = "gate", "up", "down"
+    for name, matrix in zip(MATRICES, _matrices(source, experts, D, ffn.hidden, E), strict=True):
         taken[f"{here}.{name}"] = matrix
     if ffn.shared:
         for name, matrix in zip(shared, _matrices(source, there, D, ffn.shared), strict=True):

@@ -1,6 +1,5 @@
 """`perspectron perspective gate`."""
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -216,14 +215,12 @@ def experts(opened: Sequence[Opened]) -> Condition:
 
 
 def conversion(paths: Sequence[Path]) -> Condition:
-    """Perplexity after the experts became ternary over that before, of staged runs; infinite where one of them is too
-    large for a number."""
+    """Perplexity after the experts became ternary over that before, of staged runs."""
     name, bound, found = "ternary experts cost little", f"perplexity × < {TERNARY:.2f}", []
     for path in paths:
         after = {row["stage"]: row["heldout_perplexity"] for row in rows_of(path)}
         if {"differentiate", "ternary"} <= after.keys():
-            dense, ternary = after["differentiate"], after["ternary"]
-            found.append(ternary / dense if dense and ternary else math.inf)
+            found.append(after["ternary"] / after["differentiate"])
     if not found:
         return Condition(name, bound, "needs a run of the staged recipe", None)
     return Condition(name, bound, f"× {max(found):.3f}, {len(found)} runs", max(found) < TERNARY)

@@ -52,7 +52,7 @@ class ShowRoutes:
 
     run: OpenedFrom
     text: tuple[str, ...]
-    """Text files; KIND=FILE names the kind of text, which is otherwise the file's name."""
+    """Text files; NAME=FILE names the kind of text, which is otherwise the file's name."""
     out: Path | None = None
     """Folder for routes.svg and routes.json (default: RUN/routes)."""
     tokens: int = 65536
@@ -83,7 +83,7 @@ class ShowRoutes:
 
 
 def _read(source: str, tokenizer: Tokenizer, limit: int) -> _Text:
-    """Text of FILE or KIND=FILE. DataError where it is missing, no text, or shorter than 2 tokens."""
+    """Text of FILE or NAME=FILE. DataError where it is missing, no text, or shorter than 2 tokens."""
     kind, path = named_file(source, "text")
     return _Text(str(path), kind, read_tokens(path, tokenizer, limit))
 
