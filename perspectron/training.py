@@ -10,8 +10,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from perspectron import presets
 from perspectron.cli.progress import silence
 from perspectron.cli.train import Train, of_run, resumed
@@ -146,10 +144,10 @@ def train(
 
 
 def _plain(size: Any) -> Any:
-    """A size in Python's own types, where it is a number of NumPy's or a list of these."""
+    """A size in Python's own types, where it is a number of NumPy's or torch's, or a list of these."""
     if isinstance(size, list | tuple):
         return [_plain(item) for item in size]
-    return size.item() if isinstance(size, np.generic) else size
+    return size.item() if getattr(size, "ndim", None) == 0 else size
 
 
 def _settings(options: Mapping[str, Any]) -> TrainConfig:

@@ -298,6 +298,8 @@ def _summary(what: Plan) -> list[str]:
             f"OMP_NUM_THREADS is {here}; this comparison began with {s.threads} and goes on so, as other numbers of "
             "threads add in another order"
         )
+    if run.alike(what):
+        lines.append("warm-ups that are as long in a trial are tried once, as the shortest")
     return lines
 
 

@@ -94,6 +94,13 @@ def _trial_steps(plan: Plan, name: str) -> int:
     return max(1, round(plan.settings.rate_share * plan.arms[name].steps))
 
 
+def alike(plan: Plan) -> bool:
+    """True if different warm-up shares give equally long warm-ups in the trials of some arm."""
+    warmups = set(plan.settings.warmups)
+    lengths = [{warm_up(share, _trial_steps(plan, name)) for share in warmups} for name in plan.arms]
+    return any(len(those) < len(warmups) for those in lengths)
+
+
 def _apart(plan: Plan, name: str, rates: list[Rate]) -> list[Rate]:
     """The rates of an arm whose trials differ: of warm-ups with equally many updates there, the smallest share."""
     steps = _trial_steps(plan, name)

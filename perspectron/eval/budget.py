@@ -153,6 +153,8 @@ def _teaching(train: TrainConfig, device: torch.device) -> Callable[[Tensor, Ten
     if not train.teacher:
         return None
     config = checkpoint.load_config(checkpoint.run_of(Path(train.teacher))).model
+    most = config.positions or train.seq_len
+    require(train.seq_len <= most, "seq_len", train.seq_len, f"≤ {most}, positions of {train.teacher}")
     teacher = build(config).to(device).requires_grad_(False).eval()
 
     def term(logits_BTV: Tensor, ids_BT: Tensor) -> Term:

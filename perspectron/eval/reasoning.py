@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perspectron.eval.tasks import Ids, Task, empty, some
+from perspectron.util.config import require
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,14 @@ class Depo(Task):
     questions: int = 8
     names: int = 16
     fewest: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.things >= 2, "things", self.things, "≥ 2")
+        require(1 <= self.hops < self.things, "hops", self.hops, f"in [1, things - 1 = {self.things - 1}]")
+        require(1 <= self.fewest <= self.hops, "fewest", self.fewest, f"in [1, hops = {self.hops}]")
+        require(self.questions >= 1, "questions", self.questions, "≥ 1")
+        require(self.names >= self.things, "names", self.names, f"≥ things = {self.things}")
+        require(self.length >= self.room, "length", self.length, f"≥ 2 · (things + questions) = {self.room}")
 
     @property
     def room(self) -> int:
@@ -86,6 +95,13 @@ class Brevo(Task):
     things: int
     needs: int = 4
     names: int = 16
+
+    def __post_init__(self) -> None:
+        require(self.things >= 2, "things", self.things, "≥ 2")
+        require(self.needs >= 1, "needs", self.needs, "≥ 1")
+        require(self.names >= self.things, "names", self.names, f"≥ things = {self.things}")
+        least = f"≥ (2 · needs + 1) · (things - 1) + 2 = {self.room}"
+        require(self.length >= self.room, "length", self.length, least)
 
     @property
     def room(self) -> int:
@@ -152,6 +168,13 @@ class Mano(Task):
     operations: int
     modulus: int = 23
     fewest: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.modulus >= 2, "modulus", self.modulus, "≥ 2")
+        require(self.operations >= 1, "operations", self.operations, "≥ 1")
+        fits = 1 <= self.fewest <= self.operations
+        require(fits, "fewest", self.fewest, f"in [1, operations = {self.operations}]")
+        require(self.length >= self.room, "length", self.length, f"≥ 2 · operations + 3 = {self.room}")
 
     @property
     def room(self) -> int:

@@ -1,8 +1,8 @@
 """The suites of `perspectron eval RUN --suite NAME`: those of every model, and those that designs register.
 
 A suite is a module with a frozen dataclass `Options`, `measure(subject, options) -> dict` of plain JSON values, and
-`lines(result) -> list[str]` for the terminal. It is imported on first use. A design's says in `READS_TEXT`, `DRAWS` and
-`WINDOWS` what differs from a `Suite`'s defaults.
+`lines(result) -> list[str]` for the terminal. It is imported on first use. What a `Suite` says of it, a
+design's says as `READS_TEXT`, `DRAWS` and `WINDOWS`; all three are true of one that does not.
 """
 
 from dataclasses import dataclass
@@ -57,8 +57,5 @@ def suite_of(name: str) -> Suite:
     if one_of(name, names(), "suite") in SUITES:
         return SUITES[name]
     place, code = registry.places("suites")[name], registry.part("suites", name)
-    told = {
-        field: getattr(code, field.upper(), getattr(Suite, field))
-        for field in ("reads_text", "draws", "windows")
-    }
-    return Suite(place, **told)
+    own = {"reads_text": True, "draws": True, "windows": True}
+    return Suite(place, **{field: getattr(code, field.upper(), known) for field, known in own.items()})

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perspectron.data.loader import IGNORE
-from perspectron.util.config import at_least, require
+from perspectron.util.config import one_of, require
 
 Ids = NDArray[np.int64]
 
@@ -33,19 +33,15 @@ POWER = 0.01  # exponent of zoology's law of gaps: the density of a gap g is as 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A task. Its sizes are fields. length: T, with room for the others. theory: what is known of which models solve
-    it. follows: answers are measured in the second half alone, as texts have so few different beginnings that training
-    has seen most of them, with their answers."""
+    """A task. Its sizes are fields, checked when it is made. length: T. theory: what is known of which models solve it.
+    follows: answers are measured in the second half alone, as texts have so few different beginnings that training has
+    seen most of them, with their answers."""
 
     name: ClassVar[str]
     about: ClassVar[str]
     theory: ClassVar[str]
     follows: ClassVar[bool] = False
     length: int
-
-    def __post_init__(self) -> None:
-        at_least(1, self, *(name for name, size in self.sizes().items() if isinstance(size, int)))
-        require(self.length >= self.room, "length", self.length, f"≥ {self.room}, which its other sizes need")
 
     @abstractmethod
     def counts(self) -> tuple[int, int]:
@@ -87,7 +83,7 @@ class Task(ABC):
     @property
     def room(self) -> int:
         """Tokens that a text of these sizes needs at least."""
-        return 2
+        return 1
 
     def shorter(self, times: int) -> Self:
         """An easier task in the same ids: length and what there is to remember are divided by `times`. Two pairs or
@@ -125,6 +121,13 @@ class MQAR(Task):
     keys: int = 64
     values: int = 64
     gaps: Literal["power", "uniform"] = "power"
+
+    def __post_init__(self) -> None:
+        one_of(self.gaps, ("power", "uniform"), "gaps")
+        require(self.pairs >= 1, "pairs", self.pairs, "≥ 1")
+        require(self.keys >= self.pairs, "keys", self.keys, f"≥ pairs = {self.pairs}")
+        require(self.values >= self.pairs, "values", self.values, f"≥ pairs = {self.pairs}")
+        require(self.length >= self.room, "length", self.length, f"≥ 3 · pairs = {self.room}")
 
     @property
     def room(self) -> int:
@@ -166,6 +169,11 @@ class SelectiveCopy(Task):
     letters: int
     kinds: int = 16
 
+    def __post_init__(self) -> None:
+        require(self.letters >= 1, "letters", self.letters, "≥ 1")
+        require(self.kinds >= 2, "kinds", self.kinds, "≥ 2")
+        require(self.length >= self.room, "length", self.length, f"≥ 2 · letters = {self.room}")
+
     @property
     def room(self) -> int:
         return 2 * self.letters
@@ -206,9 +214,18 @@ class Needle(Task):
     values: int = 16
     words: int = 32
 
+    def __post_init__(self) -> None:
+        require(self.facts >= 1, "facts", self.facts, "≥ 1")
+        require(self.length >= self.room, "length", self.length, f"≥ 3 · facts = {self.room}")
+        for name in ("keys", "values"):
+            require(getattr(self, name) >= self.facts, name, getattr(self, name), f"≥ facts = {self.facts}")
+        require(self.words >= 1, "words", self.words, "≥ 1")
+        fits = self.distance is None or 2 <= self.distance < self.length
+        require(fits, "distance", self.distance, f"in [2, length - 1 = {self.length - 1}]")
+
     @property
     def room(self) -> int:
-        return max(3 * self.facts, 1 + (self.distance or 0))
+        return 3 * self.facts
 
     def counts(self) -> tuple[int, int]:
         return self.keys + self.values + self.words, self.values

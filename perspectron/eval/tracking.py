@@ -16,6 +16,7 @@ import numpy as np
 
 from perspectron.data.loader import IGNORE
 from perspectron.eval.tasks import Ids, Task, empty
+from perspectron.util.config import require
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Permutations(Task):
         "nonlinear recurrence does both with one state"
     )
     n: int = 3
+
+    def __post_init__(self) -> None:
+        require(2 <= self.n <= 5, "n", self.n, "in [2, 5]")
+        require(self.length >= 2, "length", self.length, "≥ 2")
 
     def counts(self) -> tuple[int, int]:
         return math.factorial(self.n), math.factorial(self.n)
@@ -69,6 +74,9 @@ class Parity(Task):
         "one bit of state, for a recurrence that can flip it: gates in (0, 1) cannot (Grazzi et al. 2024, arXiv "
         "2411.12537), nor does attention generalise past the lengths it saw (Hahn 2020, arXiv 1906.06755)"
     )
+
+    def __post_init__(self) -> None:
+        require(self.length >= 2, "length", self.length, "≥ 2")
 
     def counts(self) -> tuple[int, int]:
         return 2, 2
@@ -102,9 +110,11 @@ class Brackets(Task):
     depth: int = 8
     reach: int = 8
 
-    @property
-    def room(self) -> int:
-        return max(4, self.reach + 1)
+    def __post_init__(self) -> None:
+        require(self.kinds >= 2, "kinds", self.kinds, "≥ 2")
+        require(self.depth >= 2, "depth", self.depth, "≥ 2")
+        require(self.length >= 4, "length", self.length, "≥ 4")
+        require(2 <= self.reach < self.length, "reach", self.reach, f"in [2, length - 1 = {self.length - 1}]")
 
     def counts(self) -> tuple[int, int]:
         return 2 * self.kinds, self.kinds

@@ -152,9 +152,9 @@ def test_a_mistake_is_one_line(run, arguments, named, capsys):
 @pytest.mark.parametrize(
     ("told", "refused"),
     [
-        ({}, ["seed"]),
-        ({"DRAWS": True, "WINDOWS": False}, ["seq_len"]),
-        ({"READS_TEXT": False}, ["seed", "seq_len", "data"]),
+        ({}, []),
+        ({"WINDOWS": False}, ["seq_len"]),
+        ({"DRAWS": False, "READS_TEXT": False}, ["seed", "seq_len", "data"]),
     ],
     ids=str,
 )

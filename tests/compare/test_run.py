@@ -334,6 +334,7 @@ def test_the_next_rate_is_tried_while_the_best_is_the_last_and_warm_ups_that_are
                 best = {"transformer": 1e-2, "adr": 9.0}[cell.arm]
                 lines(cell, abs(math.log(cell.rate.lr / best)) + cell.rate.warmup)
 
+    assert run.alike(plan)
     rates, tried = run.choose_rates(tmp_path, plan, train)
     assert len(trained) == len(set(trained))
     assert {rate.warmup for _, rate in trained} == {0.05, 0.6}

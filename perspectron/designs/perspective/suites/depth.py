@@ -28,7 +28,7 @@ from perspectron.util.hooks import hooked
 from perspectron.util.stats import Floats
 from perspectron.util.streams import stream
 
-DRAWS, WINDOWS = True, False  # whole files are read
+WINDOWS = False  # whole files are read
 BINS = 8  # of a decay, with equally many tokens each
 RIDGE = 1e-2
 PAIRS, CONTEXT, CHANGED = 64, 32, 16  # windows of so many tokens, of which one is changed

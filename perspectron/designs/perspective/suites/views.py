@@ -30,7 +30,6 @@ from perspectron.util.config import require
 from perspectron.util.errors import DataError
 from perspectron.util.stats import Floats
 
-DRAWS = True
 BANDS = 4
 
 
