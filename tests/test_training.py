@@ -100,7 +100,7 @@ def test_a_run_from_anothers_weights_is_called_after_its_text():
 
 
 def test_a_size_of_none_is_the_usual_one():
-    sizes = {"layers": np.int64(2), "d_model": 16, "vocab_size": 300, "kv_heads": None}
+    sizes = {"layers": np.int64(2), "d_model": np.array(16), "vocab_size": 300, "kv_heads": None}
     made = perspectron.train(text=TEXT, steps=1, design="transformer", sizes=sizes, seq_len=16, quiet=True)
     assert len(made.model.config.blocks) == 2
 

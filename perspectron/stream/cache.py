@@ -90,7 +90,7 @@ class ShardCache(AbstractContextManager["ShardCache"]):
     @contextlib.contextmanager
     def get(self, layer: int, expert: int, *, asked: bool = True) -> Iterator[Shard]:
         """The expert's weights, pinned while the context is open; after it, they may be overwritten. asked: False for
-        one that is copied because of a hint, which counts as no request.
+        one that is copied because of a hint, which counts as no request where it is there.
 
         ShardError: it cannot be read. A later request tries again.
         """

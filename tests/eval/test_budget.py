@@ -113,6 +113,18 @@ def test_the_pass_of_a_teacher_is_timed_too(monkeypatch, tmp_path, vocab_size):
     assert set(read) == {3} and len(read) > 1
 
 
+def test_a_teacher_without_the_positions_is_refused_by_the_length_of_windows(tmp_path):
+    step = tmp_path / "checkpoints" / "step-00000001"
+    step.mkdir(parents=True)
+    (step / INDEX).write_text("{}")
+    model = presets.small("gpt2", vocab_size=300, d_model=32, layers=1, seq_len=16)
+    save_config(tmp_path, RunConfig(model, TrainConfig()))
+    train = TrainConfig(batch_size=2, seq_len=32, dtype="float32", device="cpu", teacher=str(tmp_path))
+    with refused(ConfigError, "seq_len", 32, allowed := model.positions, tmp_path):
+        budget.seconds_of(presets.get("transformer-tiny", vocab_size=300), train)
+    assert allowed == 16
+
+
 def test_a_run_of_no_design_is_settled_where_it_begins_with_its_weights(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("One line of many.\n" * 3000)
     corpus = open_corpus(str(tmp_path / "text.txt"), 0.1)
