@@ -76,14 +76,14 @@ def _config(place: Place) -> ModelConfig:
 
 class HostExperts:
     """Takes the place of a cache: HELD experts in host memory, which stand for all. resident: its memory may be pinned;
-    else it is brought by way of the pinned buffers. Counts what is asked for."""
+    else it is brought by way of the pinned buffers. Counts what is brought."""
 
     def __init__(self, layout: ExpertLayout, memories: list[Any], resident: bool) -> None:
         self.layout, self.resident, self.asked = layout, resident, 0
         self._shards = [layout.shard(memory) for memory in memories]
 
     @contextmanager
-    def get(self, layer: int, expert: int) -> Iterator[Shard]:
+    def get(self, layer: int, expert: int, *, asked: bool = True) -> Iterator[Shard]:
         self.asked += 1
         yield self._shards[(7 * layer + expert) % len(self._shards)]
 
@@ -95,6 +95,9 @@ class HostExperts:
 
     def holds(self, layer: int, expert: int) -> bool:
         return True
+
+    def served(self, layer: int, expert: int) -> None:
+        pass
 
 
 class OnDevice(HostExperts):

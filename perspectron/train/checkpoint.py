@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
@@ -88,6 +88,13 @@ class Checkpoint:
     config: RunConfig
     tokenizer: str
     files: dict[str, Record]
+
+
+class Known(NamedTuple):
+    """A run's config, as values of its JSON and validated."""
+
+    values: dict[str, Any]
+    config: RunConfig
 
 
 def folder(run: Path) -> Path:
@@ -183,16 +190,20 @@ def paths(run: Path) -> list[Path]:
     return there
 
 
-def read(path: Path) -> Checkpoint:
+def read(path: Path, known: Known | None = None) -> Checkpoint:
     """The checkpoint in a folder; CheckpointError unless its index is as it was written. The other files are not
-    verified yet."""
+    verified yet. known: the run's config; a checkpoint with the same one is not validated anew."""
     where = path / INDEX
     values = read_json(safe_join(path, INDEX, CheckpointError), CheckpointError)
     index = checked(values, _Index, CheckpointError, where)
     if index.digest != _digest(values):
         raise CheckpointError(f"{where}: damaged, it does not match its digest")
     try:
-        config = run_config(index.config, where)
+        config = (
+            known.config
+            if known and repr(known.values) == repr(index.config)
+            else run_config(index.config, where)
+        )
     except ConfigError as error:
         raise CheckpointError(f"{error}") from None
     if not ({MODEL} <= index.files.keys() <= {MODEL, TRAINING} or _of_ranks(index.files)):
@@ -226,11 +237,13 @@ def found_in(run: Path) -> list[Checkpoint]:
     return _readable(paths(run))[0]
 
 
-def _readable(folders: list[Path]) -> tuple[list[Checkpoint], list[CheckpointError]]:
+def _readable(
+    folders: list[Path], known: Known | None = None
+) -> tuple[list[Checkpoint], list[CheckpointError]]:
     there, errors = [], []
     for path in folders:
         try:
-            there.append(read(path))
+            there.append(read(path, known))
         except CheckpointError as error:
             errors.append(error)
     return there, errors
@@ -318,13 +331,18 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 def load_config(run: Path) -> RunConfig:
     """The resolved config of a run; CheckpointError if there is none."""
+    return _known(run).config
+
+
+def _known(run: Path) -> Known:
+    """A run's config.json, validated once."""
     there = (run / "config.json").is_file()
     values = read_json(run / "config.json", CheckpointError) if there else None
     if run.suffix == ".gguf" or (isinstance(values, dict) and "architectures" in values):
         raise CheckpointError(f"no run at {run}, but a model of others: perspectron import {run} --out DIR")
     if values is None:
         raise CheckpointError(f"no run at {run}{meant_beside(run)}")
-    return run_config(values, run / "config.json")
+    return Known(values, run_config(values, run / "config.json"))
 
 
 def save_config(run: Path, config: RunConfig) -> None:
@@ -361,9 +379,9 @@ def open_run(run: Path) -> OpenedRun:
     its tokenizer is missing or damaged, or no checkpoint is valid.
     """
     one, run = (run / INDEX).exists(), run_of(given := run)
-    config, tokenizer = load_config(run), Tokenizer.load(run / "tokenizer.json")
-    there, errors = _readable([given] if one else paths(run))
-    model = shape_of(config.model)
+    known, tokenizer = _known(run), Tokenizer.load(run / "tokenizer.json")
+    there, errors = _readable([given] if one else paths(run), known)
+    model = shape_of(known.config.model)
     require_memory(model)
     if there:  # the best last, as the last is tried first
         there.append(there.pop(there.index(best_of(there))))
@@ -375,5 +393,5 @@ def open_run(run: Path) -> OpenedRun:
             continue
         if errors:
             warnings.warn(f"{errors[0]}; using {checkpoint.path.name}", stacklevel=2)
-        return OpenedRun(run, config, checkpoint, model.eval(), tokenizer)
+        return OpenedRun(run, known.config, checkpoint, model.eval(), tokenizer)
     raise errors[0] if errors else CheckpointError(f"{folder(run)}: no checkpoint in it")
