@@ -415,7 +415,7 @@ def _require_cpp_compiler() -> None:
 
     try:
         get_cpp_compiler()
-    except InvalidCxxCompiler as error:
+    except (InvalidCxxCompiler, OSError) as error:  # OSError: CXX names what cannot be run
         raise BackendError(
             "torch.compile found no C++ compiler. Install one, name it in CXX, or train without compile"
         ) from error

@@ -345,12 +345,14 @@ def test_measuring_the_precision_leaves_no_trace(runs, tmp_path, model):
     assert auto.model.fingerprint() == told.model.fingerprint()
 
 
-def test_compile_without_a_compiler_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize("named", ["/nowhere", "/", ""])
+def test_compile_without_a_compiler_is_refused_by_name(tmp_path, named):
     """In another process: torch remembers a compiler that it found."""
     text = tmp_path / "text.txt"
     text.write_text("Some text to train on, and more of it. " * 400)
     code = (
-        "import os, sys; os.environ['PATH'] = os.environ['CXX'] = '/nowhere'; from perspectron.cli.main import main;"
+        f"import os, sys; os.environ['PATH'] = '/nowhere'; os.environ['CXX'] = {named!r};"
+        "from perspectron.cli.main import main;"
         f"sys.exit(main(['train', '--data', {str(text)!r}, '--out', {str(tmp_path / 'run')!r}, '--preset', 'gla-tiny',"
         "'--steps', '2', '--seq-len', '32', '--compile']))"
     )
