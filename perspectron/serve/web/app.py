@@ -116,6 +116,7 @@ class App:
         headers = {
             "Content-Length": str(os.fstat(file.fileno()).st_size),
             "Content-Disposition": f'attachment; filename="{id}.state"',
+            "Accept-Ranges": "none",
         }
         return StreamingResponse(_pieces(file), media_type="application/octet-stream", headers=headers)
 
