@@ -168,10 +168,7 @@ def _clear(out: Path, kept: Container[str] = ()) -> None:
     sources = [name for one in before if isinstance(one, Mixed) for name in one.sources if name not in kept]
     shards = [f"{split}-[0-9][0-9][0-9][0-9][0-9].{kind}" for split in SPLITS for kind in get_args(disk.Kind)]
     try:
-        for name in (MANIFEST, *shards):  # without a manifest no reader takes the rest for complete
-            for old in out.glob(name):
-                remove(old)
-        for name in sources:
+        for name in sources:  # while the manifest or the journal names them
             folder = disk.named(out, name)
             if folder.is_dir():
                 sweep(folder)
@@ -179,7 +176,9 @@ def _clear(out: Path, kept: Container[str] = ()) -> None:
                     _clear(folder)
                 with contextlib.suppress(OSError):  # not empty
                     folder.rmdir()
-        remove(out / JOURNAL)  # last, as it names the sources
+        for name in (MANIFEST, JOURNAL, *shards):  # without a manifest no reader takes the rest for complete
+            for old in out.glob(name):
+                remove(old)
     except OSError as error:
         raise StorageError(f"{out}: old shards not deleted ({error.strerror})") from error
 

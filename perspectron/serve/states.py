@@ -95,12 +95,12 @@ class States:
             raise Missing(f"state {name!r} is not there; there are: {known}")
         return path
 
-    def open(self, name: str) -> BinaryIO:
-        """The file of a saved state to read, which stays as it is when the state is deleted or saved anew meanwhile.
-        Missing as `found`."""
+    def there(self, name: str) -> tuple[Path, os.stat_result]:
+        """The file of a saved state, and what the system knows of it. Missing as `found`, also where it was deleted
+        meanwhile."""
         path = self.found(name)
         try:
-            return open(path, "rb")
+            return path, path.stat()
         except FileNotFoundError:
             raise Missing(f"state {name!r} is not there; it was deleted meanwhile") from None
 

@@ -48,7 +48,7 @@ def heldout(
     start of a document. With `masked` the model is told of padding, which matters to what counts tokens.
     `dtype`: of autocast. Ranks share the batches, and each has the sum of all. Bytes are those of the text where all of
     a split is read; of a part they are those of its tokens, which a normaliser may have changed, without the ends of
-    documents.
+    documents. Where these are text elsewhere, as a line end, one that a text itself ends with is left out, too.
     """
     require_targets(split, seq_len, limit_tokens, spread)
     counts_V, end = torch.from_numpy(np.asarray(tokenizer.byte_counts())), tokenizer.specials.end

@@ -2,17 +2,16 @@
 
 import asyncio
 import contextlib
-import os
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -110,15 +109,12 @@ class App:
         about = await saved(served.states, body.id, session)
         return JSONResponse(asdict(about), 201)
 
-    async def download(self, id: schema.Name, model: schema.Name = "") -> StreamingResponse:
-        """The file of a state, as it is when it is asked for."""
-        file = await asyncio.to_thread(self.served(model).states.open, id)
-        headers = {
-            "Content-Length": str(os.fstat(file.fileno()).st_size),
-            "Content-Disposition": f'attachment; filename="{id}.state"',
-            "Accept-Ranges": "none",
-        }
-        return StreamingResponse(_pieces(file), media_type="application/octet-stream", headers=headers)
+    async def download(self, id: schema.Name, model: schema.Name = "") -> FileResponse:
+        """The file of a state."""
+        path, stat = await asyncio.to_thread(self.served(model).states.there, id)
+        return FileResponse(
+            path, media_type="application/octet-stream", filename=f"{id}.state", stat_result=stat
+        )
 
     async def upload(self, id: schema.Name, request: Request, model: schema.Name = "") -> JSONResponse:
         """Keep the file of a state from elsewhere, if it is one of this model."""
@@ -398,13 +394,6 @@ def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:
         )  # a new version's files belong together
 
     return file
-
-
-def _pieces(file: BinaryIO) -> Iterator[bytes]:
-    """What is in a file, which is closed then."""
-    with file:
-        while piece := file.read(1 << 20):
-            yield piece
 
 
 def _largest_upload() -> int:
