@@ -6,7 +6,8 @@ What is measured, by layer: of attention, the share that a head gives to that pl
 mixer, how often a linear probe of its output, fitted on other texts, names the token that came next (of 64); and of the
 model, how many nats the second telling is cheaper by, and its loss on text that it does not train on. A token that has
 the one before it in its key is found in one step, else it takes a layer that writes it there. With --json results are
-written after each arm, and a call that finds the file does only what it lacks.
+written after each arm, and a call that finds the file does only what it lacks. With --trained the models of these runs
+are looked at instead, such as those of `perspectron scale`.
 """
 
 import tempfile
@@ -25,6 +26,7 @@ from perspectron import presets
 from perspectron.data import Shards, Tokenizer, encode, made_in, open_corpus, open_shards
 from perspectron.model import cache
 from perspectron.model.model import LanguageModel
+from perspectron.opening import open_model
 from perspectron.presets.rates import rate, warmup
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.heldout import heldout
@@ -138,6 +140,22 @@ def trained(
     return found
 
 
+def looked(run: Path) -> dict[str, Any]:
+    """What the model of a run does, and what it is: its design, parameters, tokens of training, and seed."""
+    opened = open_model(run)
+    if opened.checkpoint is None:
+        raise SystemExit(f"{run}: is an artifact, need a run")
+    model, config = opened.model, opened.checkpoint.config
+    about = {"design": config.model.name, "parameters": common.parameters(model)}
+    about |= {"tokens": opened.checkpoint.progress.tokens, "seed": config.train.seed}
+    return about | look(model, opened.tokenizer.vocab_size)
+
+
+def told(arm: str, seed: int, seen: dict[str, Any]) -> str:
+    text = f"{arm}, seed {seed}: named {max(seen['named']):.2f}, {seen['nats']:.2f} nats cheaper"
+    return text + (f", a head gives it {max(seen['after']):.2f}" if seen["after"] else "")
+
+
 def picture(arms: dict[str, list[list[dict[str, Any]]]]) -> str:
     """By updates, means over seeds: the best head, the probe's best layer, what the second telling gains, and the
     loss."""
@@ -172,9 +190,16 @@ def main() -> None:
     parser.add_argument("--params", type=int, default=300_000, help="(%(default)s)")
     parser.add_argument("--data", default="stdlib", help="(%(default)s)")
     parser.add_argument("--figure", type=Path, help="draw it here, too")
+    parser.add_argument("--trained", nargs="+", type=Path, metavar="RUN", help="look at these runs instead")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)
+    if args.trained:
+        report = common.Report(args, TESTS, dtype="float32", shapes=f"{len(args.trained)} runs")
+        runs = [looked(run) for run in args.trained]
+        report.say(*(told(f"{x['design']}, {x['parameters']:,} parameters", x["seed"], x) for x in runs))
+        report.finish({"runs": runs})
+        return
     looks, vocabulary = LOOKS, 1024
     if args.quick:
         args.arms, args.params, args.repeats = ["transformer[shift=k]", "kda"], 60_000, 1
@@ -195,9 +220,7 @@ def main() -> None:
                 run = Path(scratch) / f"{len(known)}-{args.arms.index(arm)}"
                 known.append(trained(arm, seed, run, tokenizer, shards, args.params, looks))
                 last = known[-1][-1] = report.stamped(known[-1][-1])
-                text = f"named {max(last['named']):.2f}, {last['nats']:.2f} nats cheaper"
-                text += f", a head gives it {max(last['after']):.2f}" if last["after"] else ""
-                report.say(f"{arm}, seed {seed}: {text}")
+                report.say(told(arm, seed, last))
                 report.keep({"arms": arms})
     if args.figure:
         args.figure.write_text(picture(arms), encoding="utf-8")

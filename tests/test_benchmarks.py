@@ -21,8 +21,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import perspectron
 from benchmarks import common
 from perspectron import presets
+from perspectron.data import Tokenizer
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.convert.config import ConvertConfig
@@ -384,6 +386,22 @@ def test_runs_that_are_converted_on_are_those_that_were_asked_for(tmp_path, monk
         with refused(SystemExit, made, name):
             convert.converted(tmp_path, out, arm, tokens, dtype)
     assert len(ran) == 2
+
+
+def test_a_trained_run_is_looked_at_as_it_is(tmp_path, monkeypatch):
+    """An untrained model gives a place no more than its share and gains nothing by a second telling."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    why, tokenizer = (
+        importlib.import_module("why"),
+        Tokenizer.train(["to be or not to be, that is the question. "] * 9, 300),
+    )
+    config = presets.get("transformer-tiny", vocab_size=tokenizer.vocab_size, d_model=32, layers=2)
+    perspectron.save(model := perspectron.build(config), tokenizer, tmp_path / "run")
+    found = why.looked(tmp_path / "run")
+    assert (found["design"], found["tokens"]) == ("transformer-tiny", 0)
+    assert found["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert len(found["after"]) == len(found["before"]) == len(found["named"]) == 2
+    assert 0 < max(found["after"]) < 0.05 and abs(found["nats"]) < 0.1
 
 
 def test_what_a_chat_begins_with_has_nothing_of_what_the_user_says(monkeypatch):
