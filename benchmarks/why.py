@@ -6,15 +6,17 @@ What is measured, by layer: of attention, the share that a head gives to that pl
 mixer, how often a linear probe of its output, fitted on other texts, names the token that came next (of 64); and of the
 model, how many nats the second telling is cheaper by, and its loss on text that it does not train on. A token that has
 the one before it in its key is found in one step, else it takes a layer that writes it there. With --json results are
-written after each arm, and a call that finds the file does only what it lacks. With --trained the models of these runs
-are looked at instead, such as those of `perspectron scale`.
+written after each arm, and a call that finds the file does only what it lacks. With --trained the models of
+trainings by `perspectron scale` are looked at instead, and their losses on the same batches are told.
 """
 
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import common
@@ -36,13 +38,15 @@ from perspectron.util import plot
 from perspectron.util.config import load
 
 TESTS = ("tests/model/test_near.py",)
+BOTH = "transformer[shift=k+v+network,first_values=true]"
 ARMS = (
     "transformer", "transformer[shift=k]", "transformer[shift=x+network]", "transformer[shift=k+v+network]",
-    "transformer[input_conv=k]", "transformer[shift=k+v+network,first_values=true]", "kda", "kda[shift=k]", "rwkv7",
+    "transformer[input_conv=k]", BOTH, "kda", "kda[shift=k]", "rwkv7",
     "perspective2",
 )  # fmt: skip
 LETTERS, LENGTH, ROWS = 64, 64, 64
 RIDGE = 1e-2
+MEAN = 128  # updates whose losses are told as one
 READ = 1 << 15  # tokens of dev by which the loss is told
 LOOKS = (0, 15, 30, 61, 122, 183, 244, 305, 366, 427, 488)
 
@@ -141,14 +145,49 @@ def trained(
 
 
 def looked(run: Path) -> dict[str, Any]:
-    """What the model of a run does, and what it is: its design, parameters, tokens of training, and seed."""
+    """What a model of a scaling study does, and what it is: its point in the study, design, parameters, tokens of
+    training, and seed; losses: by tokens read, the mean of nats over each MEAN updates, before them."""
     opened = open_model(run)
     if opened.checkpoint is None:
         raise SystemExit(f"{run}: is an artifact, need a run")
     model, config = opened.model, opened.checkpoint.config
     about = {"design": config.model.name, "parameters": common.parameters(model)}
     about |= {"tokens": opened.checkpoint.progress.tokens, "seed": config.train.seed}
-    return about | look(model, opened.tokenizer.vocab_size)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = {line["step"]: (line["tokens"], line["loss"]) for line in lines if "loss" in line}
+    taken = [steps[step] for step in sorted(steps)]
+    parts = [taken[at : at + MEAN] for at in range(0, len(taken) - MEAN + 1, MEAN)]
+    losses = [[part[-1][0], round(fmean(loss for _, loss in part), 4)] for part in parts]
+    found = look(model, opened.tokenizer.vocab_size)
+    return {"point": run.parents[2].name} | about | found | {"losses": losses}
+
+
+def leads(runs: list[dict[str, Any]]) -> str:
+    """By tokens read, how much lower the loss is with both parts than without, on the same batches: for each point of
+    the study, means over seeds."""
+    losses = {(x["point"], x["design"], x["seed"]): x["losses"] for x in runs}
+    points = sorted({(x["tokens"], x["point"]) for x in runs if x["design"] == ARMS[0]})
+    lines = []
+    for number, point in enumerate(dict.fromkeys(point for _, point in points)):
+        pairs = [
+            list(zip(plain, losses[point, BOTH, seed], strict=False))
+            for (its, arm, seed), plain in losses.items()
+            if its == point and arm == ARMS[0] and (point, BOTH, seed) in losses
+        ]
+        if pairs:
+            ahead = [[plain[1] - both[1] for plain, both in at] for at in zip(*pairs, strict=False)]
+            read = [at[0][0] / 1e6 for at, *_ in zip(*pairs, strict=False)]
+            means = [(tokens, fmean(each)) for tokens, each in zip(read, ahead, strict=True)]
+            lines.append(
+                plot.Line(
+                    f"{point.split('-')[0]} parameters",
+                    means,
+                    number,
+                    [(min(each), max(each)) for each in ahead],
+                )
+            )
+    y = "training loss without both parts, less with them, nats"
+    return plot.draw([plot.Chart("the lead of both parts", "millions of tokens read", y, lines, log_x=True)])
 
 
 def told(arm: str, seed: int, seen: dict[str, Any]) -> str:
@@ -198,6 +237,8 @@ def main() -> None:
         report = common.Report(args, TESTS, dtype="float32", shapes=f"{len(args.trained)} runs")
         runs = [looked(run) for run in args.trained]
         report.say(*(told(f"{x['design']}, {x['parameters']:,} parameters", x["seed"], x) for x in runs))
+        if args.figure:
+            args.figure.write_text(leads(runs), encoding="utf-8")
         report.finish({"runs": runs})
         return
     looks, vocabulary = LOOKS, 1024

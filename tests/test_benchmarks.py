@@ -396,8 +396,13 @@ def test_a_trained_run_is_looked_at_as_it_is(tmp_path, monkeypatch):
         Tokenizer.train(["to be or not to be, that is the question. "] * 9, 300),
     )
     config = presets.get("transformer-tiny", vocab_size=tokenizer.vocab_size, d_model=32, layers=2)
-    perspectron.save(model := perspectron.build(config), tokenizer, tmp_path / "run")
-    found = why.looked(tmp_path / "run")
+    perspectron.save(
+        model := perspectron.build(config), tokenizer, run := tmp_path / "60k-20" / "cells" / "a" / "0"
+    )
+    losses = [{"step": step, "tokens": 10 * step, "loss": float(step)} for step in (*range(1, 301), 300)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in (*losses, {"step": 300})))
+    found = why.looked(run)
+    assert found["point"] == "60k-20" and found["losses"] == [[1280, 64.5], [2560, 192.5]]
     assert (found["design"], found["tokens"]) == ("transformer-tiny", 0)
     assert found["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert len(found["after"]) == len(found["before"]) == len(found["named"]) == 2
