@@ -118,7 +118,8 @@ INTERPRETATION = (
           of(_growth, 1 << 20)),
     Claim("adr-transformer", "§4, our reading", "Transformer-like flexibility",
           worded("at most 0.01 higher loss than the transformer's", *trained.NO_HIGHER),
-          trained.versus("adr", "transformer"),
+          trained.beside("adr", "transformer", "parts/transformer",
+                         "with the transformer's rate chosen at more tokens"),
           command=command("reference/results")),
 )
 

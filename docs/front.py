@@ -56,8 +56,10 @@ BETTER = "Transformer, at 4e-3"
 """The transformer of `parts`, whose rate was chosen at three tenths of the tokens: the reference of the table."""
 AFTER = "transformer, Muon, all parts, 72 tokens"
 """The row of the clean split after which the one stands that was read later."""
-ELSEWHERE = (AFTER,)
+ELSEWHERE = (AFTER, "perspective2, Muon, kv_heads 1, window 256")
 """Rows of the clean split that stand in results/README.md alone."""
+SAID = {"rwkv7": "rwkv7, both parts", "kda": "kda, neither part"}
+"""What the names of rows in the results do not say."""
 PARTS = (
     "transformer", "perspective2-2M", "lens2-2M", "hgrn2-2M", "kda-2M", "gdn-2M", "gla-2M", "ssd-2M", "adr2-2M",
 )  # fmt: skip
@@ -133,7 +135,7 @@ def clean_table(measured: Measured) -> str:
 
 def _called(name: str) -> str:
     """A row's name as typed, with its design's title, in bold for ours."""
-    design, comma, rest = name.partition(",")
+    design, comma, rest = SAID.get(name, name).partition(",")
     words = title(design) + comma + rest
     return f"**{words}**" if _ours(design) else words
 

@@ -4,7 +4,8 @@ import json
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
+from statistics import fmean
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -12,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from perspectron.compare.scaling import lowest  # noqa: E402
+from perspectron.util import stats  # noqa: E402
 
 SEARCHES = ROOT / "results" / "recipes" / "rates.json"
 DRAWS = 2000
@@ -58,10 +60,19 @@ def interval(recipes: list[list[Best]], by_tokens: bool = False) -> list[list[fl
     return np.percentile(drawn, [2.5, 97.5], axis=0).T.tolist()
 
 
+def own(recipes: list[list[Best]]) -> tuple[float, float, float]:
+    """The mean of the exponents of single recipes, and its 95% by Student's t."""
+    found = [exponents([points])[0] for points in recipes]
+    low, high = cast("stats.Span", stats.interval(found))
+    return fmean(found), low, high
+
+
 if __name__ == "__main__":
     known = read()
     for name, points in known.items():
-        print(name, *(f"{at.parameters:,} × {at.tokens:,}: {at.rate:.4f}" for at in points), sep="\n  ")
+        print(f"{name}: N^{exponents([points])[0]:.2f}")
+        print(*(f"  {at.parameters:,} × {at.tokens:,}: {at.rate:.4f}" for at in points), sep="\n")
+    print("each recipe by itself: N^{:.2f} ({:.2f} to {:.2f})".format(*own(list(known.values()))))
     for by_tokens in (False, True):
         recipes = list(known.values())
         for name, mean, span in zip(

@@ -111,8 +111,8 @@ def versus(first: str, second: str, file: str = "reference/results") -> Measure:
 
 
 def beside(first: str, second: str, file: str, note: str) -> Measure:
-    """`versus`, and with it, without a say in the verdict, the same against the second design's runs in another file.
-    note: how those differ. Where that file is not there, `versus` alone."""
+    """`versus`, and with it, without a say in the verdict, the same with the runs of one of them in another file. note:
+    how those differ. Where that file is not there, `versus` alone."""
 
     def measure(results: Results) -> Evidence:
         found, path = versus(first, second)(results), results.path(file)
@@ -120,8 +120,9 @@ def beside(first: str, second: str, file: str, note: str) -> Measure:
         if not found.values or not path.is_file():
             return found
         theirs = read_json(path, DataError)
-        own = {cell["seed"]: cell for cell in theirs["designs"][second]["cells"]}
-        both = {first: cells(results, "reference/results", first), second: own}
+        both = {name: cells(results, "reference/results", name) for name in (first, second)}
+        name = second if second in theirs["designs"] else first
+        both[name] = {cell["seed"]: cell for cell in theirs["designs"][name]["cells"]}
         other = compared(both, lambda cell: cell["heldout_bits_per_byte"], theirs["plan"], "")
         return replace(found, shown=f"{found.shown}; {note} (results/{file}.json): {other.shown}")
 

@@ -16,7 +16,8 @@ Put measured points here."""
 OTHER = 4e-3  # for designs that are not in RATES; GPT-2, ADR and Lens were found to need it
 FALL = -0.4
 """Exponent of the parameters in units of SIZE, from 27 searches by six recipes at 75,000 to 2 M parameters:
-−0.39, −0.44 to −0.33 (`python docs/rates.py`, docs/designs/baselines.md#rates-and-sizes). Beyond 2 M not checked."""
+−0.39; the recipes' own have a mean of −0.44, −0.64 to −0.24 (`python docs/rates.py`,
+docs/designs/baselines.md#rates-and-sizes). Beyond 2 M not checked."""
 SEARCHED = 3_000_000  # tokens of the trainings for which RATES hold
 LONGER = -0.32
 """Exponent of the tokens beyond SEARCHED, with batches of one size: not measured here, but remembered of larger models

@@ -25,7 +25,8 @@ def fixed(number: float, digits: int = 3) -> str:
 
 @_of_known
 def signed(number: float, digits: int = 3) -> str:
-    return f"{0:.{digits}f}" if round(number, digits) == 0 else f"{number:+.{digits}f}"
+    """With its sign, also where it rounds to zero: −0.000 is below zero, 0.000 is zero."""
+    return f"{number:+.{digits}f}" if number else f"{0:.{digits}f}"
 
 
 @_of_known
