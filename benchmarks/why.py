@@ -180,7 +180,7 @@ def leads(runs: list[dict[str, Any]]) -> str:
             means = [(tokens, fmean(each)) for tokens, each in zip(read, ahead, strict=True)]
             lines.append(
                 plot.Line(
-                    f"{point.split('-')[0]} parameters",
+                    point.replace("-", " parameters × "),
                     means,
                     number,
                     [(min(each), max(each)) for each in ahead],

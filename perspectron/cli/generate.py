@@ -25,7 +25,7 @@ from perspectron.cli.options import (
     say,
     spoken,
     table,
-    text_of,
+    text_or_input,
 )
 from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
@@ -233,7 +233,7 @@ class Generate:
 
     def _texts(self, conversation: Conversation | None) -> list[str]:
         if self.prompts == ("-",):
-            return [text_of(Path("-"))]
+            return [text_or_input(Path("-"))]
         if "-" in self.prompts:
             raise ConfigError('prompts: "-" reads standard input and must be the only prompt')
         if self.prompts:

@@ -157,7 +157,7 @@ def open_model(
     return opened
 
 
-def text_of(path: Path) -> str:
+def text_or_input(path: Path) -> str:
     """The text of a file, or of standard input where it is "-". DataError: it is missing, or not UTF-8."""
     from perspectron.util.files import opened
 

@@ -6,7 +6,7 @@ from perspectron.cli.options import answer, table
 from perspectron.experts.router import RoutedConfig
 from perspectron.model.config import ModelConfig
 from perspectron.train.config import Layout
-from perspectron.train.footprint import Memory, memory, shape_of
+from perspectron.train.footprint import Memory, memory, sizes_of
 from perspectron.util.config import require
 
 MOST_ROWS = 1 << 20
@@ -40,7 +40,7 @@ def plan_training(
     require(gpus % E == 0, "expert_parallel", E, f"a divisor of gpus = {gpus}")
     require(seq_len >= 1, "seq_len", seq_len, "≥ 1")
     require(seq_len % C == 0, "seq_len", seq_len, f"a multiple of context_parallel = {C}")
-    shape = shape_of(config)
+    shape = sizes_of(config)
     counts = [block.ffn.count for block in config.blocks if isinstance(block.ffn, RoutedConfig)]
     require(E == 1 or bool(counts), "expert_parallel", E, f"1: {config.name} has no experts")
     for count in counts:

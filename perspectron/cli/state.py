@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 import tyro
 
 from perspectron import opening
-from perspectron.cli.options import Device, Json, answer, open_model, say, table, text_of
+from perspectron.cli.options import Device, Json, answer, open_model, say, table, text_or_input
 from perspectron.cli.progress import Work
 from perspectron.decode import apart, merge, past
 from perspectron.decode.history import History, exhausted, history
@@ -47,7 +47,7 @@ class Read:
     device: Device = "auto"
 
     def __call__(self) -> int:
-        text = text_of(self.text)
+        text = text_or_input(self.text)
         require(text != "", "text", str(self.text), "not empty")
         session = _begun(_model(self.run, self.out, self.device))
         _read(session.reading(text))

@@ -22,7 +22,7 @@ from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.metrics import METRICS, measured, read_metrics
 from perspectron.util.errors import CheckpointError, ConfigError, NonFiniteError, PerspectronError
-from perspectron.util.files import open_file, read_json, safe_join, write_json
+from perspectron.util.files import open_file, read_json, remove, safe_join, write_json
 
 FAILED = "failed.json"
 RATES = "rates.json"
@@ -118,6 +118,8 @@ def trained(cell: Cell) -> Trained:
         return Trained("finished", "", measured(last)[1])
     said = pool.last_line(cell.folder)
     why = f"trained for {reached(cell)} of {cell.steps} steps"
+    if last["step"] != cell.steps and checkpoint.path_of(cell.folder, cell.steps).is_dir():
+        why = f"its loss at the last step is not in {cell.folder / METRICS}: delete {cell.folder} and resume"
     return Trained("missing", f"{why}: {said}" if "error" in said.lower() else why, None)
 
 
@@ -175,6 +177,7 @@ def train(
 
     queue = []
     for name, cell in by_name.items():
+        remove(cell.folder / "suites")  # of a training that is gone
         if not (cell.folder / "config.json").is_file():
             given = (cell.steps, cell.seed, *cell.rate, cell.measured)
             settings = train_config(out, plan.settings, *given, plan.arms[cell.arm].optim)

@@ -15,7 +15,8 @@ import itertools
 import math
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,7 +29,7 @@ from perspectron.compare.report.summary import STREAMING, WINDOWS
 from perspectron.data import is_encoded
 from perspectron.presets.rates import FALL, PASSES, rate
 from perspectron.util.config import at_least, dump, load, require
-from perspectron.util.errors import ConfigError
+from perspectron.util.errors import ConfigError, StorageError
 from perspectron.util.files import read_json, remove, safe_join, write_json
 from perspectron.util.numbers import short
 from perspectron.util.stats import interval
@@ -39,6 +40,7 @@ WARMUP = 0.2
 FAR = 10.0  # crossings further from the trained sizes than by this factor are not reported
 MOST_MOVED = 1000.0  # largest factor that is reported for how far a crossing moves
 SCORES = {WINDOWS: "in windows", STREAMING: "memory carried"}
+OF_CELL = ("design", "size", "per_parameter", "seed", "parameters", "tokens")
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,13 @@ class Study:
         require(finite, "per_parameter", self.per_parameter, "> 0 and finite")
         names = {short(size) for size in self.sizes}
         require(len(names) == len(self.sizes), "sizes", self.sizes, "apart in their first three digits")
+        names = {f"{ratio:g}" for ratio in self.per_parameter}
+        require(
+            len(names) == len(self.per_parameter), "per_parameter", self.per_parameter, "apart in six digits"
+        )
+        least, update = self.per_parameter[0] * self.sizes[0], self.seq_len * self.batch_size
+        bound = f"≥ {math.ceil(1e6 * update / self.sizes[0]) / 1e6:g}: an update takes {update:,} tokens"
+        require(round(least) >= update, "per_parameter", self.per_parameter[0], bound)
         at_least(1, self, "seeds")
         require(not self.rates or min(self.rates) > 0, "rates", self.rates, "> 0")
 
@@ -81,7 +90,7 @@ class Study:
 
     def tokens(self, at: "Point") -> int:
         """Number of tokens that a model is trained on at a point."""
-        return max(self.seq_len * self.batch_size, round(at.ratio * at.size))
+        return round(at.ratio * at.size)
 
     @property
     def vocabulary(self) -> int:
@@ -161,14 +170,21 @@ def results_in(out: Path, study: Study | None = None) -> dict[str, Any]:
     if not isinstance(found, dict) or found.get("version") != VERSION:
         return {}
     known: Study = load(Study, found.get("study"), str(out / RESULTS))
+    cells, rates = found.get("cells", []), found.get("rates", {})
+    whole = isinstance(cells, list) and all(
+        isinstance(cell, dict) and {*OF_CELL} <= {*cell} for cell in cells
+    )
+    if not whole or not isinstance(rates, dict):
+        raise ConfigError(f"{out / RESULTS}: damaged; delete it, or restore it")
     return found if study is None or not {*unlike(known, study)} - {"data"} else {}
 
 
 def lines_in(out: Path, study: Study) -> dict[Point, list[dict[str, Any]]]:
-    """The lines of the results by point."""
+    """The lines of the results by point, of the study's designs and seeds."""
     found = dict[Point, list[dict[str, Any]]]()
     for cell in results_in(out, study).get("cells", []):
-        found.setdefault(Point(cell["size"], cell["per_parameter"]), []).append(cell)
+        if cell["design"] in study.designs and cell["seed"] in range(study.seeds):
+            found.setdefault(Point(cell["size"], cell["per_parameter"]), []).append(cell)
     return found
 
 
@@ -190,9 +206,18 @@ def keep(out: Path, at: Point, pairs: set[tuple[str, int]]) -> None:
     folder = folder_of(out, at)
     if pairs and not folder.exists():
         part = folder.with_name(f"{folder.name}.part")
-        part.mkdir(parents=True, exist_ok=True)
-        write_json(part / KEPT, sorted(pairs))
-        part.rename(folder)
+        with _writing(folder):
+            part.mkdir(parents=True, exist_ok=True)
+            write_json(part / KEPT, sorted(pairs))
+            part.rename(folder)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{folder}: not written ({error.strerror or error})") from None
 
 
 def encode_text(out: Path, study: Study) -> None:
@@ -218,7 +243,8 @@ def text_at(out: Path, study: Study, at: Point) -> None:
     folder, settings = folder_of(out, at) / DATA, study.settings(at)
     if not is_encoded(study.data) and not (folder / ASKED).is_file():
         others = shutil.ignore_patterns(ASKED, ".lock")
-        shutil.copytree(out / DATA, folder, ignore=others, dirs_exist_ok=True)
+        with _writing(folder):
+            shutil.copytree(out / DATA, folder, ignore=others, dirs_exist_ok=True)
         write_json(folder / ASKED, asked(settings))
 
 
@@ -287,7 +313,7 @@ def collected(out: Path, study: Study) -> dict[str, Any]:
         found = read_json(path, ConfigError)
         for name, entry in found["designs"].items():
             for cell in entry["cells"]:
-                if cell.get(WINDOWS) is not None:
+                if cell["status"] == "finished" and cell.get(WINDOWS) is not None:
                     cells.append({
                         "design": name, "size": at.size, "per_parameter": at.ratio, "seed": cell["seed"],
                         "parameters": entry["active_parameters"], "tokens": cell["tokens"], "rate": entry["lr"],

@@ -53,7 +53,7 @@ class Shape:
     vocabulary: int
 
 
-def shape_of(config: ModelConfig) -> Shape:
+def sizes_of(config: ModelConfig) -> Shape:
     """The sizes of a model."""
     with torch.device("meta"):
         model = LanguageModel(config)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -34,6 +35,8 @@ def noting(
             try:
                 while text:
                     text = text[log.write(text) or 0 :]
+                if "loss" not in line:  # a measurement; no power cut leaves a later checkpoint without it
+                    os.fsync(log.fileno())
             except OSError as error:
                 raise StorageError(f"{run / METRICS}: not written ({error.strerror})") from error
             try:

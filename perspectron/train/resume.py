@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from perspectron.data import is_encoded
+from perspectron.data import is_encoded, open_shards
 from perspectron.train import checkpoint
 from perspectron.train.checkpoint import Checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import falls_at
 from perspectron.util.config import dump, unlike
-from perspectron.util.errors import CheckpointError, ConfigError, StorageError
+from perspectron.util.errors import CheckpointError, ConfigError, PerspectronError, StorageError
 from perspectron.util.files import remove
 
 WITHOUT_EFFECT = ("init", "keep", "save_every", "eval_every", "eval_tokens")
@@ -59,14 +59,26 @@ def changes(saved: RunConfig, config: RunConfig) -> list[str]:
     if Path(before["teacher"]).parts[-2:] == Path(now["teacher"]).parts[-2:]:
         before["teacher"] = now["teacher"]  # a stage of the same recipe, in a run that was moved
     data, where = now["data"], Path(before["data"])
-    if is_encoded(data) and where.name == Path(data).name and not where.exists():
-        before["data"] = data  # a folder that was moved; the loader knows its text by a digest
+    if (
+        is_encoded(data)
+        and where.name == Path(data).name
+        and (not where.exists() or _alike(where, Path(data)))
+    ):
+        before["data"] = data  # a folder that was moved or copied; the loader knows its text by a digest
     told = [f"{name} was {old}, is {new}" for name, old, new in unlike(before, now)]
     if saved.taught and config.taught and saved.taught != config.taught:
         told.insert(0, f"teacher was {saved.taught[:12]}, is {config.taught[:12]}: its weights are others")
     if saved.id and config.id and saved.id != config.id:
         told.insert(0, f"id was {saved.id[:12]}, is {config.id[:12]}: it is of another run")
     return told
+
+
+def _alike(first: Path, second: Path) -> bool:
+    """True if both are folders with the same ids of the same text."""
+    try:
+        return open_shards(first, verify=False).digest == open_shards(second, verify=False).digest
+    except PerspectronError:
+        return False
 
 
 def resume(

@@ -199,6 +199,17 @@ def test_text_that_was_encoded_for_other_settings_is_not_taken(text, tmp_path):
     assert (out / "data" / "manifest.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["data", "data/.mine", "data/mine"])
+def test_what_the_user_has_in_the_place_of_the_text_stays(name, text, tmp_path, capsys):
+    (mine := tmp_path / "out" / name).parent.mkdir(parents=True)
+    mine.write_text("mine")
+    for command in (["compare", "--params", "60k", "--tokens", "3k"], ["scale", "--sizes", "60k,120k"]):
+        where = ["--data", str(text), "--out", str(tmp_path / "out")]
+        assert main([*command, "--designs", "gla", "--vocab-size", "270", *where]) == ConfigError.exit_code
+        in_a_line(capsys.readouterr().err, "out", tmp_path / "out" / "data")
+    assert mine.read_text() == "mine"
+
+
 def test_the_text_of_a_study_is_not_a_comparisons_nor_the_other_way_round(text, tmp_path, capsys):
     out = tmp_path / "out"
     plan(out, "designs", settings(text), models_of_designs, threads=1)

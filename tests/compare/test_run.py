@@ -29,6 +29,7 @@ from perspectron.compare.run import Cell, Rate
 from perspectron.data import Tokenizer, open_shards
 from perspectron.train import checkpoint
 from perspectron.util.errors import CheckpointError, ConfigError
+from perspectron.util.files import remove
 from tests.refusals import in_a_line, names, refused
 
 pytestmark = pytest.mark.slow
@@ -370,6 +371,27 @@ def test_a_cell_that_began_with_another_rate_is_refused_not_reported(whole, tmp_
         with refused(CheckpointError, out / "cells" / "transformer" / "0"):
             run.train(out, what, run.cells(out, what, dict.fromkeys(what.arms, rate)), 1)
     run.train(out, what, run.cells(out, what, dict.fromkeys(what.arms, Rate(4e-3, 0.05))), 1)
+
+
+def test_a_training_that_is_repeated_is_measured_again(whole, tmp_path):
+    """Also by a program that trains otherwise: what is kept beside it is of the training that is gone."""
+    out = Path(shutil.copytree(whole, tmp_path / "again"))
+    cell = next(out.glob("cells/*/0"))
+    for path in (cell / "checkpoints", cell / "metrics.jsonl", cell / "config.json"):
+        remove(path)
+    measured = json.loads((kept := cell / "suites" / "perplexity.json").read_text())
+    kept.write_text(json.dumps(measured | {"bits_per_byte": 9.5}))
+    assert main(["compare", "--resume", str(out)]) == 0
+    assert json.loads(kept.read_text()) == measured
+
+
+def test_a_loss_that_is_lost_is_told_with_what_to_do(tmp_path):
+    lines(cell := Cell("adr", 0, Rate(1e-3, 0.1), 10, tmp_path / "a", 8), 2.0)
+    metrics = cell.folder / run.METRICS
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    assert run.trained(cell).status == "missing" and names(
+        run.trained(cell).why, metrics, "delete", cell.folder
+    )
 
 
 def test_without_its_last_checkpoint_a_cell_is_not_finished(whole, tmp_path):

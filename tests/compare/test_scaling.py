@@ -1,6 +1,7 @@
 """A scaling study: the lines by hand, a study in slices, and what is refused."""
 
 import dataclasses
+import errno
 import functools
 import json
 import math
@@ -21,10 +22,12 @@ from perspectron.compare.run import Rate
 from perspectron.compare.scaling import Point, Study
 from perspectron.data import Tokenizer
 from perspectron.presets.rates import FALL, rate
+from perspectron.train import checkpoint
+from perspectron.train.resume import changes
 from perspectron.util.config import dump
-from perspectron.util.errors import ConfigError
+from perspectron.util.errors import ConfigError, StorageError
 from tests.compare.here import in_this_process  # noqa: F401 - a fixture of this module
-from tests.refusals import names, refused
+from tests.refusals import in_a_line, names, refused
 
 pytestmark = pytest.mark.slow
 
@@ -174,6 +177,50 @@ def test_results_alone_say_which_rates_were_best(tmp_path):
     run.keep_rates(small, {name: Rate(lr, 0.2) for name, lr in best.items()})
     assert scaling.collected(tmp_path, study)["rates"] == {"20": best}
     assert scaling.transferred(tmp_path, study, POINTS[1])["ssd"] == pytest.approx(2.4e-2 * share, rel=5e-3)
+
+
+def test_lines_of_designs_that_a_study_lacks_are_left_out(whole, tmp_path):
+    """As in results that someone put together of others."""
+    found = results(whole)
+    more = [cell | {"design": "gla"} for cell in found["cells"]] + [
+        cell | {"seed": 1} for cell in found["cells"]
+    ]
+    (tmp_path / scaling.RESULTS).write_text(json.dumps(found | {"cells": found["cells"] + more}))
+    assert main(["scale", "--resume", str(tmp_path)]) == 0
+    assert results(tmp_path) == found
+
+
+@pytest.mark.parametrize(
+    "damage", [{"cells": {}}, {"cells": [{"design": "ssd"}]}, {"cells": [1]}, {"rates": []}], ids=str
+)
+def test_damaged_results_are_refused_in_a_line(damage, whole, tmp_path, capsys):
+    (tmp_path / scaling.RESULTS).write_text(json.dumps(results(whole) | damage))
+    assert main(["scale", "--resume", str(tmp_path)]) == ConfigError.exit_code
+    in_a_line(capsys.readouterr().err, scaling.RESULTS, "damaged")
+
+
+def test_a_copy_of_a_study_goes_on_where_the_original_is_still_there(whole, text, tmp_path):
+    """A cell that had begun knows the text of the original, which is the same; another text is another."""
+    out = Path(shutil.copytree(whole, tmp_path / "copy"))
+    cell = "120k-0.05/cells/ssd/0"
+    saved = checkpoint.load_config(whole / cell)
+    now = dataclasses.replace(
+        saved, train=dataclasses.replace(saved.train, data=str(out / "120k-0.05" / "data"))
+    )
+    assert Path(saved.train.data).exists() and saved.train.data != now.train.data
+    assert changes(saved, now) == []
+    shutil.rmtree(other := Path(now.train.data))
+    assert main(["tokenize", str(text), "--out", str(other), "--vocab-size", "260", "--dev", "0.05"]) == 0
+    assert [line.split(" was ")[0] for line in changes(saved, now)] == ["data"]
+
+
+def test_a_full_disk_is_told_in_a_line(text, tmp_path, monkeypatch, capsys):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    assert main([*COMMAND, "--data", str(text), "--out", str(tmp_path)]) == StorageError.exit_code
+    in_a_line(capsys.readouterr().err, tmp_path / "60k-0.05" / "data")
 
 
 def test_a_study_that_was_moved_while_it_trained_goes_on(whole, tmp_path):
@@ -455,12 +502,13 @@ def test_a_seed_that_lacks_a_size_has_no_law_and_no_interval_comes_of_one():
 @pytest.mark.parametrize(
     ("changed", "field"),
     [
-        (["--designs", "transformr"], "transformr"), (["--sizes", "2k"], "params"), (["--sizes", "60k,60k"], "sizes"),
+        (["--designs", "transformr"], "transformr"), (["--sizes", "3k"], "params"), (["--sizes", "60k,60k"], "sizes"),
         (["--sizes", "120k,60k"], "sizes"), (["--per-parameter", "0"], "per_parameter"), (["--seeds", "0"], "seeds"),
         (["--rates", "-1"], "rates"), (["--minutes", "0"], "minutes"), (["--jobs", "0"], "jobs"),
         (["--per-parameter", "1000"], "per_parameter"),
         (["--per-parameter", "20,5"], "per_parameter"), (["--per-parameter", "many"], "per_parameter"),
-        (["--per-parameter", "inf"], "per_parameter"),
+        (["--per-parameter", "inf"], "per_parameter"), (["--per-parameter", "0.001"], "per_parameter"),
+        (["--per-parameter", "0.05,0.0500000001"], "per_parameter"),
         (["--designs", "rwkv7[groups=mamba]"], "groups"),
     ],
 )  # fmt: skip
