@@ -77,9 +77,6 @@ class Study:
         require(
             len(names) == len(self.per_parameter), "per_parameter", self.per_parameter, "apart in six digits"
         )
-        least, update = self.per_parameter[0] * self.sizes[0], self.seq_len * self.batch_size
-        bound = f"≥ {math.ceil(1e6 * update / self.sizes[0]) / 1e6:g}: an update takes {update:,} tokens"
-        require(round(least) >= update, "per_parameter", self.per_parameter[0], bound)
         at_least(1, self, "seeds")
         require(not self.rates or min(self.rates) > 0, "rates", self.rates, "> 0")
 
@@ -90,7 +87,7 @@ class Study:
 
     def tokens(self, at: "Point") -> int:
         """Number of tokens that a model is trained on at a point."""
-        return round(at.ratio * at.size)
+        return max(self.seq_len * self.batch_size, round(at.ratio * at.size))
 
     @property
     def vocabulary(self) -> int:
@@ -250,7 +247,10 @@ def text_at(out: Path, study: Study, at: Point) -> None:
 
 def checked(study: Study) -> None:
     """ConfigError for designs that are unknown, cannot be as small, ask for a recipe that is not theirs, or are
-    variants while no rates are given: rates are known only for designs."""
+    variants while no rates are given: rates are known only for designs; or for fewer tokens than an update takes."""
+    least, update = study.per_parameter[0], study.seq_len * study.batch_size
+    bound = f"≥ {math.ceil(1e6 * update / study.sizes[0]) / 1e6:g}: an update takes {update:,} tokens"
+    require(round(least * study.sizes[0]) >= update, "per_parameter", least, bound)
     for name in study.designs if not study.rates else ():
         bound = f"given, such as 4e-3 8e-3 1.6e-2: none is known for {name}"
         require(name in presets.DESIGNS, "rates", "none", bound)
