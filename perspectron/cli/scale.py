@@ -147,6 +147,8 @@ class Scale:
                 require(False, name, asked, f"{value} as in {out}{more}, or give a new folder as --out")
             for name in GROWING:
                 study = replace(study, **{name: max(getattr(known, name), getattr(study, name), key=len)})
+            if study != known:
+                scaling.checked(study)
             return study
         scaling.checked(study)
         with locked(out):
@@ -179,6 +181,9 @@ class Scale:
             if before.get(at)
         }.items():
             console.print(f"{name}: {some} are those of {out / scaling.RESULTS} and not repeated")
+        lines = scaling.results_in(out, study).get("cells", [])
+        if others := len(lines) - sum(map(len, scaling.lines_in(out, study).values())):
+            console.print(f"{out / scaling.RESULTS}: {others} lines of other designs or seeds are left out")
         if len(study.points) == 1:
             console.print("one size has no line; give --sizes or --per-parameter two or more for that")
         if estimated := _estimate(out, plans, before, self.jobs):

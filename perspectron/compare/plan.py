@@ -26,7 +26,7 @@ from perspectron.train.estimate import faster
 from perspectron.train.optim import OptimConfig, recipe_of
 from perspectron.util.config import at_least, dump, load, meant_beside, one_of, require
 from perspectron.util.errors import ConfigError, DataError, escaped
-from perspectron.util.files import LOCK, read_json, remove, safe_join, write_json
+from perspectron.util.files import LOCK, read_json, remove, safe_join, sweep, write_json
 from perspectron.util.machine import pick_device, threads_of
 
 VERSION = 2
@@ -234,6 +234,7 @@ def clear(out: Path, settings: Settings) -> None:
     folder = safe_join(out, DATA, ConfigError)
     path = folder / ASKED
     if not path.is_file() or read_json(path, ConfigError) != asked(settings):
+        sweep(folder)  # what a killed process left
         empty = folder.is_dir() and not {entry.name for entry in folder.iterdir()} - {LOCK}
         ours = path.is_file() or empty or not os.path.lexists(folder)
         require(ours, "out", str(out), f"another folder: {folder} exists, and no comparison made it")

@@ -118,7 +118,7 @@ def trained(cell: Cell) -> Trained:
         return Trained("finished", "", measured(last)[1])
     said = pool.last_line(cell.folder)
     why = f"trained for {reached(cell)} of {cell.steps} steps"
-    if last["step"] != cell.steps and checkpoint.path_of(cell.folder, cell.steps).is_dir():
+    if last["step"] < cell.steps and checkpoint.path_of(cell.folder, cell.steps).is_dir():
         why = f"its loss at the last step is not in {cell.folder / METRICS}: delete {cell.folder} and resume"
     return Trained("missing", f"{why}: {said}" if "error" in said.lower() else why, None)
 
@@ -177,7 +177,8 @@ def train(
 
     queue = []
     for name, cell in by_name.items():
-        remove(cell.folder / "suites")  # of a training that is gone
+        if not checkpoint.path_of(cell.folder, cell.steps).is_dir():
+            remove(cell.folder / "suites")  # of a training that is gone
         if not (cell.folder / "config.json").is_file():
             given = (cell.steps, cell.seed, *cell.rate, cell.measured)
             settings = train_config(out, plan.settings, *given, plan.arms[cell.arm].optim)

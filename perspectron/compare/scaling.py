@@ -213,6 +213,8 @@ def keep(out: Path, at: Point, pairs: set[tuple[str, int]]) -> None:
 def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
+    except shutil.Error as error:  # of several files, each with its target and why
+        raise StorageError(f"{folder}: not written ({error.args[0][0][2]})") from None
     except OSError as error:
         raise StorageError(f"{folder}: not written ({error.strerror or error})") from None
 

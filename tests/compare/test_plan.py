@@ -210,6 +210,14 @@ def test_what_the_user_has_in_the_place_of_the_text_stays(name, text, tmp_path, 
     assert mine.read_text() == "mine"
 
 
+def test_what_a_killed_process_left_is_not_the_users(text, tmp_path):
+    """It was writing what the text is encoded for."""
+    (left := tmp_path / "out" / "data" / ".999999999-0123456789abcdef.tmp").parent.mkdir(parents=True)
+    left.write_text("{")
+    assert plan(tmp_path / "out", "designs", settings(text), models_of_designs, threads=1)
+    assert not left.exists()
+
+
 def test_the_text_of_a_study_is_not_a_comparisons_nor_the_other_way_round(text, tmp_path, capsys):
     out = tmp_path / "out"
     plan(out, "designs", settings(text), models_of_designs, threads=1)

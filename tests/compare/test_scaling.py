@@ -179,7 +179,7 @@ def test_results_alone_say_which_rates_were_best(tmp_path):
     assert scaling.transferred(tmp_path, study, POINTS[1])["ssd"] == pytest.approx(2.4e-2 * share, rel=5e-3)
 
 
-def test_lines_of_designs_that_a_study_lacks_are_left_out(whole, tmp_path):
+def test_lines_of_designs_that_a_study_lacks_are_left_out(whole, tmp_path, capsys):
     """As in results that someone put together of others."""
     found = results(whole)
     more = [cell | {"design": "gla"} for cell in found["cells"]] + [
@@ -187,6 +187,7 @@ def test_lines_of_designs_that_a_study_lacks_are_left_out(whole, tmp_path):
     ]
     (tmp_path / scaling.RESULTS).write_text(json.dumps(found | {"cells": found["cells"] + more}))
     assert main(["scale", "--resume", str(tmp_path)]) == 0
+    assert names(capsys.readouterr().err, scaling.RESULTS, len(more))
     assert results(tmp_path) == found
 
 
@@ -218,7 +219,7 @@ def test_a_full_disk_is_told_in_a_line(text, tmp_path, monkeypatch, capsys):
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shutil, "copytree", full)
+    monkeypatch.setattr(shutil, "copytree", functools.partial(shutil.copytree, copy_function=full))
     assert main([*COMMAND, "--data", str(text), "--out", str(tmp_path)]) == StorageError.exit_code
     in_a_line(capsys.readouterr().err, tmp_path / "60k-0.05" / "data")
 
@@ -538,6 +539,7 @@ def test_a_study_grows_by_what_is_larger_and_trains_nothing_again(whole, text, t
     before = {path: path.stat().st_mtime_ns for path in there if path.name != "config.json"}
     again = [*COMMAND, "--data", str(text), "--out", str(tmp_path / "grown")]
     assert main([*again, "--sizes", "60k,120k,50M"]) == ConfigError.exit_code  # the text is too short for it
+    assert main([*again, "--per-parameter", "0.001,0.05"]) == ConfigError.exit_code  # less than an update
     assert before and main([*again, "--sizes", "60k,120k,180k"]) == 0
     assert main(["scale", "--resume", str(tmp_path / "grown")]) == 0 == main(again)
     assert before == {path: path.stat().st_mtime_ns for path in before}
