@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from perspectron.compare.laws import Point, laws_of, losses_at, told  # noqa: E402
 from perspectron.compare.report.scaling import charts  # noqa: E402
 from perspectron.compare.report.summary import STREAMING, WINDOWS  # noqa: E402
-from perspectron.compare.scaling import Point, Study, laws_of, losses_at, told  # noqa: E402
+from perspectron.compare.scaling import Study  # noqa: E402
 from perspectron.util import plot  # noqa: E402
 from perspectron.util.config import dump, load  # noqa: E402
 from perspectron.util.numbers import fixed, percent, short, signed  # noqa: E402

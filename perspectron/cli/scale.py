@@ -19,6 +19,7 @@ from perspectron.cli.console import Console, progress
 from perspectron.cli.options import BatchSize, Device, Jobs, SeqLen, count, table
 from perspectron.cli.progress import Work
 from perspectron.compare import pool, run, scaling
+from perspectron.compare.laws import Point, losses_at
 from perspectron.compare.plan import (
     PLAN,
     STUDY,
@@ -31,7 +32,7 @@ from perspectron.compare.plan import (
 from perspectron.compare.report.scaling import CROSSING, crossing_rows, sentence, write
 from perspectron.compare.report.summary import WINDOWS
 from perspectron.compare.run import Rate
-from perspectron.compare.scaling import Point, Study
+from perspectron.compare.scaling import Study
 from perspectron.data import absolute, with_encoding
 from perspectron.eval.timing import Setting, seconds_per_step
 from perspectron.presets import title
@@ -279,7 +280,7 @@ def _table(study: Study, found: dict[str, Any]) -> Table:
     """Mean losses by point, and how fast they fall."""
     many = len(study.per_parameter) > 1
     heads = [short(at.size) + (f" × {at.ratio:g}" if many else "") for at in study.points]
-    at = [scaling.losses_at(found, point, WINDOWS) for point in study.points]
+    at = [losses_at(found, point, WINDOWS) for point in study.points]
     rows = []
     for name in study.designs:
         law = found["laws"][WINDOWS].get(name, {})

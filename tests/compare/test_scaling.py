@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from perspectron.cli.main import main
-from perspectron.compare import pool, run, scaling
+from perspectron.compare import laws, pool, run, scaling
+from perspectron.compare.laws import Point
 from perspectron.compare.report.scaling import crossing_rows, html, sentence
 from perspectron.compare.report.summary import STREAMING, WINDOWS
 from perspectron.compare.run import Rate
-from perspectron.compare.scaling import Point, Study
+from perspectron.compare.scaling import Study
 from perspectron.data import Tokenizer
 from perspectron.presets.rates import FALL, rate
 from perspectron.train import checkpoint
@@ -263,19 +264,19 @@ def cell(design: str, size: int, seed: int, loss: float, ratio: float = 20.0) ->
 def test_laws_and_crossings_are_those_of_the_numbers_they_were_made_of():
     """Two laws that cross at 4 million parameters, two seeds with a factor each."""
     study = Study(("a", "b", "c"), (100_000, 300_000, 1_000_000), seeds=2)
-    laws = {"a": (20.0, 0.15), "b": (20.0 * (1.01 * 4e6) ** 0.05, 0.2), "c": (60.0, 0.15)}
+    made_of = {"a": (20.0, 0.15), "b": (20.0 * (1.01 * 4e6) ** 0.05, 0.2), "c": (60.0, 0.15)}
     cells = [
         cell(name, size, seed, A * (1 + 0.01 * seed) * (1.01 * size) ** -alpha)
-        for name, (A, alpha) in laws.items()
+        for name, (A, alpha) in made_of.items()
         for size in study.sizes
         for seed in range(2)
     ]
-    found = scaling.laws_of(cells, study, WINDOWS)
-    for name, (A, alpha) in laws.items():
-        told = scaling.told(found[name])
+    found = laws.laws_of(cells, study, WINDOWS)
+    for name, (A, alpha) in made_of.items():
+        told = laws.told(found[name])
         assert told["alpha"]["mean"] == pytest.approx(alpha) and told["off"] < 1e-4
         assert told["A"] == pytest.approx(A * math.sqrt(1.01)) and told["beta"] is None
-    (cross,) = scaling.crossings(found, study)
+    (cross,) = laws.crossings(found, study)
     assert cross["designs"] == ["a", "b"] and cross["ahead_beyond"] == "b"
     assert cross["parameters"] == pytest.approx(1.01 * 4e6) and not cross["trained"]
     known = {"transformer": "a", "kda": "b"}  # names that have titles
@@ -285,7 +286,7 @@ def test_laws_and_crossings_are_those_of_the_numbers_they_were_made_of():
         ((100_000, 8_000_000), "yes", "too few points"),
     ):
         within = dataclasses.replace(study, designs=tuple(known), sizes=sizes)
-        made = scaling.crossings({name: found[of] for name, of in known.items()}, within)
+        made = laws.crossings({name: found[of] for name, of in known.items()}, within)
         (row,) = crossing_rows({"study": dump(within), "cells": named, "crossings": {WINDOWS: made}})
         assert row[:2] == ["KDA", "Transformer"] and row[-2:] == [trained, moved]
 
@@ -293,15 +294,15 @@ def test_laws_and_crossings_are_those_of_the_numbers_they_were_made_of():
 def test_a_crossing_says_how_far_losses_off_the_lines_move_it():
     """Each loss is 2% above or below its line, whose falls differ by 0.05."""
     study = Study(("kda", "transformer"), (100_000, 300_000, 900_000), seeds=2)
-    laws = {"kda": (20.0, 0.15), "transformer": (20.0 * 4e5**0.05, 0.2)}
+    made_of = {"kda": (20.0, 0.15), "transformer": (20.0 * 4e5**0.05, 0.2)}
     apart = (0.01, -0.02, 0.01)  # which a straight line leaves as it is
     cells = [
         cell(name, size, seed, A * size**-alpha * math.exp(bend))
-        for name, (A, alpha) in laws.items()
+        for name, (A, alpha) in made_of.items()
         for size, bend in zip(study.sizes, apart, strict=True)
         for seed in range(2)
     ]
-    (cross,) = scaling.crossings(scaling.laws_of(cells, study, WINDOWS), study)
+    (cross,) = laws.crossings(laws.laws_of(cells, study, WINDOWS), study)
     assert cross["off"] == pytest.approx(2 * (1 - math.exp(-0.02)))
     assert cross["moved"] == pytest.approx(math.exp(0.8), rel=0.02)
     (row,) = crossing_rows({"crossings": {WINDOWS: [cross]}})
@@ -316,7 +317,7 @@ def test_a_crossing_of_lines_that_hardly_differ_is_moved_far():
         for name, each in losses.items()
         for size, loss in zip(study.sizes, each, strict=True)
     ]
-    made = scaling.crossings(scaling.laws_of(cells, study, WINDOWS), study)
+    made = laws.crossings(laws.laws_of(cells, study, WINDOWS), study)
     (row,) = crossing_rows({"crossings": {WINDOWS: made}})
     assert row[-1] == "1,000 or more"
 
@@ -324,43 +325,43 @@ def test_a_crossing_of_lines_that_hardly_differ_is_moved_far():
 def test_a_law_is_off_by_the_seeds_that_it_is_of():
     study = Study(("a",), (100_000, 200_000, 400_000), seeds=2)
     cells = [cell("a", size, seed, (20 + 9 * seed) * size**-0.2) for size in study.sizes for seed in (0, 1)]
-    (law,) = scaling.laws_of(cells[:-1], study, WINDOWS).values()
+    (law,) = laws.laws_of(cells[:-1], study, WINDOWS).values()
     assert list(law.fits) == [0] and law.off() == pytest.approx(0, abs=1e-9)
 
 
 def test_more_tokens_for_a_parameter_have_an_exponent_of_their_own():
     study = Study(("a", "b"), (100_000, 400_000), (5.0, 20.0), seeds=2)
-    laws = {"a": (40.0, 0.1, 0.08), "b": (40.0, 0.06, 0.12)}
+    made_of = {"a": (40.0, 0.1, 0.08), "b": (40.0, 0.06, 0.12)}
     cells = [
         cell(name, at.size, seed, A * (1.01 * at.size) ** -alpha * (at.ratio * at.size) ** -beta, at.ratio)
-        for name, (A, alpha, beta) in laws.items()
+        for name, (A, alpha, beta) in made_of.items()
         for at in study.points
         for seed in range(2)
     ]
-    found = scaling.laws_of(cells, study, WINDOWS)
-    for name, (A, alpha, beta) in laws.items():
-        told = scaling.told(found[name])
+    found = laws.laws_of(cells, study, WINDOWS)
+    for name, (A, alpha, beta) in made_of.items():
+        told = laws.told(found[name])
         exponents = [told[x]["mean"] for x in ("alpha", "beta")]
         assert exponents == pytest.approx([alpha, beta]) and told["A"] == pytest.approx(A)
     page = html({"study": dump(study), "cells": cells, "laws": {
-        score: {name: scaling.told(law) for name, law in scaling.laws_of(cells, study, score).items()}
+        score: {name: laws.told(law) for name, law in laws.laws_of(cells, study, score).items()}
         for score in scaling.SCORES}, "crossings": {score: [] for score in scaling.SCORES}})  # fmt: skip
     assert page.count("<svg") == len(study.per_parameter) == 2
     one_size = dataclasses.replace(study, sizes=(100_000,))
-    told = scaling.told(scaling.laws_of(cells, one_size, WINDOWS)["a"])
+    told = laws.told(laws.laws_of(cells, one_size, WINDOWS)["a"])
     assert told["alpha"] is None and told["beta"]["mean"] == pytest.approx(0.08)
 
 
 def test_a_crossing_that_seeds_put_anywhere_is_not_told():
     study, rng = Study(("a", "b"), (100_000, 300_000, 1_000_000), seeds=3), np.random.default_rng(1)
-    laws = {"a": (20.0, 0.15), "b": (20.0 * 4e6**0.002, 0.152)}
+    made_of = {"a": (20.0, 0.15), "b": (20.0 * 4e6**0.002, 0.152)}
     cells = [
         cell(name, size, seed, A * size**-alpha * (1 + 0.003 * rng.normal()))
-        for name, (A, alpha) in laws.items()
+        for name, (A, alpha) in made_of.items()
         for size in study.sizes
         for seed in range(3)
     ]
-    assert scaling.crossings(scaling.laws_of(cells, study, WINDOWS), study) == []
+    assert laws.crossings(laws.laws_of(cells, study, WINDOWS), study) == []
 
 
 def test_who_is_level_with_the_best_is_named():
@@ -491,12 +492,12 @@ def test_the_best_rate_lies_between_those_tried():
 def test_a_seed_that_lacks_a_size_has_no_law_and_no_interval_comes_of_one():
     study = Study(("a",), (100_000, 200_000), seeds=2)
     cells = [cell("a", 100_000, 0, 3.0), cell("a", 200_000, 0, 2.5), cell("a", 100_000, 1, 3.1)]
-    told = scaling.told(scaling.laws_of(cells, study, WINDOWS)["a"])
+    told = laws.told(laws.laws_of(cells, study, WINDOWS)["a"])
     assert told["seeds"] == 1 and told["alpha"]["interval"] is None
     assert told["alpha"]["mean"] == pytest.approx(math.log(3 / 2.5) / math.log(2))
     rng = np.random.default_rng(0)
     noisy = [cell("a", size, seed, 3 + rng.normal()) for size in study.sizes for seed in (0, 1)]
-    low, high = scaling.told(scaling.laws_of(noisy, study, WINDOWS)["a"])["alpha"]["interval"]
+    low, high = laws.told(laws.laws_of(noisy, study, WINDOWS)["a"])["alpha"]["interval"]
     assert low < high
 
 

@@ -5,21 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from perspectron import presets
+from perspectron.compare.laws import MOST_MOVED, Point, losses_at
 from perspectron.compare.plan import REFERENCE
 from perspectron.compare.report import figures
 from perspectron.compare.report.page import Section, rendered, winner
 from perspectron.compare.report.summary import WINDOWS, Row
 from perspectron.compare.report.tables import estimate
-from perspectron.compare.scaling import (
-    MOST_MOVED,
-    PAGE,
-    RESULTS,
-    SCORES,
-    Point,
-    Study,
-    collected,
-    losses_at,
-)
+from perspectron.compare.scaling import PAGE, RESULTS, SCORES, Study, collected
 from perspectron.presets.rates import FALL
 from perspectron.util import plot
 from perspectron.util.files import write_json, write_text
