@@ -186,6 +186,8 @@ def leads(runs: list[dict[str, Any]]) -> str:
                     [(min(each), max(each)) for each in ahead],
                 )
             )
+    if not lines:
+        raise SystemExit(f"--figure: needs runs of {ARMS[0]} and {BOTH} with one seed")
     y = "training loss without both parts, less with them, nats"
     return plot.draw([plot.Chart("the lead of both parts", "millions of tokens read", y, lines, log_x=True)])
 
