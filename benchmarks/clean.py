@@ -1,4 +1,4 @@
-"""The final table on the clean split of `--data books`, which no training, choice or comparison has read.
+"""The final table on the clean split of `--data books`, which no training, choice or comparison had read before.
 
 python benchmarks/clean.py transformer=RUN transformer=RUN perspective2=RUN … --json results/clean.json
 

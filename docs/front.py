@@ -48,12 +48,7 @@ CLEAN_HEAD = (
     "| 1 M parameters, 2 M tokens of books, 3 seeds | windows | against the first | memory carried | "
     "against the first | state |"
 )
-RESULTS_HEAD = (
-    "| 2 M parameters, 3 M tokens of `stdlib`, 3 seeds | bits per byte (95%) | against the transformer at "
-    "4e-3 | state |"
-)
-BETTER = "Transformer, at 4e-3"
-"""The transformer of `parts`, whose rate was chosen at three tenths of the tokens: the reference of the table."""
+OTHERS_HEAD = "| rates chosen at a tenth of the tokens | windows (95%) | against the transformer | state |"
 AFTER = "transformer, Muon, all parts, 72 tokens"
 """The row of the clean split after which the one stands that was read later."""
 ELSEWHERE = (AFTER, "perspective2, Muon, kv_heads 1, window 256")
@@ -64,18 +59,20 @@ PARTS = (
     "transformer", "perspective2-2M", "lens2-2M", "hgrn2-2M", "kda-2M", "gdn-2M", "gla-2M", "ssd-2M", "adr2-2M",
 )  # fmt: skip
 """Files of `parts`, each of a design without the two parts, with each of them and, last, with both."""
+ALONE = ("small-state",)
+"""Files of `parts` of designs that have both parts."""
 PARTS_HEAD = (
-    "| 2 M parameters, 3 M tokens of `stdlib`, 3 seeds | neither part: windows | memory carried | "
-    "both parts: windows | memory carried | state, both |"
+    "| 2 M parameters, 3 M tokens of `stdlib`, 3 seeds | neither part: windows | against the transformer | "
+    "memory carried | both parts: windows | against the transformer | memory carried | state, both |"
 )
 
 
 class Measured(NamedTuple):
-    """The committed results: designs of the reference runs, best first; the transformer that they are compared with;
-    each design with neither part, where it can be without, and with both; and the reading of the clean split."""
+    """The committed results: designs of the reference runs, best first; the transformer with neither part and with
+    both; each design with neither, where it can be without, and with both; and the reading of the clean split."""
 
     rows: list[Row]
-    better: Row
+    transformer: tuple[Row, Row]
     parts: list[tuple[Row | None, Row]]
     clean: dict[str, Any]
 
@@ -83,8 +80,8 @@ class Measured(NamedTuple):
 def read() -> Measured:
     """The results."""
     pairs = [_neither_and_both(name) for name in PARTS]
-    rows, better = ranked(_json("reference/results.json")), pairs[0][0]
-    parts = [*pairs, *((None, row) for row in ranked(_json("parts/small-state.json")))]
+    alone = (row for name in ALONE for row in ranked(_json(f"parts/{name}.json")))
+    parts = [*pairs, *((None, row) for row in alone)]
     parts.sort(key=lambda pair: pair[1].mean or math.inf)
     clean = _json("clean.json")["results"]["designs"]
     for name, row in _json("clean_one_head.json")["results"][
@@ -96,7 +93,7 @@ def read() -> Measured:
             row[score]["by_seed"] = pair._asdict() if pair else None
         before = [*clean].index(AFTER) + 1
         clean = dict([*[*clean.items()][:before], (name, row), *[*clean.items()][before:]])
-    return Measured(rows, better, parts, clean)
+    return Measured(ranked(_json("reference/results.json")), pairs[0], parts, clean)
 
 
 def _neither_and_both(name: str) -> tuple[Row, Row]:
@@ -140,30 +137,40 @@ def _called(name: str) -> str:
     return f"**{words}**" if _ours(design) else words
 
 
-def results_table(measured: Measured) -> str:
-    """The table of results/README.md, with differences from the better transformer over paired seeds."""
-    lines = [RESULTS_HEAD, "|---|---|---|---|"]
-    for row in sorted([*measured.rows, measured.better], key=lambda row: row.mean or math.inf):
-        pair = None if row is measured.better else row.against(measured.better)
-        against = f" {signed(pair.mean)} ({signed(pair.low)} to {signed(pair.high)})" if pair else ""
-        name = _name(row) if pair else BETTER
-        lines.append(f"| {name} | {_loss(row)} |{against} | {size(_streaming(row))} |")
-    return "\n".join(lines) + "\n"
-
-
 def parts_table(measured: Measured) -> str:
-    """The table of results/README.md of both scores with and without the two parts."""
-    lines = [PARTS_HEAD, "|---|---|---|---|---|---|"]
-    for neither, both in measured.parts:
-        losses = [
-            fixed(row.average(score)) if row else ""
-            for row in (neither, both)
-            for score in (WINDOWS, STREAMING)
-        ]
+    """The table of results/README.md of both scores with and without the two parts, with differences from the
+    transformer in the same form over paired seeds."""
+    lines = [PARTS_HEAD, "|---|---|---|---|---|---|---|---|"]
+    for pair in measured.parts:
+        losses = list[str]()
+        for row, transformer in zip(pair, measured.transformer, strict=True):
+            losses += [
+                fixed(row.average(WINDOWS)) if row else "",
+                _against(row, transformer),
+                fixed(row.average(STREAMING)) if row else "",
+            ]
+        neither, both = pair
         name = title(neither.name.partition("[")[0] if neither else both.name)
         cells = [f"**{name}**" if _ours(both.name) else name, *losses, size(_streaming(both))]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def others_table(measured: Measured) -> str:
+    """The same for the designs of the reference runs that have no file in `parts`."""
+    lines = [OTHERS_HEAD, "|---|---|---|---|"]
+    known = {row.name.partition("[")[0] for _, row in measured.parts}
+    for row in measured.rows:
+        if row.name.partition("[")[0] not in known:
+            cells = [_name(row), _loss(row), _against(row, measured.transformer[0]), size(_streaming(row))]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _against(row: Row | None, other: Row) -> str:
+    """The difference over paired seeds, with its interval."""
+    pair = row.against(other) if row and row is not other else None
+    return f"{signed(pair.mean)} ({signed(pair.low)} to {signed(pair.high)})" if pair else ""
 
 
 def picture(lengths: dict[str, Any]) -> str:
@@ -228,8 +235,8 @@ def rewritten(text: str, table: str) -> str:
 def pages(measured: Measured) -> dict[Path, str]:
     """Every file that this script writes, with its text."""
     readme, results = ROOT / "README.md", RESULTS / "README.md"
-    whole = rewritten(results.read_text(encoding="utf-8"), results_table(measured))
-    whole = rewritten(whole, parts_table(measured))
+    whole = rewritten(results.read_text(encoding="utf-8"), parts_table(measured))
+    whole = rewritten(whole, others_table(measured))
     return {
         readme: rewritten(readme.read_text(encoding="utf-8"), readme_table(measured)),
         results: rewritten(whole, clean_table(measured)),

@@ -127,8 +127,9 @@ def laws_table(found: Found, score: str) -> str:
 
 
 def picture(found: Found) -> str:
-    """Losses with the memory carried, by active parameters, a chart for each number of tokens for a parameter."""
-    return plot.draw(charts({"study": dump(found.study), "cells": found.cells}, STREAMING))
+    """Losses by active parameters, a chart for each score and number of tokens for a parameter."""
+    told = {"study": dump(found.study), "cells": found.cells}
+    return plot.draw([chart for score in SCORES for chart in charts(told, score)])
 
 
 def _called(at: Point) -> str:

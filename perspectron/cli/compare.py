@@ -46,7 +46,7 @@ from perspectron.util.machine import pick_device
 
 DESIGNS = "perspective,adr,lens,drm,gpt2,transformer,gla,ssd"
 QUICK: dict[str, Any] = {
-    "out": Path("runs/quick"), "designs": "perspective2,transformer,gla", "params": "300k", "tokens": "200k",
+    "out": Path("runs/quick"), "designs": "perspective2,transformer+,gla+", "params": "300k", "tokens": "200k",
     "seeds": 1, "rates": (4e-3,), "warmups": (0.1,), "suites": "", "jobs": 2,
 }  # fmt: skip
 """Values that --quick gives to options that are not typed."""

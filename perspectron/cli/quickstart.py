@@ -82,6 +82,10 @@ class Quickstart:
         console.print("\n[bold]3  Held-out text[/]  lower is better; gzip and xz see this text alone")
         title, head, rows = self._comparison()
         console.print(table(title, head, rows))
+        console.print(
+            "Most of the difference is two parts that a transformer can have, too: perspectron compare "
+            "--designs perspective2,transformer+ …"
+        )
         console.print("\n[bold]4  Generation[/]  by perspective2-tiny, then continued from the saved state")
         self._conversation(console)
         self._page(title, head, rows)
