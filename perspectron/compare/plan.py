@@ -34,6 +34,7 @@ PLAN, DATA, ASKED = "compare.json", "data", "asked.json"
 STUDY = "scale.json"  # of `perspectron scale`, which has comparisons in folders of its own
 REFERENCE = "transformer"  # the arm that others are matched to, if it is one of them
 CURVE_TOKENS = 32768  # measured during training
+FEW = 4  # windows of held-out text; of fewer the user hears
 ROUNDS = 4  # of timing, after one that is left out
 Models = dict[str, tuple[ModelConfig, str, str]]
 """Arms by name: the model, one line about it, and its source."""
@@ -145,7 +146,8 @@ def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
         bound = f"left out: {folder} is encoded, and its split is that of `tokenize`"
         require(settings.heldout == Settings.heldout, "heldout", settings.heldout, bound)
         require(settings.dev in (0, Settings.dev), "dev", settings.dev, bound)
-    if not (folder / "manifest.json").is_file():
+    new = not (folder / "manifest.json").is_file()
+    if new:
         corpus = open_corpus(settings.data, settings.heldout, dev=settings.dev, out=out)
         size = settings.vocab_size or presets.vocabulary(settings.params)
         encode(corpus, made_in(folder, settings.tokenizer, corpus, size), folder)
@@ -161,6 +163,13 @@ def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
     if tokens < settings.seq_len:
         bound = f"{settings.dev * settings.seq_len / tokens:.2g} or above: it has {tokens} tokens"
         raise DataError(f"dev = {settings.dev:g}, must be {bound}, and a window has {settings.seq_len}")
+    heldout = shards.split("heldout").tokens
+    if new and heldout < FEW * settings.seq_len:
+        print(
+            f"perspectron: the held-out text has {heldout:,} tokens, fewer than {FEW} windows; intervals are over "
+            "seeds and do not say what another text would give: hold out more with --heldout, or give more text",
+            file=sys.stderr,
+        )
     return tokenizer, shards
 
 

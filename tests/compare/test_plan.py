@@ -15,7 +15,7 @@ from perspectron.cli.compare import _summary
 from perspectron.cli.main import main
 from perspectron.compare import plan as plans
 from perspectron.compare import scaling
-from perspectron.compare.plan import Settings, models_of_designs, plan
+from perspectron.compare.plan import Settings, models_of_designs, plan, prepare
 from perspectron.model.census import active_parameters
 from perspectron.model.model import build
 from perspectron.train.optim import OptimConfig
@@ -145,6 +145,16 @@ def test_a_folder_of_another_version_is_refused(text, tmp_path, capsys):
 def test_a_text_too_short_for_a_window_is_refused(text, tmp_path):
     with refused(DataError, "train", 9001):
         plan(tmp_path, "designs", settings(text, seq_len=9000, tokens=90_000), models_of_designs, threads=1)
+
+
+def test_little_held_out_text_is_said_once_and_enough_not(text, tmp_path, capsys):
+    few = settings(text, seq_len=256)
+    plan(tmp_path / "few", "designs", few, models_of_designs, threads=1)
+    tokens = prepare(tmp_path / "few", few)[1].split("heldout").tokens
+    assert 0 < tokens < 4 * 256
+    in_a_line(capsys.readouterr().err, f"{tokens:,}", 4, "--heldout")
+    plan(tmp_path / "enough", "designs", settings(text, seq_len=32), models_of_designs, threads=1)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
