@@ -59,8 +59,12 @@ PARTS = (
     "transformer", "perspective2-2M", "lens2-2M", "hgrn2-2M", "kda-2M", "gdn-2M", "gla-2M", "ssd-2M", "adr2-2M",
 )  # fmt: skip
 """Files of `parts`, each of a design without the two parts, with each of them and, last, with both."""
-ALONE = ("small-state",)
+ALONE = ("small-state", "muon")
 """Files of `parts` of designs that have both parts."""
+CALLED = {
+    "transformer[optimizer=muon,qk_norm=head,relu2=true,zero_outputs=true,shift=k+v+network,first_values=true]":
+        "Transformer, Muon, all parts",
+}  # fmt: skip
 PARTS_HEAD = (
     "| 2 M parameters, 3 M tokens of `stdlib`, 3 seeds | neither part: windows | against the transformer | "
     "memory carried | both parts: windows | against the transformer | memory carried | state, both |"
@@ -150,7 +154,7 @@ def parts_table(measured: Measured) -> str:
                 fixed(row.average(STREAMING)) if row else "",
             ]
         neither, both = pair
-        name = title(neither.name.partition("[")[0] if neither else both.name)
+        name = CALLED.get(both.name) or title(neither.name.partition("[")[0] if neither else both.name)
         cells = [f"**{name}**" if _ours(both.name) else name, *losses, size(_streaming(both))]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
